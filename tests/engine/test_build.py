@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 
 from drive_core import run_all
 from stored_adapters import store_adapter
-from tiny_models import ALL_LINEAR, load_reference, make_adapter, make_model
+from tiny_models import ALL_LINEAR, make_adapter, make_model
 from weft.adapters.blobs.local import LocalBlobs
 from weft.adapters.ref import AdapterRef
 from weft.adapters.residency.load_threads import LoadPace
@@ -59,38 +58,6 @@ def request(request_id: str, tokens: list[int], adapter: AdapterRef | None = Non
     return GenerationRequest(request_id=request_id, prompt_token_ids=tokens, params=params, adapter=adapter)
 
 
-def greedy(model: Path, adapter: Path | None, tokens: list[int]) -> list[int]:
-    reference = load_reference(model)
-    if adapter is not None:
-        reference = PeftModel.from_pretrained(reference, str(adapter)).eval()
-    sequence = list(tokens)
-    with torch.inference_mode():
-        for _ in range(NUM_TOKENS):
-            sequence.append(int(reference(torch.tensor([sequence])).logits[0, -1].argmax()))
-    return sequence[len(tokens) :]
-
-
-def test_mixed_requests_are_answered_as_by_the_reference(model: Path, engine: EngineParts, tmp_path: Path) -> None:
-    folders: list[Path | None] = [
-        None,
-        make_adapter(model, tmp_path / "qv", rank=8, seed=1),
-        make_adapter(model, tmp_path / "all", rank=20, seed=2, targets=ALL_LINEAR),
-    ]
-    blobs = LocalBlobs(tmp_path / "blobs")
-    refs = [None if folder is None else store_adapter(blobs, folder, engine.ready.base) for folder in folders]
-    which = [0, 1, 2, 1, 0, 2]
-    prompts = [prompt(3 + 7 * place, seed=place) for place in range(len(which))]
-    requests = [request(str(i), prompts[i], refs[which[i]]) for i in range(len(which))]
-
-    answers = run_all(engine.core, requests)
-
-    expected = {str(i): greedy(model, folders[which[i]], prompts[i]) for i in range(len(which))}
-    assert answers == expected
-    assert len({tuple(answer) for answer in answers.values()}) == len(which)
-    engine.core.check()
-    assert engine.pool.counts()["kv"] == 0
-
-
 def test_ready_says_what_was_built(model: Path, engine: EngineParts) -> None:
     ready = engine.ready
 
@@ -115,11 +82,6 @@ def test_the_asked_length_is_a_limit(model: Path, tmp_path: Path) -> None:
 def test_a_longer_limit_than_the_model_has_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="512 positions"):
         build_engine(settings(model, tmp_path, max_model_len=513))
-
-
-def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no folder"):
-        build_engine(settings(tmp_path / "nowhere", tmp_path))
 
 
 def test_loads_and_copies_pause_beside_steps_and_not_without_them(

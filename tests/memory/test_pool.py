@@ -126,16 +126,6 @@ def test_a_page_is_handed_out_for_the_first_time_once() -> None:
     assert sorted(first) == list(range(3, 10))
 
 
-def test_pages_before_the_first_belong_to_somebody_else() -> None:
-    pool = PagePool(8, first_page=5)
-    assert pool.capacity == 3
-    assert pool.allocate(3, "kv") == [5, 6, 7]
-    assert pool.allocate(1, "kv") is None
-    with pytest.raises(PageAccountingError, match="not a page that is handed out"):
-        pool.free([4], 0)
-    pool.check()
-
-
 @pytest.mark.parametrize("first_page", [0, 8, 9])
 def test_a_pool_without_a_page_to_hand_out_is_refused(first_page: int) -> None:
     with pytest.raises(ValueError, match="first_page"):

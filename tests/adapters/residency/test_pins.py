@@ -38,16 +38,6 @@ def test_pins_never_keep_others_out(tmp_path: Path, sizes: dict[str, int], kept:
     assert on_device(parts, refs) == [True] * kept + [False] * (5 - kept)
 
 
-def test_pins_keep_half_of_the_pages_at_most(tmp_path: Path) -> None:
-    _, _, pages = prepare(tmp_path / "probe")
-    parts, refs, _ = prepare(tmp_path / "small", num_pages=1 + 3 * pages)
-    for ref in refs:
-        parts.residency.pin(ref, True)
-        parts.load(ref)
-    assert parts.evict_all() == 2 * pages
-    assert parts.residency.state(refs[0].digest) == "device"
-
-
 def test_pinned_beyond_the_share_goes_after_all_that_is_not_pinned(tmp_path: Path) -> None:
     parts, refs, pages = prepare(tmp_path, count=3, slots=3, num_pages=100)
     for ref in refs[:2]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NoReturn, get_args
 
 import pytest
-import torch
 
 from adapters_factory import random_lora
 from residency_parts import make_residency, prepare, store
@@ -223,17 +222,6 @@ def test_forgetting_is_fine_in_every_state(tmp_path: Path) -> None:
     residency.check()
 
 
-def test_pages_of_an_adapter_wait_for_the_last_step_that_read_them(tmp_path: Path) -> None:
-    parts, (ref, *_), pages = prepare(tmp_path)
-    parts.load(ref)
-    assert parts.residency.acquire(ref.digest) is not None
-    parts.residency.release(ref.digest, last_step=7)
-    parts.residency.forget(ref.digest)
-    assert parts.pool.num_quarantined == pages
-    parts.residency.tick(7)
-    assert parts.pool.num_quarantined == 0
-
-
 def test_an_adapter_forgotten_while_it_is_read_leaves_no_image(tmp_path: Path) -> None:
     parts, (ref, *_), _ = prepare(tmp_path)
     parts.residency.hold(ref)
@@ -265,16 +253,6 @@ def test_a_copy_that_nobody_wants_any_more_leaves_the_adapter_idle(tmp_path: Pat
     assert parts.evict_all() == 0  # its pages are being written
     parts.settle()
     assert parts.evict_all() == pages
-
-
-def test_the_host_slab_is_bounded_and_drops_the_least_recently_used(tmp_path: Path) -> None:
-    parts, refs, pages = prepare(tmp_path, count=3, slab_pages=1)
-    parts.slab.__init__(2 * pages, parts.arena.geometry.page_bytes, False)  # type: ignore[misc]
-    for ref in refs:
-        parts.load(ref)
-        parts.evict_all()
-    assert [parts.residency.state(ref.digest) for ref in refs] == ["stored", "host", "host"]
-    parts.residency.check()
 
 
 def test_without_any_room_in_the_slab_adapters_are_served_all_the_same(tmp_path: Path) -> None:
@@ -339,14 +317,6 @@ def test_check_finds_a_page_that_left_by_the_back_door(tmp_path: Path) -> None:
     parts.pool.free([page], 0)
     with pytest.raises(PageAccountingError):
         parts.residency.check()
-
-
-def test_nothing_of_the_host_pages_earlier_content_reaches_the_arena(tmp_path: Path) -> None:
-    parts, (ref, *_), _ = prepare(tmp_path)
-    parts.slab.pages.fill_(0xFF)
-    parts.load(ref)
-    owned = [page for page in range(parts.pool.num_pages) if parts.pool.state(page) == "adapter"]
-    assert torch.isfinite(parts.arena.elements[owned]).all()
 
 
 def test_loader_threads_and_the_engine_thread_do_not_get_in_each_others_way(tmp_path: Path) -> None:

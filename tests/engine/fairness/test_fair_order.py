@@ -356,17 +356,6 @@ def test_passed_over_adapters_are_left_out_for_one_plan() -> None:
     assert crowd.line() == [1, 3, 2]
 
 
-def test_a_tenant_alone_gets_everything() -> None:
-    def pumps(policy: str) -> float:
-        simulator = Simulator(policy=policy, checked=False)  # type: ignore[arg-type]
-        for index in range(50):
-            simulator.submit(request(f"r{index}", flow=FlowKey(tenant="only")))
-        simulator.run()
-        return simulator.now_s
-
-    assert pumps("fair") == pumps("fcfs")
-
-
 @pytest.mark.parametrize("num_adapters", [1, 200])
 def test_a_tenant_whose_adapters_never_load_keeps_nobody_else_from_being_looked_at(num_adapters: int) -> None:
     simulator = Simulator(num_pages=400, max_running=8, step_tokens=32, checked=False)

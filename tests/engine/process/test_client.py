@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -321,18 +320,37 @@ def test_engines_that_die_after_a_long_life_are_no_crash_loop(engine: Engine, mo
     assert not any("stopped" in line and "times" in line for line in lines)
 
 
-def test_a_refusal_is_an_output(engine: Engine, prompt: list[int]) -> None:
-    (refusal,) = engine.run(collect(engine.client, question("long", prompt, max_tokens=5000)))
-    assert refusal.finish_reason == "error"
-    assert refusal.error is not None
-    assert (refusal.error.code, refusal.error.kind) == ("context_length_exceeded", "request")
+def test_an_engine_that_does_not_start_again_is_left_alone_for_a_while(
+    engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MortalConnection, "answers", [engine.ready, engine.ready], raising=False)
+    monkeypatch.setattr(MortalConnection, "started", [], raising=False)
+    start = MortalConnection.start
 
+    async def start_once(connection: MortalConnection) -> Ready:
+        if len(connection.started) > 1:
+            raise EngineUnavailableError("it does not start")
+        return await start(connection)
 
-def test_a_missing_blob_is_an_output(engine: Engine, refs: dict[str, AdapterRef], prompt: list[int]) -> None:
-    gone = replace(refs["pirate"], digest="sha256:" + "0" * 64, weights_sha256="0" * 64)
-    (refusal,) = engine.run(collect(engine.client, question("gone", prompt, gone)))
-    assert refusal.error is not None
-    assert (refusal.error.code, refusal.error.kind) == ("adapter_blob_missing", "capacity")
+    monkeypatch.setattr(MortalConnection, "start", start_once)
+    monkeypatch.setattr(client_module, "EngineConnection", MortalConnection)
+    monkeypatch.setattr("weft.engine.process.supervisor.SECOND_DELAY_S", 0.0)
+    lines: list[str] = []
+    client = EngineClient(Config(model=ModelConfig(path="m")), announce=lines.append)
+
+    async def is_broken() -> bool:
+        return any("stopped 3 times or more, each time before it was ready for 60 s" in line for line in lines)
+
+    async def main() -> None:
+        await client.start()
+        await eventually(is_broken)
+        assert client.ready is None
+        with pytest.raises(EngineUnavailableError, match="stopped 3 times") as refusal:
+            await collect(client, question("late", prompt))
+        assert refusal.value.retry_after_s > 30
+        await client.close()
+
+    engine.run(main())
 
 
 def test_closing_the_iterator_gives_the_pages_back(engine: Engine, prompt: list[int]) -> None:
@@ -341,31 +359,6 @@ def test_closing_the_iterator_gives_the_pages_back(engine: Engine, prompt: list[
             async for _ in outputs:
                 break
         await eventually(lambda: is_idle(engine.client))
-
-    engine.run(main())
-
-
-def test_cancelling_tasks_gives_the_pages_back(engine: Engine, prompt: list[int]) -> None:
-    async def main() -> None:
-        tasks = [asyncio.create_task(collect(engine.client, endless(f"cut{i}", prompt))) for i in range(12)]
-        await asyncio.sleep(0.2)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await eventually(lambda: is_idle(engine.client))
-
-    engine.run(main())
-
-
-def test_an_abort_ends_the_iterator(engine: Engine, prompt: list[int]) -> None:
-    async def main() -> None:
-        reasons = []
-        async for output in engine.client.generate(endless("aborted", prompt)):
-            engine.client.abort("aborted")
-            reasons.append(output.finish_reason)
-        assert reasons[-1] == "abort"
-        engine.client.abort("aborted")
-        engine.client.abort("never heard of")
 
     engine.run(main())
 
@@ -383,31 +376,24 @@ def test_the_output_after_an_abort_tells_what_was_computed(engine: Engine, promp
         engine.client.abort("at once")
         *tokens, last = await reading  # it may be met in the queue, or after its first step
         assert (last.finish_reason, last.computed_prompt_tokens) == ("abort", len(prompt) if tokens else 0)
+        for name in ("cut", "never heard of"):
+            engine.client.abort(name)
 
     engine.run(main())
 
 
-def test_pinned_adapters_are_marked_and_dropped_ones_leave(
-    engine: Engine, refs: dict[str, AdapterRef], prompt: list[int]
+def test_a_pinned_adapter_comes_to_the_device_without_a_request_and_a_dropped_one_leaves(
+    engine: Engine, refs: dict[str, AdapterRef]
 ) -> None:
-    digest = refs["shout"].digest
-
-    async def main() -> None:
-        await collect(engine.client, question("load", prompt, refs["shout"]))
-        await engine.client.pin_adapter(refs["shout"], True)
-        assert [a.digest for a in (await engine.client.status()).residents if a.pinned] == [digest]
-        await engine.client.drop_adapter(digest)
-        assert digest not in {adapter.digest for adapter in (await engine.client.status()).residents}
-
-    engine.run(main())
-
-
-def test_a_pinned_adapter_comes_to_the_device_without_a_request(engine: Engine, refs: dict[str, AdapterRef]) -> None:
     async def main() -> None:
         await engine.client.pin_adapter(refs["haiku"], True)
         await eventually(lambda: is_on_device(engine.client, refs["haiku"]), timeout_s=30)
+        assert any(resident.pinned for resident in (await engine.client.status()).residents)
         await engine.client.pin_adapter(refs["haiku"], False)
         assert not any(resident.pinned for resident in (await engine.client.status()).residents)
+        await engine.client.drop_adapter(refs["haiku"].digest)
+        residents = (await engine.client.status()).residents
+        assert refs["haiku"].digest not in {resident.digest for resident in residents}
 
     engine.run(main())
 
@@ -490,29 +476,6 @@ def test_an_engine_whose_steps_all_fail_is_replaced_and_answers_again(
         is_broken.unlink()
         await eventually(is_back)
         assert tokens_of(await collect(client, question("after", prompt))) == tokens_of(before)
-
-    engine.run(main())
-    engine.close()
-
-
-def test_an_engine_that_does_not_start_again_is_left_alone_for_a_while(
-    config: Config, prompt: list[int], tmp_path: Path
-) -> None:
-    model = shutil.copytree(DEMO / "weft-demo", tmp_path / "model")
-    engine = Engine(replace(config, model=replace(config.model, path=str(model))))
-    client = engine.client
-
-    async def is_broken() -> bool:
-        return any("stopped 3 times or more, each time before it was ready for 60 s" in line for line in engine.lines)
-
-    async def main() -> None:
-        model.rename(tmp_path / "gone")
-        os.kill(client.pid or 0, signal.SIGKILL)
-        await eventually(is_broken, timeout_s=120)
-        assert client.ready is None
-        with pytest.raises(EngineUnavailableError, match="stopped 3 times") as refusal:
-            await collect(client, question("late", prompt))
-        assert refusal.value.retry_after_s > 30
 
     engine.run(main())
     engine.close()

@@ -125,13 +125,6 @@ def test_a_request_that_cannot_be_is_refused_by_an_output(process: Process) -> N
     assert refusal.error.kind == "request"
 
 
-def test_status_is_answered_while_idle(process: Process) -> None:
-    process.send(messages.AskStatus(7))
-    message = process.receive()
-    assert isinstance(message, messages.Status)
-    assert (message.query_id, message.status.boot_id) == (7, "boot")
-
-
 def test_an_adapters_messages_reach_the_residency(process: Process) -> None:
     process.send(messages.PinAdapter(adapter("a"), True))
     process.send(messages.DropAdapter("unknown"))
@@ -150,13 +143,6 @@ def test_an_abort_is_answered(process: Process) -> None:
 
 def test_the_loop_ends_when_it_is_told_to(process: Process) -> None:
     process.send(messages.Close())
-    process.thread.join(60)
-    assert not process.thread.is_alive()
-
-
-def test_the_loop_ends_when_the_parent_is_gone(process: Process) -> None:
-    process.parent_gone.set()
-    process.wakeup.wake()
     process.thread.join(60)
     assert not process.thread.is_alive()
 

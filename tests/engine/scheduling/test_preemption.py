@@ -53,14 +53,6 @@ def test_a_swapped_request_computes_nothing_twice(has_prefixes: bool, num_groups
     assert simulator.core.status().preemptions == {"swap": 1, "recompute": 0}
 
 
-def test_without_a_prefix_cache_a_recomputed_request_computes_all_of_it_again() -> None:
-    simulator, requests = pressed(has_prefixes=False, costs=RECOMPUTES)
-    finish(simulator, requests)
-    assert simulator.scheduler.table.preemptions == {"swap": 0, "recompute": 1}
-    starts = [chunk.start for plan in simulator.runner.plans for chunk in plan.chunks if chunk.request_id == "new"]
-    assert starts.count(0) == 2
-
-
 @pytest.mark.parametrize(("copy_s", "how"), [(0.49, "swap"), (0.51, "recompute")])
 def test_what_is_cheaper_decides(copy_s: float, how: str) -> None:
     """At 0.5 s a page is as dear to copy twice as the tokens in it are to compute."""
@@ -80,16 +72,6 @@ def test_without_host_pages_it_is_computed_anew(host_pages: int) -> None:
     simulator, requests = pressed(host_pages=host_pages)
     finish(simulator, requests)
     assert simulator.scheduler.table.preemptions == {"swap": 0, "recompute": 1}
-
-
-def test_pages_that_are_swapped_out_serve_others_only_after_the_step_that_copies_them() -> None:
-    simulator, requests = pressed()
-    until_preempted(simulator)
-    plan = simulator.runner.plans[-1]
-    out = {move.device_page for move in plan.swap_out}
-    assert out
-    assert not out & {*plan.zero_pages, *(page for chunk in plan.chunks for page in chunk.block_table[0])}
-    finish(simulator, requests)
 
 
 def test_a_step_that_only_swaps_computes_nothing() -> None:
@@ -207,26 +189,6 @@ def test_prompt_logprobs_survive_a_swap_in_the_middle_of_the_prompt() -> None:
     finish(simulator, requests)
     (logprobs,) = [o.prompt_logprobs for o in simulator.outputs["new"] if o.prompt_logprobs is not None]
     assert [entry and entry.token_id for entry in logprobs] == [None, *requests[1].prompt_token_ids[1:]]
-
-
-@pytest.mark.parametrize("costs", [SWAPS, RECOMPUTES])
-def test_no_request_is_preempted_twice_without_a_page_of_progress(costs: PageCosts) -> None:
-    simulator = Simulator(num_pages=14, step_tokens=16, max_running=8, costs=costs)
-    requests = [request(f"r{index}", prompt=3, max_tokens=40, ref=adapter("a")) for index in range(8)]
-    simulator.submit(*requests)
-    states = dict(simulator.scheduler.table.requests)
-    seen: dict[str, tuple[int, int]] = {}
-    while simulator.core.has_work():
-        simulator.pump()
-        for name, state in states.items():
-            count, tokens = seen.get(name, (0, 0))
-            if state.num_preemptions > count:
-                stood = state.progress_mark - 4
-                assert state.num_preemptions == count + 1
-                assert count == 0 or stood >= tokens + 4
-                seen[name] = (state.num_preemptions, stood)
-    assert simulator.num_preemptions > 3
-    finish(simulator, requests)
 
 
 def test_trying_in_vain_to_return_is_no_use_of_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:

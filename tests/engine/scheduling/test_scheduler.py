@@ -89,17 +89,6 @@ def test_requests_that_lack_pages_do_not_hurry_loads() -> None:
     assert simulator.stepping[-1] == (1, 0)
 
 
-def test_a_request_without_pages_does_not_block_smaller_ones_behind_it() -> None:
-    simulator = Simulator(num_pages=8, step_tokens=32)
-    simulator.submit(request("old", prompt=20, max_tokens=4))
-    simulator.pump()
-    simulator.submit(request("large", prompt=24, max_tokens=4))
-    simulator.submit(request("small", prompt=4, max_tokens=1))
-    simulator.pump()
-    assert [chunk.request_id for chunk in simulator.runner.plans[-1].chunks] == ["old", "small"]
-    assert simulator.core.status().waiting_reasons == {"NO_PAGES": 1}
-
-
 def test_a_blocked_request_is_overtaken_in_a_bounded_number_of_steps() -> None:
     simulator = Simulator(num_pages=8, step_tokens=32)
     for index in range(7):
@@ -221,24 +210,6 @@ def test_paused_requests_keep_at_most_half_of_the_pages() -> None:
     assert all(simulator.tokens(each.request_id) == expected_tokens(each, 60) for each in requests)
 
 
-def test_idle_adapters_are_evicted_before_anybody_is_preempted() -> None:
-    simulator = Simulator(num_pages=10)
-    run_all(simulator, [request("one", prompt=2, max_tokens=1, ref=adapter("a"))])
-    assert simulator.pool.counts()["adapter"] == 2
-    run_all(simulator, [request("big", prompt=30, max_tokens=10)])
-    assert simulator.num_preemptions == 0
-    assert simulator.evictor.evictions["adapter"] == 1
-
-
-def test_requests_whose_adapters_do_not_fit_together_are_served_one_after_another() -> None:
-    simulator = Simulator(num_pages=8, adapter_pages=6, load_ticks=2)
-    requests = [request(f"r{i}", prompt=4, max_tokens=4, ref=adapter(f"a{i % 3}")) for i in range(9)]
-    run_all(simulator, requests)
-    for each in requests:
-        assert simulator.tokens(each.request_id) == expected_tokens(each, 4)
-    assert_idle_and_empty(simulator)
-
-
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     simulator = Simulator(num_pages=8)
     simulator.know(adapter("a"))
@@ -334,18 +305,6 @@ def test_a_request_without_output_ends_after_its_prompt_with_its_logprobs() -> N
     assert [entry.logprob for entry in output.prompt_logprobs if entry] == [-float(i) for i in range(19)]
 
 
-def test_prompt_logprobs_come_once_and_whole_though_the_request_was_preempted() -> None:
-    simulator = Simulator(num_pages=10, step_tokens=8)
-    requests = [request(f"r{i}", prompt=14, max_tokens=10, prompt_logprobs=0) for i in range(4)]
-    run_all(simulator, requests)
-    assert simulator.num_preemptions > 0
-    for each in requests:
-        outputs = simulator.outputs[each.request_id]
-        (prompt_logprobs,) = [o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None]
-        assert [e and e.token_id for e in prompt_logprobs] == [None, *each.prompt_token_ids[1:]]
-        assert simulator.tokens(each.request_id) == expected_tokens(each, 10)
-
-
 @pytest.mark.parametrize(
     ("is_eos", "params", "reason", "count"),
     [
@@ -362,14 +321,6 @@ def test_generation_ends_at_a_token(is_eos: bool, params: dict[str, Any], reason
     assert simulator.last("one").finish_reason == reason
     assert simulator.last("one").stop_token_id == (third if reason == "stop" else None)
     assert len(simulator.tokens("one")) == count
-
-
-def test_logprobs_come_with_their_tokens() -> None:
-    simulator = Simulator()
-    run_all(simulator, [request("one", max_tokens=2, logprobs=3)])
-    assert [[e.token_id for e in o.logprobs or []] for o in simulator.outputs["one"]] == [
-        o.token_ids for o in simulator.outputs["one"]
-    ]
 
 
 def test_a_request_goes_on_after_tokens_generated_elsewhere() -> None:
@@ -473,22 +424,6 @@ def finished(simulator: Simulator) -> None:
 STATES = [waiting, loading, prefilling, decoding, preempted, finished]
 
 
-@pytest.mark.parametrize("reason", ["abort", "error", "stop"])
-@pytest.mark.parametrize("into_state", STATES, ids=lambda state: state.__name__)
-def test_finish_is_idempotent_from_every_state(into_state: Callable[[Simulator], None], reason: str) -> None:
-    simulator = Simulator(num_pages=16)
-    into_state(simulator)
-    for _ in range(3):
-        simulator.scheduler.finish("x", reason)  # type: ignore[arg-type]
-        simulator.core.check()
-    simulator.run()
-    simulator.scheduler.finish("x", reason)  # type: ignore[arg-type]
-    assert [output.finish_reason for output in simulator.outputs["x"] if output.finish_reason] == [
-        "length" if into_state is finished else reason
-    ]
-    assert_idle_and_empty(simulator)
-
-
 @pytest.mark.parametrize("event", ["abort", "fail_adapter", "fail_running", "drop_adapter"])
 @pytest.mark.parametrize("moment", ["before plan", "between plan and commit", "after commit"])
 @pytest.mark.parametrize("into_state", STATES, ids=lambda state: state.__name__)
@@ -498,8 +433,13 @@ def test_ends_may_come_at_any_moment_of_a_step(
     simulator = Simulator(num_pages=16)
     into_state(simulator)
     error = NeverFitsError("gone")
+
+    def abort_twice() -> None:
+        simulator.core.abort("x")
+        simulator.core.abort("x")
+
     act: dict[str, Callable[[], None]] = {
-        "abort": lambda: simulator.core.abort("x"),
+        "abort": abort_twice,
         "fail_adapter": lambda: simulator.scheduler.fail_adapter(adapter("a").digest, error),
         "fail_running": simulator.scheduler.fail_running,
         "drop_adapter": lambda: simulator.core.drop_adapter(adapter("a").digest),
@@ -517,16 +457,3 @@ def test_ends_may_come_at_any_moment_of_a_step(
         act[event]()
     simulator.run()
     assert_idle_and_empty(simulator)
-
-
-def test_pages_of_an_aborted_request_are_quarantined_until_its_step_is_complete() -> None:
-    simulator = Simulator()
-    simulator.submit(request("x", prompt=12))
-    plan = simulator.scheduler.plan()
-    assert plan is not None
-    simulator.core.abort("x")
-    assert simulator.pool.counts()["quarantine"] == 3
-    results = simulator.runner.execute(plan)
-    assert [o.finish_reason for o in simulator.scheduler.commit(plan, results)] == ["abort"]
-    simulator.pool.complete(plan.step)
-    assert simulator.pool.num_free == 64

@@ -42,14 +42,6 @@ def computed(simulator: Simulator, request_id: str) -> list[int]:
     ]
 
 
-def test_a_prompt_that_was_computed_before_is_found_but_for_its_last_tokens() -> None:
-    simulator = Simulator()
-    serve(simulator, request("one", PROMPT, 2), request("two", PROMPT, 2))
-    assert computed(simulator, "two") == [12, 13, 14]
-    assert [output.cached_tokens for output in simulator.outputs["two"]] == [12, 0]
-    assert [output.cached_tokens for output in simulator.outputs["one"]] == [0, 0]
-
-
 @pytest.mark.parametrize(("num_tokens", "found"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
 def test_at_least_the_last_token_is_computed(num_tokens: int, found: int) -> None:
     simulator = Simulator()
@@ -143,16 +135,6 @@ def test_idle_prefixes_make_way_for_running_requests_before_anybody_is_preempted
     serve(simulator, request("big", prompt=32, max_tokens=8))
     assert simulator.num_preemptions == 0
     assert simulator.evictor.evictions == {"prefix": 3}
-
-
-def test_the_prefixes_of_an_adapter_go_with_it() -> None:
-    simulator = Simulator()
-    serve(simulator, request("one", PROMPT, 2, adapter("a")))
-    assert simulator.pool.counts()["prefix"] == 3
-    simulator.core.drop_adapter(adapter("a").digest)
-    assert simulator.pool.counts()["prefix"] == 0
-    serve(simulator, request("two", PROMPT, 2, adapter("a")))
-    assert simulator.outputs["two"][0].cached_tokens == 0
 
 
 def test_an_admission_that_does_not_fit_evicts_nothing() -> None:

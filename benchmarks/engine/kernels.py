@@ -98,44 +98,31 @@ class KernelBench:
         self.tables = AdapterTables(64, self.base, 64, self.geometry, device)
 
     def lora(self, ranks: Sequence[int], rows: int) -> list[Work]:
-        """LoRA at each site for a batch with rows of adapters of these ranks.
+        """LoRA at each site for a batch of adapters of these ranks, each with at least one row.
 
         They take the slots and pages of the adapters of the call before: do not run its work any more.
         """
         next_page = 1  # each mix takes the same pages
-        num_bytes = dict.fromkeys(range(len(SITES)), 0.0)
         for slot, rank in enumerate(ranks):
             of_modules = all_modules(self.base, rank)
             layout = plan_layout(of_modules, self.base, self.geometry)
             pages = list(range(next_page, next_page + layout.num_pages))
             next_page += layout.num_pages
             self.tables.write(slot, layout, pages, of_modules, dict.fromkeys(of_modules, 0.5))
-            for index, site in enumerate(SITES):
-                modules = [self.base.modules[m] for m in site.modules]
-                num_bytes[index] += rank * sum(m.in_features + m.out_features for m in modules) * DTYPE.itemsize
-        row_slots = sorted(index % len(ranks) for index in range(rows))
-        step = PagedLora(self.arena, self.tables, self.base).prepare(row_slots)
+        step = PagedLora(self.arena, self.tables, self.base).prepare(sorted(row % len(ranks) for row in range(rows)))
         if step is None:
             raise AssertionError("adapters of a rank above 0 change something")
         works = []
         for index, site in enumerate(SITES):
-            x = self._random(rows, self.base.modules[site.modules[0]].in_features)
+            modules = [self.base.modules[m] for m in site.modules]
+            x = self._random(rows, modules[0].in_features)
             y = self._random(rows, sum(self.base.site_widths(index)))
-            moved = num_bytes[index] * len(set(row_slots)) / len(ranks) + x.nbytes + 2 * y.nbytes
-            works.append(Work(f"LoRA {site.name}", self._applied(step, index, x, y), moved))
+            weights = sum(ranks) * sum(m.in_features + m.out_features for m in modules) * DTYPE.itemsize
+            works.append(Work(f"LoRA {site.name}", self._applied(step, index, x, y), weights + x.nbytes + 2 * y.nbytes))
         return works
 
     def _applied(self, step: LoraStep, site: int, x: torch.Tensor, y: torch.Tensor) -> Callable[[int], object]:
         return lambda call: step.apply(call % self.num_layers, site, x, y)
-
-    def attention(self, rows: int, context: int) -> Work:
-        """Decode attention of so many requests."""
-        return self._attention(f"attention, context {context}", rows, 1, context, flops=0.0)
-
-    def prompt_attention(self, tokens: int) -> Work:
-        """Attention over a prompt from its beginning."""
-        flops = 4 * tokens * tokens / 2 * self.model.num_heads * self.model.head_dim
-        return self._attention(f"attention, prompt of {tokens}", 1, tokens, tokens, flops)
 
     def small(self, rows: int) -> list[Work]:
         """Operations that only pass over activations."""
@@ -163,7 +150,8 @@ class KernelBench:
             Work("greedy sampling", lambda _: kernels.sample(logits, greedy), logits.nbytes),
         ]
 
-    def _attention(self, name: str, rows: int, query: int, context: int, flops: float) -> Work:
+    def attention(self, rows: int, context: int, query: int = 1) -> Work:
+        """Decode attention of so many requests, or of `query` tokens that end a prompt of `context` tokens."""
         model, blocks = self.model, self.geometry.blocks(context)
         # Where the requests need more pages than there are, they share some: reading them costs the same.
         pages = [1 + (1 + index) % (self.arena.num_pages - 1) for index in range(rows * blocks)]
@@ -177,7 +165,10 @@ class KernelBench:
             kv = self.arena.kv(call % self.num_layers)
             return self.kernels.paged_attention(q, *kv, batch, model.head_dim**-0.5, None)
 
-        return Work(name, attend, kv_bytes + 2 * q.nbytes, flops)
+        if query == 1:
+            return Work(f"attention, context {context}", attend, kv_bytes + 2 * q.nbytes)
+        flops = 4 * query * (context - query / 2) * model.num_heads * model.head_dim
+        return Work(f"attention, prompt of {context}", attend, kv_bytes + 2 * q.nbytes, flops)
 
     def _random(self, rows: int, width: int) -> torch.Tensor:
         return torch.randn(rows, width, device=self.device).mul_(0.02).to(DTYPE)
@@ -244,7 +235,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for about, ranks in MIXES.items():
             for work in bench.lora(ranks, rows) if len(ranks) <= rows else ():  # the next mix takes its place
                 found[f"{work.name}, {rows} rows, {about}"] = figures(work, device, machine)
-    prompt = bench.prompt_attention(PROMPT_TOKENS)
+    prompt = bench.attention(1, PROMPT_TOKENS, PROMPT_TOKENS)
     found[prompt.name] = figures(prompt, device, machine)
     goals = make_goals(found) if options.check else []
     return {

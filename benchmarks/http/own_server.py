@@ -113,16 +113,13 @@ def add_demo_options(add: AddOption) -> None:
 
 
 @contextlib.contextmanager
-def plain_server(
-    model: str | Path, settings: Sequence[str], ready_within_s: float = READY_WITHIN_S, folder: Path | None = None
-) -> Iterator[OwnServer]:
+def plain_server(model: str | Path, settings: Sequence[str], folder: Path | None = None) -> Iterator[OwnServer]:
     """Serve a model until the block is left.
 
     Args:
         model: Folder or hub id of the base.
         settings: As of `weft serve --set`, for example `memory.gib=1`. Those of the environment do not count: a
             benchmark must not reach the registry of a real server.
-        ready_within_s: How long the server may take to start.
         folder: Of its data, which stays; None is a new one that goes with the server.
 
     Raises:
@@ -134,29 +131,26 @@ def plain_server(
         tempfile.TemporaryDirectory(prefix="weft-") as own_folder,
         server_process(0, folder or Path(own_folder), options, plain) as server,  # any port: several may run
     ):
-        server.wait_ready(ready_within_s)
+        server.wait_ready(READY_WITHIN_S)
         with Client(server.url, server.admin_key()) as admin:
             yield OwnServer(admin, admin.engine()["ready"])
 
 
 @contextlib.contextmanager
-def own_server(
-    model: str, adapters: Sequence[Path], settings: Sequence[str], ready_within_s: float = READY_WITHIN_S
-) -> Iterator[Served]:
+def own_server(model: str, adapters: Sequence[Path], settings: Sequence[str]) -> Iterator[Served]:
     """Serve a model with adapters until the block is left.
 
     Args:
         model: As of `plain_server`, like the others.
         adapters: Folders as PEFT writes them; each is named after its folder.
         settings: As of `weft serve --set`.
-        ready_within_s: How long the server may take to start.
 
     Raises:
         ConfigError: An adapter's folder lacks a file, or two have one name.
         WeftError: The server does not start, or refuses an adapter; the message is its own.
     """
     names, files = server_names(adapters), [read_adapter(folder) for folder in adapters]
-    with plain_server(model, settings, ready_within_s) as server:
+    with plain_server(model, settings) as server:
         key = server.add_tenant(TENANT)
         with server.client(key) as client:
             for name, content in zip(names[1:], files, strict=True):

@@ -25,7 +25,7 @@ import uvloop
 
 from weft.benchmarks.http.generator import Calls, LoadSettings, Reply, closed_loop, open_loop
 from weft.benchmarks.http.http_stream import EventClient
-from weft.benchmarks.http.own_server import READY_WITHIN_S, Served, own_server, server_names
+from weft.benchmarks.http.own_server import Served, own_server, server_names
 from weft.benchmarks.metrics import Objective, summarise
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
 from weft.benchmarks.report import DEFAULT_CACHE, AddOption, positive
@@ -124,7 +124,7 @@ def target(options: argparse.Namespace) -> Iterator[Served]:
         model, adapters = make_checkpoints(options.cache)
         options.vocab_size = VOCAB_SIZE
     make_load(options, len(server_names(adapters)))  # refuses before a server starts
-    with own_server(str(model), adapters, options.set, options.ready_within_s) as served:
+    with own_server(str(model), adapters, options.set) as served:
         options.models = ",".join(served.models)
         yield served
 
@@ -175,7 +175,6 @@ def add_server_options(add: AddOption, requests: int = 64, concurrency: int = 32
     add("--model", default=None, help="folder or hub id of the base to serve")
     add("--adapter", type=Path, action="append", default=[], help="folder of an adapter to upload; may be repeated")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="setting of the server; may be repeated")
-    add("--ready-within-s", type=float, default=READY_WITHIN_S, help="how long the server may take to start")
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
     add("--url", default=None, help="base URL with /v1 of a server that runs already")
     add("--key", default="", help="its API key")

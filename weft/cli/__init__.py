@@ -14,7 +14,7 @@ from weft.errors import WeftError
 
 COMMANDS = (
     *("serve", "demo", "doctor", "adapter", "fit", "ps", "top", "tenant", "key", "usage"),
-    *("audit", "config", "dashboard", "db", "whoami", "bench"),
+    *("audit", "config", "dashboard", "db", "whoami"),
 )
 """Modules in the order of the help. Each has `app`, a group of commands, or one function with the module's name."""
 
@@ -36,6 +36,8 @@ def version() -> None:
 
 def make_app() -> typer.Typer:
     """All commands."""
+    from weft.benchmarks.command import app as bench
+
     app = typer.Typer(
         name="weft",
         cls=_Commands,
@@ -52,6 +54,7 @@ def make_app() -> typer.Typer:
         else:
             app.command(name)(getattr(module, name))
     app.command()(version)
+    app.add_typer(bench, name="bench")
     return app
 
 

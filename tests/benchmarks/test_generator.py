@@ -148,9 +148,3 @@ def test_a_flood_whose_process_dies_is_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("weft.benchmarks.http.fairness.run_clients", operator.truediv)
     with pytest.raises(EOFError), flood([Streams(Served("", "", ["a"]), 1, 1, 1, LoadSettings())]):
         pass
-
-
-def test_no_groups_are_no_flood() -> None:
-    with flood([]) as report:
-        pass
-    assert report.replies == []

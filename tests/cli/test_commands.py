@@ -233,13 +233,6 @@ def test_errors_name_the_options_of_the_command(
     assert (done.exit_code, told in done.output) == (2, True), done.output
 
 
-def test_pinned_adapters_are_listed_as_such(recorder: Recorder) -> None:
-    recorder.body = {"object": "list", "data": [{"name": "a", "pinned": True}, {"name": "b", "pinned": False}]}
-    header, *rows = run("adapter", "ls", "--url", recorder.url).output.splitlines()
-    column = header.split().index("PINNED")
-    assert [row.split()[column] for row in rows] == ["yes", "no"]
-
-
 def test_a_refusal_is_one_line_with_the_reason(recorder: Recorder) -> None:
     recorder.body = {"error": {"message": "There is none.", "type": "t", "param": None, "code": "not_found"}}
     for status, code in ((404, 1), (400, 2), (422, 2), (401, 1)):

@@ -312,9 +312,8 @@ def full_disk_is_capacity() -> Iterator[None]:
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        raise CapacityError(
-            "The adapter store's disk is full; try again once space was freed.", retry_after_s=30.0, code="storage.full"
-        ) from error
+        message = "The adapter store's disk is full; try again once space was freed."
+        raise CapacityError(message, retry_after_s=30.0, code="storage.full") from error
 
 
 def write_all(fd: int, chunk: bytes | bytearray | memoryview) -> None:
@@ -331,15 +330,11 @@ def write_all(fd: int, chunk: bytes | bytearray | memoryview) -> None:
 
 def missing(sha256: str) -> AdapterUnavailableError:
     """The error for a blob that is not there."""
-    return AdapterUnavailableError(
-        f"The adapter's weights (sha256 {sha256}) are not in the blob store; upload the adapter again.",
-        code="adapter_blob_missing",
-    )
+    message = f"The adapter's weights (sha256 {sha256}) are not in the blob store; upload the adapter again."
+    return AdapterUnavailableError(message, code="adapter_blob_missing")
 
 
 def corrupt(sha256: str) -> AdapterUnavailableError:
     """The error for bytes that have another digest."""
-    return AdapterUnavailableError(
-        f"The adapter's weights (sha256 {sha256}) no longer match their digest; upload the adapter again.",
-        code=CORRUPT,
-    )
+    message = f"The adapter's weights (sha256 {sha256}) no longer match their digest; upload the adapter again."
+    return AdapterUnavailableError(message, code=CORRUPT)

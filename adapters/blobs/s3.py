@@ -198,13 +198,8 @@ class S3Blobs:
     def put(self, writer: BlobWriter) -> None:
         """Store a writer's bytes, in parts if there are many. Returns once S3 confirmed all of them."""
         with self._asking():
-            obstore.put(
-                self._store,
-                _key(writer.sha256()),
-                writer.path,
-                chunk_size=PART_BYTES,
-                max_concurrency=PARTS_AT_ONCE,
-            )
+            key = _key(writer.sha256())
+            obstore.put(self._store, key, writer.path, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
 
     def holds(self, writer: BlobWriter) -> bool:
         """Whether there is an object of the digest and size of a writer's bytes."""
@@ -294,16 +289,13 @@ class S3Blobs:
             raise self._unavailable() from None
 
     def _refused(self, reason: str) -> ConfigError:
-        return ConfigError(
-            f"{self._name} cannot be used ({reason}). Weft puts, gets, deletes and lists objects there: check "
-            "registry.blob_url and AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL.",
-            param="registry.blob_url",
-        )
+        keys = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL"
+        what = f"{self._name} cannot be used ({reason}). Weft puts, gets, deletes and lists objects there"
+        return ConfigError(f"{what}: check registry.blob_url and {keys}.", param="registry.blob_url")
 
     def _unavailable(self) -> CapacityError:
-        return CapacityError(
-            "The adapter store cannot be reached; try again.", retry_after_s=DOWN_S, code="storage.unavailable"
-        )
+        message = "The adapter store cannot be reached; try again."
+        return CapacityError(message, retry_after_s=DOWN_S, code="storage.unavailable")
 
 
 def _key(sha256: str) -> str:

@@ -37,12 +37,9 @@ def as_peft(config: Mapping[str, object]) -> dict[str, object]:
     """
     kind = "dora" if config.get("use_dora") else config.get("fine_tune_type", "lora")
     if kind != "lora":
-        raise AdapterIncompatibleError(
-            f"fine_tune_type is {shown(kind)}; only LoRA is served.",
-            code="config.feature_unsupported",
-            param="fine_tune_type",
-            hint="Train again with `mlx_lm.lora --fine-tune-type lora`.",
-        )
+        message = f"fine_tune_type is {shown(kind)}; only LoRA is served."
+        hint = "Train again with `mlx_lm.lora --fine-tune-type lora`."
+        raise _wrong(AdapterIncompatibleError, "feature_unsupported", message, hint, "fine_tune_type")
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict) or parameters.get("rank") is None or parameters.get("scale") is None:
         raise _wrong(AdapterFormatError, "field_missing", "lora_parameters must give rank and scale.", _AS_WRITTEN)
@@ -60,15 +57,14 @@ def as_peft(config: Mapping[str, object]) -> dict[str, object]:
         raise _wrong(AdapterFormatError, "value_invalid", message, _AS_WRITTEN)
     for name, value in [*parameters.items(), *config.items()]:
         if name not in _KNOWN_FIELDS and not is_one_of(value, UNUSED):
-            raise AdapterIncompatibleError(
-                f"The field {shown(name)} of mlx-lm is not known, so {shown(value)} might change what the adapter "
-                "computes.",
-                code="config.field_unknown",
-                param=named(name),
-                hint="Remove it if it does not, as where only the training needed it.",
-            )
+            what = f"The field {shown(name)} of mlx-lm is not known"
+            message = f"{what}, so {shown(value)} might change what the adapter computes."
+            hint = "Remove it if it does not, as where only the training needed it."
+            raise _wrong(AdapterIncompatibleError, "field_unknown", message, hint, named(name))
     return {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank}
 
 
-def _wrong(kind: type[AdapterError], code: str, message: str, hint: str) -> AdapterError:
-    return kind(message, code=f"config.{code}", param="lora_parameters", hint=hint)
+def _wrong(
+    kind: type[AdapterError], code: str, message: str, hint: str, param: str = "lora_parameters"
+) -> AdapterError:
+    return kind(message, code=f"config.{code}", param=param, hint=hint)

@@ -121,13 +121,9 @@ def check_scaling(scaling: float, module: str) -> float:
         AdapterFormatError: Not from `MIN_SCALING` to `MAX_SCALING` (config.alpha_invalid).
     """
     if not MIN_SCALING <= scaling <= MAX_SCALING:
-        _refuse(
-            "alpha_invalid",
-            f"lora_alpha and r make a scaling of {scaling:.6g} at {module}; expected {MIN_SCALING:g} to "
-            f"{MAX_SCALING:g}.",
-            "lora_alpha",
-            "Check lora_alpha and alpha_pattern.",
-        )
+        expected = f"expected {MIN_SCALING:g} to {MAX_SCALING:g}"
+        message = f"lora_alpha and r make a scaling of {scaling:.6g} at {module}; {expected}."
+        _refuse("alpha_invalid", message, "lora_alpha", "Check lora_alpha and alpha_pattern.")
     return scaling
 
 
@@ -161,41 +157,27 @@ def parse_config(raw: bytes) -> dict[str, object]:
 
 def _check_peft_type(config: Mapping[str, object]) -> None:
     if is_model_config(config):
-        _refuse(
-            "field_missing",
-            "adapter_config.json lacks peft_type: it is the config.json of a whole model.",
-            "peft_type",
-            "Upload the adapter_config.json that PEFT's save_pretrained wrote beside the adapter's weights.",
-        )
+        message = "adapter_config.json lacks peft_type: it is the config.json of a whole model."
+        hint = "Upload the adapter_config.json that PEFT's save_pretrained wrote beside the adapter's weights."
+        _refuse("field_missing", message, "peft_type", hint)
     peft_type = _required(config, "peft_type")
     if peft_type != "LORA":
-        _unsupported(
-            "peft_type_unsupported",
-            f'peft_type must be "LORA", got {shown(peft_type)}.',
-            "peft_type",
-            "Retrain as LoRA.",
-        )
+        message = f'peft_type must be "LORA", got {shown(peft_type)}.'
+        _unsupported("peft_type_unsupported", message, "peft_type", "Retrain as LoRA.")
 
 
 def _check_task_type(value: object) -> None:
     if value not in (None, "CAUSAL_LM"):
-        _unsupported(
-            "task_type_unsupported",
-            f'task_type must be "CAUSAL_LM" or null, got {shown(value)}: adapters here write text.',
-            "task_type",
-            "Retrain for CAUSAL_LM, or set task_type to null where the adapter was trained to write text.",
-        )
+        message = f'task_type must be "CAUSAL_LM" or null, got {shown(value)}: adapters here write text.'
+        hint = "Retrain for CAUSAL_LM, or set task_type to null where the adapter was trained to write text."
+        _unsupported("task_type_unsupported", message, "task_type", hint)
 
 
 def _required(config: Mapping[str, object], name: str) -> object:
     value = config.get(name)
     if value is None:
-        _refuse(
-            "field_missing",
-            f"adapter_config.json lacks {name}, which PEFT always writes.",
-            name,
-            f"Save the adapter again with PEFT's save_pretrained, which writes {name}.",
-        )
+        hint = f"Save the adapter again with PEFT's save_pretrained, which writes {name}."
+        _refuse("field_missing", f"adapter_config.json lacks {name}, which PEFT always writes.", name, hint)
     return value
 
 
@@ -203,12 +185,8 @@ def _check_field(name: str, value: object) -> None:
     feature = FEATURES.get(name)
     if feature is not None:
         if not is_one_of(value, feature.neutral):
-            raise AdapterIncompatibleError(
-                f"{name} is {shown(value)}: Weft does not serve {feature.what}.",
-                code=feature.code,
-                param=name,
-                hint=feature.hint.format(field=name),
-            )
+            message = f"{name} is {shown(value)}: Weft does not serve {feature.what}."
+            _unsupported(feature.code, message, name, feature.hint.format(field=name))
     elif name in MODULE_LIST_FIELDS:
         _check_module_list(name, value)
     elif name == "layers_to_transform":
@@ -217,12 +195,9 @@ def _check_field(name: str, value: object) -> None:
         if type(value) not in (int, float, type(None)):
             _refuse_value(name, f"a number, got {shown(value)}")
     elif name not in READ_FIELDS and name not in INERT_FIELDS and not is_one_of(value, UNUSED):
-        _unsupported(
-            "field_unknown",
-            f"The field {shown(name)} is not known, so {shown(value)} might change what the adapter computes.",
-            named(name),
-            "Remove it if it does not, as where only the training needed it.",
-        )
+        message = f"The field {shown(name)} is not known, so {shown(value)} might change what the adapter computes."
+        hint = "Remove it if it does not, as where only the training needed it."
+        _unsupported("field_unknown", message, named(name), hint)
 
 
 def _check_module_list(name: str, value: object) -> None:
@@ -238,32 +213,22 @@ def _check_layers(value: object) -> None:
 
 
 def _check_initialisation(value: object) -> None:
-    name = value.lower() if isinstance(value, str) else ""
+    field, name = "init_lora_weights", value.lower() if isinstance(value, str) else ""
     if value is None or isinstance(value, bool) or name in INITIALISATIONS:
         return
     if name.startswith(BASE_CHANGING_INITIALISATIONS):
-        _unsupported(
-            "feature_unsupported",
-            f"init_lora_weights is {shown(value)}: the adapter was trained against a changed base and is wrong on the "
-            "original one.",
-            "init_lora_weights",
+        why = "the adapter was trained against a changed base and is wrong on the original one"
+        hint = (
             "Convert it with PEFT: save the untrained adapter first, and after training call "
-            "save_pretrained(..., path_initial_model_for_weight_conversion=<that folder>).",
+            "save_pretrained(..., path_initial_model_for_weight_conversion=<that folder>)."
         )
+        _unsupported("feature_unsupported", f"{field} is {shown(value)}: {why}.", field, hint)
     if name == "loftq":
-        _unsupported(
-            "feature_unsupported",
-            "init_lora_weights is 'loftq': the adapter makes up for the rounding of a quantised base and is wrong on "
-            "the original one.",
-            "init_lora_weights",
-            "Retrain with init_lora_weights=true, or merge it into a base model of its own.",
-        )
-    _refuse(
-        "value_invalid",
-        f"init_lora_weights is {shown(value)}, which is not known.",
-        "init_lora_weights",
-        "Set it to true if the base's weights were left as they are, and retrain if not.",
-    )
+        why = "the adapter makes up for the rounding of a quantised base and is wrong on the original one"
+        hint = "Retrain with init_lora_weights=true, or merge it into a base model of its own."
+        _unsupported("feature_unsupported", f"{field} is 'loftq': {why}.", field, hint)
+    hint = "Set it to true if the base's weights were left as they are, and retrain if not."
+    _refuse("value_invalid", f"{field} is {shown(value)}, which is not known.", field, hint)
 
 
 def _check_auto_mapping(value: object) -> None:
@@ -280,43 +245,26 @@ def _check_auto_mapping(value: object) -> None:
             and _TRANSFORMERS_MODULE.fullmatch(module)
         ):
             return
-    _unsupported(
-        "field_unsupported",
-        f"auto_mapping is {shown(value)}; expected null or a class of transformers.",
-        "auto_mapping",
-        "Set it to null: it is not used.",
-    )
+    message = f"auto_mapping is {shown(value)}; expected null or a class of transformers."
+    _unsupported("field_unsupported", message, "auto_mapping", "Set it to null: it is not used.")
 
 
 def _rank(name: str, value: object, max_rank: int, findings: Findings) -> int:
     """The rank, also one that is only larger than this server serves: the tensors are measured by it."""
     if type(value) is not int or not 1 <= value <= MAX_INT:
-        _refuse(
-            "rank_invalid",
-            f"{name} must be an integer from 1 to {max_rank}, got {shown(value)}.",
-            name,
-            "Give the rank that was trained, as PEFT wrote it.",
-        )
+        message = f"{name} must be an integer from 1 to {max_rank}, got {shown(value)}."
+        _refuse("rank_invalid", message, name, "Give the rank that was trained, as PEFT wrote it.")
     if value > max_rank:
-        findings.note(
-            AdapterIncompatibleError(
-                f"{name} is {value}; this server serves ranks up to {max_rank}.",
-                code="config.rank_invalid",
-                param=name,
-                hint="Retrain with a smaller rank, or have adapter.max_rank raised on the server.",
-            )
-        )
+        message = f"{name} is {value}; this server serves ranks up to {max_rank}."
+        hint = "Retrain with a smaller rank, or have adapter.max_rank raised on the server."
+        findings.attempt(_unsupported, "rank_invalid", message, name, hint)
     return value
 
 
 def _alpha(name: str, value: object) -> float:
     if type(value) not in (int, float) or not isinstance(value, int | float) or not 0 < value <= _MAX_ALPHA:
-        _refuse(
-            "alpha_invalid",
-            f"{name} must be a number above 0, at most {_MAX_ALPHA:g}, got {shown(value)}.",
-            name,
-            "Give the alpha that was trained with, as PEFT wrote it.",
-        )
+        message = f"{name} must be a number above 0, at most {_MAX_ALPHA:g}, got {shown(value)}."
+        _refuse("alpha_invalid", message, name, "Give the alpha that was trained with, as PEFT wrote it.")
     return float(value)
 
 
@@ -330,24 +278,19 @@ def _pattern(name: str, value: object) -> dict[str, object]:
     if value is None:
         return {}
     if not isinstance(value, dict) or len(value) > MAX_PATTERN_KEYS:
-        _refuse(
-            "pattern_invalid",
-            f"{name} must be an object of at most {MAX_PATTERN_KEYS} module paths.",
-            name,
-            "Name modules by their endings, such as q_proj: one entry then covers all layers.",
-        )
+        message = f"{name} must be an object of at most {MAX_PATTERN_KEYS} module paths."
+        hint = "Name modules by their endings, such as q_proj: one entry then covers all layers."
+        _refuse("pattern_invalid", message, name, hint)
     return value
 
 
 def _literal(name: str, key: str) -> str:
     if not is_literal_path(key):
-        _unsupported(
-            "pattern_unsupported",
-            f"{name} has the key {shown(key)}; only module paths or their endings are read, as in "
-            "'layers.0.self_attn.q_proj', no regular expressions.",
-            named(f"{name}[{key}]"),
-            "List the modules one by one.",
+        expected = (
+            "only module paths or their endings are read, as in 'layers.0.self_attn.q_proj', no regular expressions"
         )
+        message = f"{name} has the key {shown(key)}; {expected}."
+        _unsupported("pattern_unsupported", message, named(f"{name}[{key}]"), "List the modules one by one.")
     return key
 
 

@@ -20,8 +20,9 @@ from weft.adapters.base_shape import MODULE_PATHS
 
 UNUSED: tuple[object, ...] = (None, False, "", [], {})
 """Values of an unknown field that cannot change anything."""
-FEATURE = "config.feature_unsupported"
-FIELD = "config.field_unsupported"
+FEATURE = "feature_unsupported"
+FIELD = "field_unsupported"
+"""Error codes, behind `config.`."""
 
 
 def field_names(text: str) -> frozenset[str]:

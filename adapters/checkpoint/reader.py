@@ -255,12 +255,8 @@ def _place(tensors: Sequence[TensorEntry], base: BaseShape | None, findings: Fin
 
 def _check_new(tensor: TensorEntry, twin: _Named | None) -> None:
     if twin is not None:
-        _refuse(
-            "duplicate_tensor",
-            f"Tensors {twin[0].name} and {tensor.name} are the same matrix in two spellings.",
-            tensor.name,
-            "Keep one.",
-        )
+        message = f"Tensors {twin[0].name} and {tensor.name} are the same matrix in two spellings."
+        _refuse("duplicate_tensor", message, tensor.name, "Keep one.")
     if not _is_matrix(tensor):
         _refuse_degenerate(tensor)
 
@@ -276,12 +272,9 @@ def _refuse_mixture(spellings: Mapping[tuple[str | None, str, str], str]) -> NoR
         why = f"belong to two adapters, {one[0] or 'one without a name'} and {other[0] or 'one without a name'}"
     elif one[1] != other[1]:
         why = f"belong to two models, with layers at {one[1]} and at {other[1]}"
-    raise AdapterIncompatibleError(
-        f"Tensors {first} and {second} {why}.",
-        code="weights.tensor_not_allowed",
-        param=second,
-        hint="Save each adapter by itself with PEFT's save_pretrained, and upload it by itself.",
-    )
+    message, code = f"Tensors {first} and {second} {why}.", "weights.tensor_not_allowed"
+    hint = "Save each adapter by itself with PEFT's save_pretrained, and upload it by itself."
+    raise AdapterIncompatibleError(message, code=code, param=second, hint=hint)
 
 
 def _refuse_degenerate(tensor: TensorEntry) -> NoReturn:
@@ -291,12 +284,8 @@ def _refuse_degenerate(tensor: TensorEntry) -> NoReturn:
             "Training with DeepSpeed ZeRO-3 saves empty tensors unless the parameters are gathered first: save again "
             "with stage3_gather_16bit_weights_on_model_save."
         )
-    _refuse(
-        "shape_invalid",
-        f"Tensor {tensor.name} has shape {list(tensor.shape)}; expected two extents of at least 1.",
-        tensor.name,
-        hint,
-    )
+    message = f"Tensor {tensor.name} has shape {list(tensor.shape)}; expected two extents of at least 1."
+    _refuse("shape_invalid", message, tensor.name, hint)
 
 
 def _pair(placed: Mapping[TensorPlace, _Named], findings: Findings) -> dict[tuple[int, int], tuple[_Named, _Named]]:
@@ -313,11 +302,9 @@ def _partner(placed: Mapping[TensorPlace, _Named], place: TensorPlace) -> _Named
     other = placed.get(place._replace(part="b" if place.part == "a" else "a"))
     if other is None:
         name, missing = placed[place][0].name, "lora_B" if place.part == "a" else "lora_A"
+        message = f"Tensor {name} has no partner: its {missing} is not in the file, and each module needs both."
         _refuse(
-            "pair_incomplete",
-            f"Tensor {name} has no partner: its {missing} is not in the file, and each module needs both.",
-            name,
-            "Save the adapter again with PEFT's save_pretrained, which writes both.",
+            "pair_incomplete", message, name, "Save the adapter again with PEFT's save_pretrained, which writes both."
         )
     return other
 
@@ -334,20 +321,14 @@ def _check_shape(named: _Named, rank: int, width: int) -> None:
         return
     got = list(tensor.shape)
     if got_width == width:
-        raise AdapterFormatError(
-            f"Tensor {tensor.name} has shape {got}, so rank {got_rank}; the config gives this module rank {rank}.",
-            code="weights.rank_mismatch",
-            param=tensor.name,
-            hint="Set r, or rank_pattern for single modules, to the rank that was trained.",
-        )
+        message = f"Tensor {tensor.name} has shape {got}, so rank {got_rank}; the config gives this module rank {rank}."
+        hint = "Set r, or rank_pattern for single modules, to the rank that was trained."
+        _refuse("rank_mismatch", message, tensor.name, hint)
     expected = [rank, width] if name.rank_axis == 0 else [width, rank]
     is_transposed = got_rank == width and got_width == rank
-    raise AdapterIncompatibleError(
-        f"Tensor {tensor.name} has shape {got}, expected {expected}.{' It looks transposed.' * is_transposed}",
-        code="weights.shape_mismatch",
-        param=tensor.name,
-        hint=_TRANSPOSE if is_transposed else _ANOTHER_BASE,
-    )
+    message = f"Tensor {tensor.name} has shape {got}, expected {expected}.{' It looks transposed.' * is_transposed}"
+    hint = _TRANSPOSE if is_transposed else _ANOTHER_BASE
+    raise AdapterIncompatibleError(message, code="weights.shape_mismatch", param=tensor.name, hint=hint)
 
 
 def _lora_tensor(tensor: TensorEntry, name: TensorName) -> LoraTensor:

@@ -93,9 +93,8 @@ def check_header(file: BinaryIO, file_size: int, findings: Findings) -> tuple[Te
     file.seek(LENGTH_BYTES)
     raw = file.read(length)
     if len(raw) != length:
-        _refuse(
-            "header_truncated", f"The header should have {length} bytes, but the file ends after {len(raw)} of them."
-        )
+        message = f"The header should have {length} bytes, but the file ends after {len(raw)} of them."
+        _refuse("header_truncated", message)
     data_start = LENGTH_BYTES + length
     tensors = [_entry(name, fields, findings) for name, fields in _parse_tensors(raw).items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
@@ -147,41 +146,29 @@ def _parse_tensors(raw: bytes) -> dict[str, object]:
     if len(document) > MAX_TENSORS:
         _refuse("too_many_tensors", f"The header lists {len(document)} tensors; at most {MAX_TENSORS} are read.")
     if not document:
-        raise AdapterFormatError(
-            "The file holds no tensors. Training with DeepSpeed ZeRO-3 saves such files unless the parameters are "
-            "gathered first.",
-            code="weights.empty",
-            hint="Save again with stage3_gather_16bit_weights_on_model_save, or a newer transformers.",
-        )
+        cause = "Training with DeepSpeed ZeRO-3 saves such files unless the parameters are gathered first."
+        hint = "Save again with stage3_gather_16bit_weights_on_model_save, or a newer transformers."
+        _refuse("empty", f"The file holds no tensors. {cause}", hint)
     return document
 
 
 def _entry(name: str, fields: object, findings: Findings) -> TensorEntry:
     if not _NAME.fullmatch(name) or ".." in name:
-        _refuse(
-            "name_invalid",
-            f"Tensor names have 1 to {MAX_NAME_LENGTH} letters, digits, '_', '-' and single dots, got {shown(name)}.",
-            param=named(name),
-        )
+        expected = f"1 to {MAX_NAME_LENGTH} letters, digits, '_', '-' and single dots"
+        _refuse("name_invalid", f"Tensor names have {expected}, got {shown(name)}.", param=named(name))
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         _refuse("header_invalid", f"Tensor {name} must have exactly dtype, shape and data_offsets.", param=name)
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        findings.note(
-            AdapterIncompatibleError(
-                f"Tensor {name} has dtype {shown(dtype)}; expected one of {', '.join(DTYPE_BYTES)}.",
-                code="weights.dtype_unsupported",
-                param=name,
-                hint="Cast the adapter to float16, bfloat16 or float32 before saving it.",
-            )
-        )
+        message = f"Tensor {name} has dtype {shown(dtype)}; expected one of {', '.join(DTYPE_BYTES)}."
+        code, hint = "weights.dtype_unsupported", "Cast the adapter to float16, bfloat16 or float32 before saving it."
+        findings.note(AdapterIncompatibleError(message, code=code, param=name, hint=hint))
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         expected = f"at most {MAX_DIMENSIONS} whole numbers from 0"
         _refuse("shape_invalid", f"Tensor {name}: expected a shape of {expected}, got {shown(shape)}.", param=name)
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
-        _refuse(
-            "offset_invalid", f"Tensor {name}: expected data_offsets [start, end], got {shown(offsets)}.", param=name
-        )
+        message = f"Tensor {name}: expected data_offsets [start, end], got {shown(offsets)}."
+        _refuse("offset_invalid", message, param=name)
     return TensorEntry(name, str(dtype), tuple(shape), offsets[0], offsets[1])
 
 
@@ -193,19 +180,13 @@ def _check_contiguous(tensors: list[TensorEntry], data_bytes: int) -> None:
     expected = 0
     for tensor in tensors:
         if tensor.start != expected:
-            _refuse(
-                "offset_invalid",
-                f"Tensor {tensor.name} starts at byte {tensor.start} of the data, expected {expected}: tensors must "
-                "follow each other without gap or overlap.",
-                param=tensor.name,
-            )
+            found = f"Tensor {tensor.name} starts at byte {tensor.start} of the data, expected {expected}"
+            message = f"{found}: tensors must follow each other without gap or overlap."
+            _refuse("offset_invalid", message, param=tensor.name)
         expected = tensor.end
     if expected > data_bytes:
-        _refuse(
-            "truncated",
-            f"The tensors need {expected} bytes of data, the file has {data_bytes}.",
-            "Upload the file again; if it was cut where it was saved, save the adapter again first.",
-        )
+        hint = "Upload the file again; if it was cut where it was saved, save the adapter again first."
+        _refuse("truncated", f"The tensors need {expected} bytes of data, the file has {data_bytes}.", hint)
     if expected < data_bytes:
         _refuse("trailing_bytes", f"The tensors end after {expected} bytes of data, the file has {data_bytes}.")
 
@@ -213,12 +194,9 @@ def _check_contiguous(tensors: list[TensorEntry], data_bytes: int) -> None:
 def _check_bytes(tensor: TensorEntry) -> None:
     expected = DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape)
     if expected != tensor.end - tensor.start:
-        _refuse(
-            "shape_invalid",
-            f"Tensor {tensor.name}: {tensor.dtype} of shape {list(tensor.shape)} takes {expected} bytes, its "
-            f"data_offsets span {tensor.end - tensor.start}.",
-            param=tensor.name,
-        )
+        takes = f"{tensor.dtype} of shape {list(tensor.shape)} takes {expected} bytes"
+        message = f"Tensor {tensor.name}: {takes}, its data_offsets span {tensor.end - tensor.start}."
+        _refuse("shape_invalid", message, param=tensor.name)
 
 
 def _refuse(code: str, message: str, hint: str = _HINT, param: str | None = None) -> NoReturn:

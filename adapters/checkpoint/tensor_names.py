@@ -144,12 +144,8 @@ class TensorNames:
                     is_renamed = plain != name or adapter is not None or found["stem"] != self._stem
                     written = name.rpartition(".lora_")[0].removeprefix(_ROOT)
                     return TensorName(place, layout, found["stem"], written, adapter, is_renamed)
-        raise AdapterIncompatibleError(
-            f"Tensor {name} is not allowed in an adapter.",
-            code="weights.tensor_not_allowed",
-            param=name,
-            hint=self._hint(name),
-        )
+        message, code = f"Tensor {name} is not allowed in an adapter.", "weights.tensor_not_allowed"
+        raise AdapterIncompatibleError(message, code=code, param=name, hint=self._hint(name))
 
     def _hint(self, name: str) -> str:
         if _WHOLE_MODEL.fullmatch(name):

@@ -17,6 +17,7 @@ from weft.errors import AdapterFormatError
 
 WINDOW_BYTES = 4 << 20
 MAX_MAGNITUDE = 1e4
+_DIVERGED = "The training has probably diverged: take an earlier checkpoint"
 
 
 class _Format:
@@ -75,15 +76,8 @@ def _check_window(tensor: TensorEntry, piece: memoryview, done: int) -> int:
     element = done // fmt.dtype.itemsize + first
     index = [int(i) for i in np.unravel_index(element, tensor.shape)]
     if int(magnitudes[first]) >= fmt.infinity_bits:
-        raise AdapterFormatError(
-            f"Tensor {tensor.name} holds NaN or infinity at {index}; expected finite numbers.",
-            code="weights.non_finite",
-            param=tensor.name,
-            hint="The training has probably diverged: take an earlier checkpoint.",
-        )
-    raise AdapterFormatError(
-        f"Tensor {tensor.name} holds a number beyond {MAX_MAGNITUDE:g} in magnitude at {index}.",
-        code="weights.value_too_large",
-        param=tensor.name,
-        hint="The training has probably diverged: take an earlier checkpoint, or move the factor into lora_alpha.",
-    )
+        message = f"Tensor {tensor.name} holds NaN or infinity at {index}; expected finite numbers."
+        raise AdapterFormatError(message, code="weights.non_finite", param=tensor.name, hint=f"{_DIVERGED}.")
+    message = f"Tensor {tensor.name} holds a number beyond {MAX_MAGNITUDE:g} in magnitude at {index}."
+    hint = f"{_DIVERGED}, or move the factor into lora_alpha."
+    raise AdapterFormatError(message, code="weights.value_too_large", param=tensor.name, hint=hint)

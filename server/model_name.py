@@ -109,15 +109,12 @@ async def _with_hint(
     with suppress(NotFoundError):
         version = (await registry.adapters.get_adapter(tenant_id, name)).current.version
         hint = f"Your adapter `{name}` has no such version or alias: ask for `{name}@{version}`, or set the alias"
-        return NotFoundError(
-            f"{error.message} {hint} (the name without @ means `{DEFAULT_ALIAS}`).",
-            code=error.code,
-            param=error.param,
-        )
+        message = f"{error.message} {hint} (the name without @ means `{DEFAULT_ALIAS}`)."
+        return NotFoundError(message, code=error.code, param=error.param)
     page = await registry.adapters.list_adapters(tenant_id)
     names = [served_name, *(adapter.name for adapter in page.items)]
     near = difflib.get_close_matches(name, names, n=NEAR_NAMES)
     if not near:
         return error
     hint = ", ".join(f"`{name}`" for name in near)
-    return NotFoundError(f"{error.message} Similar names:  {hint}.", code=error.code, param=error.param)
+    return NotFoundError(f"{error.message} Similar names: {hint}.", code=error.code, param=error.param)

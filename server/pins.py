@@ -32,12 +32,9 @@ async def check_pinned_pages(services: Services, adapter: Adapter, versions: Ite
     taken = await pinned_pages(services, adapter.tenant_id, besides=adapter.id)
     if taken + pages > limit:
         services.metrics.limited("pinned_pages")
-        raise ForbiddenError(
-            f"The tenant's limit pinned_pages is {limit}: {taken} are pinned, and this adapter takes {pages}. "
-            "Unpin another one.",
-            code="quota.pinned_pages",
-            param="pinned",
-        )
+        numbers = f"is {limit}: {taken} are pinned, and this adapter takes {pages}"
+        message = f"The tenant's limit pinned_pages {numbers}. Unpin another one."
+        raise ForbiddenError(message, code="quota.pinned_pages", param="pinned")
 
 
 async def pinned_pages(services: Services, tenant_id: str, besides: str | None = None) -> int:

@@ -230,10 +230,8 @@ def bind(host: str, port: int) -> Generator[socket.socket, None, None]:
         try:
             bound.bind(address)
         except OSError as error:
-            raise ConfigError(
-                f"Cannot listen on {host} port {port}: {error.strerror}. Choose another with --port.",
-                param="server.port",
-            ) from error
+            message = f"Cannot listen on {host} port {port}: {error.strerror}. Choose another with --port."
+            raise ConfigError(message, param="server.port") from error
         yield bound
 
 

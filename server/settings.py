@@ -155,11 +155,9 @@ def _check_names(tree: SettingTree, source: str) -> None:
         if section not in SECTIONS:
             raise ConfigError(f"{section!r} in {source} is not a section.{_did_you_mean(section, SECTIONS)}")
         for name in values:
-            if f"{section}.{name}" not in known:
-                raise ConfigError(
-                    f"{section}.{name} in {source} is not a setting.{_did_you_mean(f'{section}.{name}', known)}",
-                    param=f"{section}.{name}",
-                )
+            if (setting := f"{section}.{name}") not in known:
+                message = f"{setting} in {source} is not a setting.{_did_you_mean(setting, known)}"
+                raise ConfigError(message, param=setting)
 
 
 def _did_you_mean(name: str, known: Mapping[str, object] | set[str] | list[str] | frozenset[str]) -> str:

@@ -126,17 +126,10 @@ async def _from_s3(bucket: str, prefix: str, file: str) -> AsyncIterator[bytes]:
 
 
 def _not_found(file: str, why: str = "") -> NotFoundError:
-    return NotFoundError(
-        f"There is no {file} at the source, or this server may not read it{why}.",
-        code="import.not_found",
-        param="source",
-    )
+    message = f"There is no {file} at the source, or this server may not read it{why}."
+    return NotFoundError(message, code="import.not_found", param="source")
 
 
 def _unavailable() -> CapacityError:
-    return CapacityError(
-        "The source does not answer now; try again later.",
-        retry_after_s=30.0,
-        code="import.unavailable",
-        param="source",
-    )
+    message = "The source does not answer now; try again later."
+    return CapacityError(message, retry_after_s=30.0, code="import.unavailable", param="source")

@@ -84,16 +84,13 @@ def checked_name(services: Services, name: str) -> str:
         AdapterFormatError: Not a name, or the base model's; codes adapter.name_invalid, adapter.name_reserved.
     """
     if not is_name(name):
-        raise AdapterFormatError(
-            "The adapter's name must be 1 to 63 lower-case letters, digits, dots, underscores or hyphens, start "
-            "and end with a letter or digit, and not contain two dots in a row.",
-            code="adapter.name_invalid",
-            param="name",
-        )
+        letters = "1 to 63 lower-case letters, digits, dots, underscores or hyphens"
+        ends = "start and end with a letter or digit, and not contain two dots in a row"
+        message = f"The adapter's name must be {letters}, {ends}."
+        raise AdapterFormatError(message, code="adapter.name_invalid", param="name")
     if name == services.served_name:
-        raise AdapterFormatError(
-            "This name is the base model's; choose another.", code="adapter.name_reserved", param="name"
-        )
+        message = "This name is the base model's; choose another."
+        raise AdapterFormatError(message, code="adapter.name_reserved", param="name")
     return name
 
 

@@ -60,14 +60,10 @@ async def announce(services: Services, owner: TenantCaller, body: UploadBody, re
     files: dict[str, FileFacts] = {
         name: FileFacts(size=file.size, sha256=file.sha256) for name, file in body.files.items()
     }
-    if files[CONFIG_FILE].size > MAX_CONFIG_BYTES:
-        raise PayloadTooLargeError(
-            f"{CONFIG_FILE} exceeds the limit of {MAX_CONFIG_BYTES} bytes.", code="config.too_large", param="files"
-        )
-    if files[WEIGHTS_FILE].size > most:
-        raise PayloadTooLargeError(
-            f"{WEIGHTS_FILE} exceeds the limit of {most} bytes.", code="upload.too_large", param="files"
-        )
+    for file, limit, code in ((CONFIG_FILE, MAX_CONFIG_BYTES, "config"), (WEIGHTS_FILE, most, "upload")):
+        if files[file].size > limit:
+            message = f"{file} exceeds the limit of {limit} bytes."
+            raise PayloadTooLargeError(message, code=f"{code}.too_large", param="files")
     name = checked_name(services, body.name)
     draft = UploadDraft(name=name, description=body.description, activate=body.activate, files=files)
 
@@ -176,10 +172,8 @@ def _offset(request: Request, file: FileFacts) -> int | None:
     found = _RANGE.fullmatch(given)
     first, last, total = (int(number) for number in found.groups()) if found else (0, -1, 0)
     if not (first <= last < total == file.size):
-        raise InvalidRequestError(
-            f"Content-Range must be bytes FIRST-LAST/{file.size}; the last number is the announced size.",
-            param="content-range",
-        )
+        message = f"Content-Range must be bytes FIRST-LAST/{file.size}; the last number is the announced size."
+        raise InvalidRequestError(message, param="content-range")
     return first
 
 
@@ -231,11 +225,8 @@ class StagedFiles:
             if offset is None:
                 os.ftruncate(fd, 0)
             elif offset != received:
-                raise ConflictError(
-                    f"{received} bytes of the file were received; go on with byte {received}.",
-                    code="upload.offset_mismatch",
-                    param="content-range",
-                )
+                message = f"{received} bytes of the file were received; go on with byte {received}."
+                raise ConflictError(message, code="upload.offset_mismatch", param="content-range")
             yield fd
         finally:
             os.close(fd)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
@@ -57,15 +57,15 @@ from weft.server.services import Services, Wired
 
 router = APIRouter(tags=["adapters"])
 Limit = Annotated[int, Query(ge=1, le=1000)]
+PUBLISHES: dict[str, Any] = {
+    "status_code": 201,
+    "response_model": AdapterView,
+    "responses": {200: {"model": AdapterView, "description": "The version was there before."}},
+}
+"""What routes that publish a version answer."""
 
 
-@router.post(
-    "/v1/adapters",
-    status_code=201,
-    response_model=AdapterView,
-    openapi_extra={**takes_form(UploadForm), **takes_retries()},
-    responses={200: {"model": AdapterView, "description": "The same bytes were stored before."}},
-)
+@router.post("/v1/adapters", openapi_extra={**takes_form(UploadForm), **takes_retries()}, **PUBLISHES)
 async def upload_adapter(request: Request, services: Wired, caller: UploadCaller) -> Response:
     """Upload the first or next version of an adapter."""
     return await receive_adapter(request, services, caller)
@@ -183,13 +183,7 @@ async def put_file(upload_id: str, file: str, request: Request, services: Wired,
     return await show(services, await receive_file(request, services, caller, upload_id, file))
 
 
-@router.post(
-    "/v1/uploads/{upload_id}/complete",
-    status_code=201,
-    response_model=AdapterView,
-    openapi_extra=takes_retries(),
-    responses={200: {"model": AdapterView, "description": "The version was there already."}},
-)
+@router.post("/v1/uploads/{upload_id}/complete", openapi_extra=takes_retries(), **PUBLISHES)
 async def complete_upload(upload_id: str, request: Request, services: Wired, caller: TenantWriter) -> Response:
     """Make the files an adapter version. Completing again gives the same answer."""
     await services.registry.uploads.get(caller.tenant_id, upload_id)  # another tenant's is not even busy
@@ -212,13 +206,7 @@ async def delete_upload(upload_id: str, services: Wired, caller: TenantWriter) -
     return Response(status_code=204)
 
 
-@router.post(
-    "/v1/adapters:import",
-    status_code=201,
-    response_model=AdapterView,
-    openapi_extra={**takes(ImportBody), **takes_retries()},
-    responses={200: {"model": AdapterView, "description": "The same bytes were stored before."}},
-)
+@router.post("/v1/adapters:import", openapi_extra={**takes(ImportBody), **takes_retries()}, **PUBLISHES)
 async def import_adapter(request: Request, services: Wired, admin: Admin) -> Response:
     """Fetch an adapter from the Hugging Face hub or from S3, and publish it as an upload would be."""
     server = services.config.server

@@ -40,10 +40,8 @@ class Once:
         if self.key is not None and not (
             len(given) == 1 and 0 < len(self.key) <= MAX_KEY and self.key.isascii() and self.key.isprintable()
         ):
-            raise InvalidRequestError(
-                f"Idempotency-Key must be one value of 1 to {MAX_KEY} printable ASCII characters.",
-                code="idempotency.key_invalid",
-            )
+            message = f"Idempotency-Key must be one value of 1 to {MAX_KEY} printable ASCII characters."
+            raise InvalidRequestError(message, code="idempotency.key_invalid")
         self._route = f"{request.method} {request.url.path}"
         self._uploads = services.registry.uploads
 
@@ -147,11 +145,8 @@ class Intake:
             RateLimitError: Two are coming already; code upload.too_many.
         """
         if self.streams[tenant_id] >= STREAMS:
-            raise RateLimitError(
-                f"A tenant may send {STREAMS} files at once; wait for one to end.",
-                retry_after_s=RETRY_S,
-                code="upload.too_many",
-            )
+            message = f"A tenant may send {STREAMS} files at once; wait for one to end."
+            raise RateLimitError(message, retry_after_s=RETRY_S, code="upload.too_many")
         return _counted(self.streams, tenant_id, 1)
 
     async def validate_once(self, content: Hashable, validate: Callable[[], Awaitable[VersionFacts]]) -> VersionFacts:

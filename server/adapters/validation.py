@@ -132,12 +132,10 @@ class AdapterValidator:
     def _check_room(self, pages: int) -> None:
         limit = self._ready.memory.num_pages - self._ready.geometry.num_groups
         if pages > limit:
-            needs = (
-                f"The adapter needs {pages} pages of {self._ready.geometry.page_bytes} bytes, but the pool has {limit} "
-                "beside a block of KV cache."
-            )
+            needs = f"The adapter needs {pages} pages of {self._ready.geometry.page_bytes} bytes"
+            message = f"{needs}, but the pool has {limit} beside a block of KV cache."
             hint = "Use a smaller rank, or a server with more memory."
-            raise AdapterIncompatibleError.of([Finding("adapter.never_fits", needs, None, hint)])
+            raise AdapterIncompatibleError.of([Finding("adapter.never_fits", message, None, hint)])
 
     async def pages(self, version: VersionFacts) -> int | None:
         """Pages of a stored version on the device; None where its weights cannot be read."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -28,14 +27,6 @@ LOOK_S = 2.0
 """Seconds between two looks for batches. Each look also renews this server's claim on its batches."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A batch that runs."""
-
-    runner: LineRunner
-    task: asyncio.Task[None]
-
-
 class BatchWorker:
     """Works between `start` and `stop`. Thread: the event loop's.
 
@@ -49,7 +40,7 @@ class BatchWorker:
         self._owner = owner
         self._places = asyncio.Semaphore(services.config.batch.max_running)
         self._commits = ResultCommits(services, owner)
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, tuple[LineRunner, asyncio.Task[None]]] = {}
         self._is_stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -65,7 +56,7 @@ class BatchWorker:
 
     async def leave_off(self) -> None:
         """Cancel all lines that run, and let other servers have the batches."""
-        tasks = [run.task for run in self._runs.values()]
+        tasks = [task for _, task in self._runs.values()]
         self._runs.clear()
         for task in tasks:
             task.cancel()
@@ -78,16 +69,16 @@ class BatchWorker:
         """Claim batches, drop those that other servers have now, and end those that are over."""
         held = {batch.id: batch for batch in await self._services.registry.batches.claim(self._owner)}
         for batch_id in self._runs.keys() - held.keys():
-            self._runs.pop(batch_id).task.cancel()
+            self._runs.pop(batch_id)[1].cancel()
         for batch in held.values():
-            run = self._runs.get(batch.id)
-            if run is None or run.task.done():
+            runner, task = self._runs.get(batch.id, (None, None))
+            if runner is None or task is None or task.done():
                 runner = LineRunner(self._services, batch, self._places, self._commits.keep, self._is_over(batch))
-                self._runs[batch.id] = _Run(runner, asyncio.create_task(self._run(runner), name=batch.id))
-            elif self._is_over(batch) and not run.runner.is_ending:
-                run.runner.is_ending = True  # its lines end now, and another run writes its files
-                run.task.cancel()
-                run.task.add_done_callback(lambda _: self._services.batches_changed.set())
+                self._runs[batch.id] = runner, asyncio.create_task(self._run(runner), name=batch.id)
+            elif self._is_over(batch) and not runner.is_ending:
+                runner.is_ending = True  # its lines end now, and another run writes its files
+                task.cancel()
+                task.add_done_callback(lambda _: self._services.batches_changed.set())
 
     async def _go_on(self) -> None:
         changed, began = self._services.batches_changed, self._services.drain.began

@@ -104,11 +104,8 @@ def _params(
 
 
 def _check_candidates(body: GenerationBody, num_prompts: int, services: Services) -> None:
-    count, limit, name = (
-        body.num_candidates,
-        services.config.server.max_choices,
-        "n" if body.best_of is None else "best_of",
-    )
+    count, limit = body.num_candidates, services.config.server.max_choices
+    name = "n" if body.best_of is None else "best_of"
     param = name if count > limit else "prompt"
     _check_at_most(limit, num_prompts * count, f"The number of prompts times {name} (server.max_choices)", param)
 

@@ -47,16 +47,21 @@ class CompletionChoiceView(View):
     stop_reason: str | int | None
 
 
-class CompletionView(View):
-    """Answer of POST /v1/completions."""
+class GenerationView(View):
+    """Fields that the answers of completions and chat share."""
 
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
     system_fingerprint: str
-    choices: list[CompletionChoiceView]
     usage: UsageView
+
+
+class CompletionView(GenerationView):
+    """Answer of POST /v1/completions."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoiceView]
 
 
 class TopLogprobView(View):
@@ -98,16 +103,11 @@ class ChatChoiceView(View):
     stop_reason: str | int | None
 
 
-class ChatView(View):
+class ChatView(GenerationView):
     """Answer of POST /v1/chat/completions."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoiceView]
-    usage: UsageView
 
 
 MAX_STOP_LENGTH = 256

@@ -250,11 +250,8 @@ class _FormReader:
 
 def digest_mismatch(file: str) -> AdapterFormatError:
     """The error for a file that does not have the announced digest."""
-    return AdapterFormatError(
-        f"The bytes of {file} do not have the SHA-256 that was announced; send the file again.",
-        code="upload.digest_mismatch",
-        param=file,
-    )
+    message = f"The bytes of {file} do not have the SHA-256 that was announced; send the file again."
+    return AdapterFormatError(message, code="upload.digest_mismatch", param=file)
 
 
 def _malformed(message: str) -> InvalidRequestError:

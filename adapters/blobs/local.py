@@ -228,17 +228,16 @@ class LocalBlobs:
             if _DIGEST.fullmatch(path.name):
                 yield path.name
 
-    def sweep(self, max_age_s: float, now: float | None = None) -> int:
+    def sweep(self, max_age_s: float) -> int:
         """Remove temporary files that a crash left behind.
 
         Args:
             max_age_s: Keep files written to more recently than this many seconds ago.
-            now: Seconds since the epoch; the clock's when None.
 
         Returns:
             How many files were removed.
         """
-        oldest = (time.time() if now is None else now) - max_age_s
+        oldest = time.time() - max_age_s
         removed = 0
         with _folder(self.root, ("tmp",)) as folder:
             for name in os.listdir(folder):

@@ -23,6 +23,7 @@ from weft.server.adapters.schemas import adapter_view, residents_now
 from weft.server.adapters.upload_guards import once
 from weft.server.auth.callers import Caller, TenantCaller, bound, for_tenant
 from weft.server.garbage import delete_blobs
+from weft.server.http.body import content_length
 from weft.server.http.form import UploadForm, read_form
 from weft.server.pins import check_pinned_pages, sync_pins
 from weft.server.services import Services
@@ -174,15 +175,10 @@ async def _read_form(
     if left <= 0:
         raise no_storage()
     limit = min(most, left)
-    with services.intake.reserving(tenant_id, min(limit, _announced(request, limit))):
+    with services.intake.reserving(tenant_id, min(limit, content_length(request) or limit)):
         try:
             return await read_form(request, UploadForm, weights, limit, services.pace)
         except PayloadTooLargeError as error:
             if error.code == "upload.too_large" and limit < most:
                 raise no_storage() from error
             raise
-
-
-def _announced(request: Request, otherwise: int) -> int:
-    length = request.headers.get("content-length", "")
-    return int(length) if length.isascii() and length.isdigit() and len(length) < 18 else otherwise

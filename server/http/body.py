@@ -68,17 +68,26 @@ async def read_body(request: Request, limit: int, pace: Pace) -> bytes:
     return b"".join([chunk async for chunk in read_chunks(request, limit, pace)])
 
 
+def content_length(request: Request) -> int | None:
+    """Bytes of the body by its header; None where that does not say.
+
+    Raises:
+        InvalidRequestError: It is not a number.
+    """
+    length = request.headers.get("content-length")
+    if length is None:
+        return None
+    if not (length.isascii() and length.isdigit()):
+        raise InvalidRequestError("Content-Length must be a number of bytes.")
+    return int(length[:19])  # more digits are too large all the same
+
+
 def _check_headers(request: Request, limit: int, code: str) -> None:
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         message = f"Weft takes no compressed bodies: send it without Content-Encoding: {encoding[:40]}."
         raise InvalidRequestError(message, code="unsupported_encoding")
-    length = request.headers.get("content-length")
-    if length is None:
-        return
-    if not (length.isascii() and length.isdigit()):
-        raise InvalidRequestError("Content-Length must be a number of bytes.")
-    if len(length) > 18 or int(length) > limit:
+    if (content_length(request) or 0) > limit:
         raise _too_large(limit, code)
 
 

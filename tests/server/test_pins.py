@@ -16,15 +16,6 @@ from weft.server.status.metrics import Metrics
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_fresh_engine_is_told_the_pins(api: Api) -> None:
-    client = await api.tenant("acme")
-    digest = (await upload(client, "pirate")).json()["digest"]
-    await client.patch("/v1/adapters/pirate", json={"pinned": True})
-    api.engine.pinned.clear()
-    await sync_pins(replace(api.services, synced_pins={}))
-    assert api.engine.pinned == {digest}
-
-
 async def test_a_pin_follows_the_default_version(api: Api) -> None:
     client = await api.tenant("acme")
     first = (await upload(client, "pirate")).json()["digest"]
@@ -73,12 +64,14 @@ async def test_the_engine_is_told_how_to_load_what_is_pinned_and_only_of_changes
     assert api.engine.requests == []
 
 
-async def test_a_pinned_adapter_has_its_name_in_the_metrics_before_its_first_request(api: Api) -> None:
+async def test_a_fresh_engine_is_told_the_pins_and_the_metrics_their_names(api: Api) -> None:
     client = await api.tenant("acme")
     digest = (await upload(client, "pirate")).json()["digest"]
     await client.patch("/v1/adapters/pirate", json={"pinned": True})
+    api.engine.pinned.clear()
     services = replace(api.services, synced_pins={}, metrics=Metrics(8))
     await sync_pins(services)
+    assert api.engine.pinned == {digest}
     api.engine.residents = [ResidentAdapter(digest=digest, tier="device", pages=1, running=0, pinned=True)]
     text = services.metrics.render(await api.engine.status(), 0.0).decode()
     assert 'weft_adapter_resident{adapter="acme/pirate",tier="device"} 1.0' in text

@@ -20,9 +20,11 @@ def facts(content: bytes) -> dict[str, Any]:
     return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-async def announce(client: httpx.AsyncClient, files: Upload, name: str = "pirate", **fields: Any) -> httpx.Response:
+async def announce(
+    client: httpx.AsyncClient, files: Upload, name: str = "pirate", headers: Any = None, **fields: Any
+) -> httpx.Response:
     manifest = {CONFIG: facts(files.config), WEIGHTS: facts(files.weights)}
-    return await client.post("/v1/uploads", json={"name": name, "files": manifest, **fields})
+    return await client.post("/v1/uploads", json={"name": name, "files": manifest, **fields}, headers=headers)
 
 
 async def put(

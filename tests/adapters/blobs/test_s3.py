@@ -15,6 +15,7 @@ from typing import Any
 import obstore
 import pytest
 
+from blob_io import CONTENT, DIGEST, read, store
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from weft.adapters.blobs import s3 as s3_blobs
 from weft.adapters.blobs.local import LocalBlobs
@@ -23,8 +24,6 @@ from weft.adapters.blobs.store import BlobStore, open_blobs
 from weft.config import RegistryConfig
 from weft.errors import AdapterUnavailableError, CapacityError, ConfigError
 
-CONTENT = b"some weights " * 1000
-DIGEST = hashlib.sha256(CONTENT).hexdigest()
 KEY = f"team/a/sha256/{DIGEST[:2]}/{DIGEST[2:4]}/{DIGEST}"
 MIB = 1 << 20
 
@@ -47,20 +46,6 @@ def blobs(bucket: str, tmp_path: Path) -> S3Blobs:
 
 def s3_blobs_in(bucket: str, cache: Path, *, cache_bytes: int = 1 << 30, **options: Any) -> S3Blobs:
     return S3Blobs(bucket, "team/a", cache=LocalBlobs(cache), cache_bytes=cache_bytes, allow_http=True, **options)
-
-
-def store(blobs: BlobStore, content: bytes = CONTENT) -> str:
-    with blobs.create() as writer:
-        writer.write(content)
-        return writer.commit()
-
-
-def read(blobs: BlobStore, sha256: str = DIGEST) -> bytes:
-    with blobs.open(sha256) as blob:
-        content = bytearray(blob.size)
-        blob.readinto(memoryview(content))
-        blob.verify()
-    return bytes(content)
 
 
 def read_error(blobs: BlobStore, sha256: str = DIGEST) -> str:

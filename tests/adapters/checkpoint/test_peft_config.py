@@ -163,14 +163,6 @@ def test_nothing_named_in_a_config_is_imported() -> None:
     assert "antigravity" not in sys.modules
 
 
-def test_refusals_show_the_value_bounded_and_printable() -> None:
-    with pytest.raises(AdapterIncompatibleError) as caught:
-        read(**{"x\n\x1b[31m": "é" * 4000})
-    assert caught.value.message.isascii()
-    assert caught.value.message.isprintable()
-    assert len(caught.value.message) < 400
-
-
 def test_the_rank_limit_is_the_servers() -> None:
     assert read_config(config_bytes(r=256), 256).rank == 256
     with pytest.raises(AdapterIncompatibleError) as caught:
@@ -243,18 +235,11 @@ def test_configs_of_mlx_that_cannot_be_served_are_refused(fields: dict[str, Any]
     assert code(mlx_config_bytes(**fields)) == expected
 
 
-@pytest.mark.parametrize(
-    "key", ["q_proj", "self_attn.q_proj", "model.layers.10.mlp.up_proj", "experts.0.w1", "lm_head"]
-)
-def test_module_paths_are_literal(key: str) -> None:
-    assert is_literal_path(key)
-
-
-@pytest.mark.parametrize(
-    "key", ["q.proj", "1.0.self_attn.q_proj", "self.attn.q_proj", "layers.1..mlp.up_proj", "^q_proj"]
-)
-def test_keys_that_peft_would_stretch_are_not_literal(key: str) -> None:
-    assert not is_literal_path(key)
+def test_keys_that_peft_would_stretch_are_not_literal_and_module_paths_are() -> None:
+    for key in ("q_proj", "self_attn.q_proj", "model.layers.10.mlp.up_proj", "experts.0.w1", "lm_head"):
+        assert is_literal_path(key)
+    for key in ("q.proj", "1.0.self_attn.q_proj", "self.attn.q_proj", "layers.1..mlp.up_proj", "^q_proj"):
+        assert not is_literal_path(key)
 
 
 JSON_VALUES = st.recursive(

@@ -164,33 +164,6 @@ def test_mixed_dtypes_are_served(tmp_path: Path) -> None:
     assert (checkpoint.applied, checkpoint.total) == (14, 14)
 
 
-def test_a_single_layer_and_module_is_served(tmp_path: Path) -> None:
-    tensors = lora_tensors(BASE, {(1, 6): 3})
-    checkpoint = read(tmp_path, Upload(config_bytes(r=3), weights_bytes(tensors)))
-    assert checkpoint.ranks == {(1, 6): 3}
-    assert (checkpoint.applied, checkpoint.total, checkpoint.target_modules) == (1, 14, ("down_proj",))
-
-
-@pytest.mark.parametrize(
-    "rename",
-    [
-        lambda name: name.replace(".weight", ".default.weight"),
-        lambda name: "_orig_mod." + name,
-        lambda name: name.replace("base_model.model.", "base_model.model._orig_mod."),
-        lambda name: name.replace(".self_attn.", "._fsdp_wrapped_module.self_attn."),
-        lambda name: "_fsdp_wrapped_module._orig_mod." + name.replace(".weight", ".default.weight"),
-        lambda name: "_orig_mod._orig_mod.module." + name.replace(".q_proj.", ".q_proj._checkpoint_wrapped_module."),
-        lambda name: name.replace(".weight", ".default._fsdp_wrapped_module.weight"),
-        lambda name: name.replace(".weight", ".my-adapter_2.weight"),
-        lambda name: name.replace("model.layers", "model.language_model.layers"),
-        lambda name: name.replace("model.layers", "language_model.model.layers"),
-    ],
-)
-def test_harmless_spellings_of_exporters_are_understood(tmp_path: Path, rename: Any) -> None:
-    tensors = {rename(name): raw for name, raw in q_and_v(BASE).items()}
-    assert read(tmp_path, Upload(config_bytes(), weights_bytes(tensors))).applied == 4
-
-
 def test_rank_and_alpha_patterns_apply_where_they_match_and_the_first_wins(tmp_path: Path) -> None:
     ranks = {(0, 0): 4, (1, 0): 16, (0, 2): 8, (1, 2): 8}
     config = config_bytes(

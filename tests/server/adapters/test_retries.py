@@ -13,7 +13,7 @@ import pytest
 from api_adapters import sound, upload
 from api_server import ADMIN_KEY, Api
 from bad_upload import Upload
-from piecewise_client import announce, code, complete, facts, send_all
+from piecewise_client import announce, code, complete, send_all
 from postgres_server import KINDS, database_of
 from weft.registry.records import FileFacts, UploadDraft
 from weft.registry.registry import Registry
@@ -85,14 +85,10 @@ async def test_a_key_stands_for_one_request_of_one_tenant(api: Api) -> None:
     ):
         answer = await send(client, retry="k", **fields)
         assert code(answer) == (422, "idempotency.key_reused"), fields
-    made = await client.post("/v1/uploads", json={"name": "a", "files": _manifest()}, headers=key("k"))
+    made = await announce(client, sound(), "a", headers=key("k"))
     assert code(made) == (422, "idempotency.key_reused")
     assert (await send(rival, "b", "k")).status_code == 201
     assert len(api.files()) == 1
-
-
-def _manifest() -> dict[str, Any]:
-    return {"adapter_config.json": facts(sound().config), "adapter_model.safetensors": facts(sound().weights)}
 
 
 async def test_a_refusal_is_not_kept(api: Api) -> None:
@@ -115,7 +111,7 @@ async def test_while_the_first_is_in_progress_the_second_waits(api: Api, monkeyp
     monkeypatch.setattr(AdapterValidator, "validate", slow)
     first = asyncio.create_task(send(client, "a", "k"))
     await started.wait()
-    for second in (await send(client, "a", "k"), await announce_with(client, "k")):
+    for second in (await send(client, "a", "k"), await announce(client, sound(), headers=key("k"))):
         assert code(second) == (409, "idempotency.in_progress")
         assert int(second.headers["retry-after"]) >= 1
     go.set()
@@ -124,25 +120,19 @@ async def test_while_the_first_is_in_progress_the_second_waits(api: Api, monkeyp
     assert (await send(client, "a", "k")).content == made.content
 
 
-async def announce_with(client: httpx.AsyncClient, retry: str) -> httpx.Response:
-    return await client.post("/v1/uploads", json={"name": "p", "files": _manifest()}, headers=key(retry))
-
-
 @pytest.mark.parametrize("bad", ["", " ", "x" * 256, "a\x7fb", "ä"])
 async def test_a_key_is_short_and_printable(api: Api, bad: str) -> None:
     client = await api.tenant("acme")
     headers = [(b"idempotency-key", bad.encode("latin-1"))]
-    answer = await client.post("/v1/uploads", json={"name": "p", "files": _manifest()}, headers=headers)
-    assert code(answer) == (400, "idempotency.key_invalid")
+    assert code(await announce(client, sound(), headers=headers)) == (400, "idempotency.key_invalid")
     twice = await client.post("/v1/uploads", json={}, headers=[("idempotency-key", "a"), ("idempotency-key", "b")])
     assert code(twice) == (400, "idempotency.key_invalid")
-    longest = await client.post("/v1/uploads", json={"name": "p", "files": _manifest()}, headers=key("~" * 255))
-    assert longest.status_code == 201
+    assert (await announce(client, sound(), headers=key("~" * 255))).status_code == 201
 
 
 async def test_uploads_in_pieces_are_announced_and_completed_once(api: Api) -> None:
     client, files = await api.tenant("acme"), sound()
-    first, again = await announce_with(client, "k"), await announce_with(client, "k")
+    first, again = [await announce(client, files, "p", headers=key("k")) for _ in range(2)]
     assert (first.status_code, first.content) == (again.status_code, again.content)
     assert len((await client.get("/v1/uploads")).json()["data"]) == 1
     upload_id = await send_all(client, files, "q")

@@ -17,6 +17,7 @@ from bad_uploads import bad_uploads
 from fake_engine import demo_ready
 from lora_files import config_bytes
 from piecewise_client import announce, code, complete, send_all
+from raw_http import form_part
 from weft.adapters.lora.layout import plan_layout
 from weft.engine.status import ResidentAdapter
 from weft.server.adapters.schemas import AdapterList, AdapterView, ReportView, VersionList
@@ -225,11 +226,6 @@ async def test_a_bad_name_is_refused(api: Api, name: str) -> None:
     assert api.files() == []
 
 
-def part(name: str, content: bytes, filename: str | None = None) -> bytes:
-    file = f'; filename="{filename}"' if filename else ""
-    return f'--b\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'.encode() + content + b"\r\n"
-
-
 async def send(client: httpx.AsyncClient, *parts: bytes, end: bytes = b"--b--\r\n") -> httpx.Response:
     kind = {"content-type": "multipart/form-data; boundary=b"}
     return await client.post("/v1/adapters", content=b"".join(parts) + end, headers=kind)
@@ -238,19 +234,23 @@ async def send(client: httpx.AsyncClient, *parts: bytes, end: bytes = b"--b--\r\
 async def test_wrong_forms_are_refused_and_leave_nothing(api: Api) -> None:
     client = await api.tenant("acme")
     good = sound()
-    name, config, weights = part("name", b"a"), part("config", good.config), part("weights", good.weights)
+    name, config, weights = (
+        form_part("name", b"a"),
+        form_part("config", good.config),
+        form_part("weights", good.weights),
+    )
     for parts, expected in (
-        ((name, config, weights, part("extra", b"x")), "upload.unexpected_part"),
+        ((name, config, weights, form_part("extra", b"x")), "upload.unexpected_part"),
         ((name, config, weights, weights), "upload.unexpected_part"),
         ((name, name, config, weights), "upload.unexpected_part"),
-        ((part("", b"x"), name, config, weights), "upload.unexpected_part"),
+        ((form_part("", b"x"), name, config, weights), "upload.unexpected_part"),
         ((b"--b\r\nX-Other: 1\r\n\r\nx\r\n", name, config, weights), "upload.unexpected_part"),
         ((name, config), "upload.missing_part"),
         ((name, weights), "upload.missing_part"),
         ((config, weights), "upload.missing_part"),
-        ((part("name", b"x" * 2000), config, weights), "invalid_value"),
-        ((name, config, weights, part("activate", b"maybe")), "invalid_value"),
-        ((part("name", b"\xff"), config, weights), "invalid_value"),
+        ((form_part("name", b"x" * 2000), config, weights), "invalid_value"),
+        ((name, config, weights, form_part("activate", b"maybe")), "invalid_value"),
+        ((form_part("name", b"\xff"), config, weights), "invalid_value"),
         ((b"--b\r\n" + b"X: y\r\n" * 20 + b"\r\n",), "upload.malformed"),
         ((b"--b\r\nX: " + b"y" * 10_000 + b"\r\n\r\n",), "upload.malformed"),
         ((b"garbage",), "upload.malformed"),
@@ -262,7 +262,7 @@ async def test_wrong_forms_are_refused_and_leave_nothing(api: Api) -> None:
     assert code(unfinished) == (400, "upload.malformed")
     assert code(await client.post("/v1/adapters", json={"name": "a"})) == (400, "upload.malformed")
     assert api.files() == []
-    evil = part("weights", good.weights, "../../../../etc/cron.d/x")
+    evil = form_part("weights", good.weights, "../../../../etc/cron.d/x")
     assert (await send(client, evil, config, name)).status_code == 201
 
 
@@ -296,7 +296,7 @@ async def test_a_client_that_drops_leaves_nothing(api: Api) -> None:
         _, writer = await asyncio.open_connection(host, int(port))
         head = f"POST /v1/adapters HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
         head += "Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 9000000\r\n\r\n"
-        writer.write(head.encode() + part("name", b"a") + part("weights", b"x" * 3_000_000))
+        writer.write(head.encode() + form_part("name", b"a") + form_part("weights", b"x" * 3_000_000))
         await writer.drain()
         await eventually(api.files)
         writer.close()

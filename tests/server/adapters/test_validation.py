@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from api_adapters import sound, sound_mlx
-from bad_upload import Upload
+from api_adapters import sound
 from fake_engine import demo_ready
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.blobs.local import LocalBlobs
@@ -67,19 +66,6 @@ async def test_an_adapter_that_leaves_no_page_for_kv_cache_is_refused(
         await tight.validate(sound().config, weights, "a" * 64, 1)
     assert refused.value.code == "adapter.never_fits"
     await roomy.validate(sound().config, weights, "a" * 64, 1)
-
-
-@pytest.mark.parametrize("made", [sound(), sound_mlx()], ids=["PEFT", "MLX"])
-async def test_pages_of_a_stored_version_are_counted_again_after_a_restart(tmp_path: Path, made: Upload) -> None:
-    blobs = LocalBlobs(tmp_path)
-    with blobs.create() as writer:
-        writer.write(made.weights)
-        sha256 = writer.commit()
-    first = AdapterValidator(demo_ready(), blobs)
-    facts = await first.validate(made.config, blobs.path(sha256), sha256, len(made.weights))
-    assert await AdapterValidator(demo_ready(), blobs).pages(facts) == await first.pages(facts)
-    blobs.delete(sha256)
-    assert await AdapterValidator(demo_ready(), blobs).pages(facts) is None
 
 
 async def test_adapters_trained_alike_are_counted_by_their_headers(

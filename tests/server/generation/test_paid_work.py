@@ -24,7 +24,7 @@ from weft.server.http.wire import IS_CLOSING
 from weft.server.limits.windows import Account
 
 pytestmark = pytest.mark.anyio
-NUM_ENDS = 10_000
+NUM_ENDS = 3_000
 AT_ONCE = 25
 ENDS = ("stop", "length", "aborted", "error")
 ABORTED = ("cut in the queue", "cut in the prompt", "cut in the output")
@@ -233,7 +233,7 @@ def break_at_random(engine: WatchedEngine, rng: random.Random) -> None:
 
 
 @pytest.mark.slow
-async def test_ten_thousand_random_ends_agree(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_thousands_of_random_ends_agree(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, now_s, rng = WatchedEngine(), api.services.monotonic(), random.Random(11)
     services = replace(api.services, engine=engine, monotonic=lambda: now_s)
     api.app.state.services = services

@@ -223,12 +223,6 @@ async def test_what_came_during_a_write_is_written_together(api: Api) -> None:
     assert (await api.usage_totals())["completion_tokens"] == 200
 
 
-async def test_a_client_that_leaves_before_the_first_token_frees_its_request(api: Api, url: str) -> None:
-    api.engine.token_s = 30
-    await cut(api, url, lambda: len(api.engine.running) == 3, stream=True, n=3)
-    assert len(api.engine.aborted) == 3
-
-
 async def test_a_content_length_over_the_limit_is_refused_unread(api: Api, url: str) -> None:
     key = await api.key("acme")
     for path, length in (("/v1/completions", 2 << 20), ("/v1/adapters", 1 << 40), ("/v1/completions", 10**30)):

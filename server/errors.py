@@ -139,15 +139,12 @@ def _body(message: str, kind: str, param: str | None, code: str) -> dict[str, di
 
 
 def _response(status: int, body: dict[str, dict[str, object]], headers: dict[str, str]) -> Response:
-    return Response(_dump(body), status_code=status, headers=headers, media_type="application/json")
-
-
-def _dump(body: dict[str, dict[str, object]]) -> bytes:
     try:
-        return orjson.dumps(body)
+        content = orjson.dumps(body)
     except orjson.JSONEncodeError:  # the message quotes a string that is no Unicode text
-        body["error"]["message"] = str(body["error"]["message"]).encode("utf-8", "replace").decode()
-        return orjson.dumps({"error": {**body["error"], "param": None}})
+        message = str(body["error"]["message"]).encode("utf-8", "replace").decode()
+        content = orjson.dumps({"error": {**body["error"], "message": message, "param": None}})
+    return Response(content, status_code=status, headers=headers, media_type="application/json")
 
 
 async def _on_weft_error(request: Request, error: Exception) -> Response:
@@ -170,15 +167,10 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         return error_response(unknown_route(path, has_route))
     message, code, headers = "The request is malformed.", "invalid_request", dict(error.headers or {})
     if error.status_code == 405:
-        allowed = ", ".join(_methods(request))
+        allowed = ", ".join(each for each in METHODS if Match.FULL in _matches(request, {"method": each}))
         message = f"This route takes {allowed}, not {request.method}.{hint(path, has_route)}"
         code, headers = "method_not_allowed", {"allow": allowed}
     return _response(error.status_code, _body(message, "invalid_request_error", None, code), headers)
-
-
-def _methods(request: Request) -> list[str]:
-    """The methods that this path takes, over all of its routes."""
-    return [method for method in METHODS if Match.FULL in _matches(request, {"method": method})]
 
 
 def _matches(request: Request, changes: dict[str, str]) -> set[Match]:

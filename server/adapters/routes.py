@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from weft.engine.status import EngineReady
 from weft.errors import AdapterUnavailableError, InvalidRequestError, NotFoundError
 from weft.registry.names import DEFAULT_ALIAS
 from weft.registry.records import Adapter, AdapterUsage
@@ -26,7 +25,6 @@ from weft.server.adapters.schemas import (
     AdapterPatchBody,
     AdapterView,
     ImportBody,
-    PlannedAdapters,
     UploadBody,
     UploadList,
     UploadView,
@@ -96,7 +94,14 @@ async def fit_adapters(request: Request, services: Wired, caller: UploadCaller) 
     body = await json_body(request, AdapterFitBody, services.config.server.max_body_bytes, services.pace)
     room = Room.of(services.ready)
     stored = [await _stored_item(services, caller, selector, room) for selector in body.adapters]
-    planned = await asyncio.to_thread(_planned_items, services.ready, body.ranks, room)
+    ready = services.ready
+    for wanted in body.ranks:
+        if wanted.rank > ready.max_rank:
+            raise InvalidRequestError(f"rank may be at most {ready.max_rank} here, got {wanted.rank}.", param="ranks")
+    planned = [
+        await asyncio.to_thread(planned_item, wanted.rank, wanted.target_modules, wanted.count, ready.base, room)
+        for wanted in body.ranks
+    ]
     return find_fit([*stored, *planned], room)
 
 
@@ -267,10 +272,3 @@ async def _stored_item(services: Services, caller: Caller, selector: str, room: 
         pages=pages,
         waste=waste(version.parameters, pages, room.geometry),
     )
-
-
-def _planned_items(ready: EngineReady, planned: Sequence[PlannedAdapters], room: Room) -> list[AdapterFitItem]:
-    for wanted in planned:
-        if wanted.rank > ready.max_rank:
-            raise InvalidRequestError(f"rank may be at most {ready.max_rank} here, got {wanted.rank}.", param="ranks")
-    return [planned_item(wanted.rank, wanted.target_modules, wanted.count, ready.base, room) for wanted in planned]

@@ -332,9 +332,7 @@ def _version_fields(adapter: Adapter, version: AdapterVersion, resident: Residen
 
 
 def _alias_view(shares: Shares) -> int | dict[str, int]:
-    if len(shares) == 1:
-        return next(iter(shares))
-    return {str(version): weight for version, weight in shares.items()}
+    return next(iter(shares)) if len(shares) == 1 else {str(version): shares[version] for version in shares}
 
 
 def upload_view(upload: Upload, received: Mapping[str, int]) -> UploadView:

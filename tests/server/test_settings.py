@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.config import RegistryConfig, SchedulerConfig, TenantDefaults
+from weft.config import SchedulerConfig, TenantDefaults
 from weft.errors import ConfigError
 from weft.registry.limits import TENANT_LIMITS
 from weft.server.settings import (
@@ -109,29 +109,22 @@ def test_a_database_password_is_never_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "folder"),
+    ("url", "folder", "place"),
     [
-        (None, "data/blobs"),
-        ("", "data/blobs"),
-        ("elsewhere/blobs", "elsewhere/blobs"),
-        ("./odd:name", "odd:name"),
-        ("/srv/blobs", "/srv/blobs"),
-        ("file:///srv/my%20blobs", "/srv/my blobs"),
-        ("s3://bucket", "data/blob-cache"),
-        ("s3://my.bucket-1/teams/a_b/", "data/blob-cache"),
+        (None, "data/blobs", None),
+        ("", "data/blobs", None),
+        ("elsewhere/blobs", "elsewhere/blobs", None),
+        ("./odd:name", "odd:name", None),
+        ("/srv/blobs", "/srv/blobs", None),
+        ("file:///srv/my%20blobs", "/srv/my blobs", None),
+        ("s3://bucket", "data/blob-cache", ("bucket", "")),
+        ("s3://bucket/", "data/blob-cache", ("bucket", "")),
+        ("s3://my.bucket-1/teams/a_b/", "data/blob-cache", ("my.bucket-1", "teams/a_b")),
     ],
 )
-def test_blobs_lie_where_the_setting_says(url: str | None, folder: str) -> None:
+def test_blobs_lie_where_the_setting_says(url: str | None, folder: str, place: tuple[str, str] | None) -> None:
     config = load_config({**MODEL, "server": {"data_dir": "data"}, "registry": {"blob_url": url}}, {})
-    assert config.blob_dir == Path(folder)
-
-
-def test_an_s3_url_is_a_bucket_and_a_prefix() -> None:
-    places = [
-        RegistryConfig(blob_url=url).s3_place
-        for url in (None, "blobs", "s3://bucket", "s3://bucket/", "s3://bucket/a/b/")
-    ]
-    assert places == [None, None, ("bucket", ""), ("bucket", ""), ("bucket", "a/b")]
+    assert (config.blob_dir, config.registry.s3_place) == (Path(folder), place)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from api_server import Api, eventually
 from api_server import api as open_api
 from piecewise_client import CONFIG, WEIGHTS, announce, code, complete, facts, put, send_all
 from postgres_server import KINDS, database_of
+from raw_http import head_of
 from weft.adapters.blobs.local import LocalBlobs
 from weft.errors import CapacityError
 from weft.registry.records import VersionFacts
@@ -85,8 +86,8 @@ async def begin_to_send(
     weights = sound().weights
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    head = f"PUT /v1/uploads/{upload_id}/files/{WEIGHTS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
-    writer.write(f"{head}Content-Length: {len(weights)}\r\n\r\n".encode() + weights[:num_bytes])
+    head = head_of("PUT", f"/v1/uploads/{upload_id}/files/{WEIGHTS}", key, Content_Length=str(len(weights)))
+    writer.write(head + weights[:num_bytes])
     await writer.drain()
     await eventually(api.services.intake.streams.total)
     return reader, writer

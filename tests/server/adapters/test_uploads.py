@@ -17,7 +17,7 @@ from bad_uploads import bad_uploads
 from fake_engine import demo_ready
 from lora_files import config_bytes
 from piecewise_client import announce, code, complete, send_all
-from raw_http import form_part
+from raw_http import form_part, upload_head
 from weft.adapters.lora.layout import plan_layout
 from weft.engine.status import ResidentAdapter
 from weft.server.adapters.schemas import AdapterList, AdapterView, ReportView, VersionList
@@ -294,9 +294,7 @@ async def test_a_client_that_drops_leaves_nothing(api: Api) -> None:
     async with api.listening() as url:
         host, port = url.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST /v1/adapters HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
-        head += "Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 9000000\r\n\r\n"
-        writer.write(head.encode() + form_part("name", b"a") + form_part("weights", b"x" * 3_000_000))
+        writer.write(upload_head(key, 9_000_000) + form_part("name", b"a") + form_part("weights", b"x" * 3_000_000))
         await writer.drain()
         await eventually(api.files)
         writer.close()

@@ -16,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from api_server import ADMIN_KEY, BASE, Api, eventually, new_client
 from api_server import api as open_api
 from fake_engine import demo_tokenizer
+from raw_http import head_of, upload_head
 from weft.engine.request import GenerationRequest
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.text.text_stream import TextStream
@@ -40,9 +41,9 @@ async def wait_until_idle(api: Api) -> None:
 
 
 def head(key: str, length: int, path: str = "/v1/completions", method: str = "POST") -> bytes:
-    kind = "multipart/form-data; boundary=b" if method == "POST" and path == "/v1/adapters" else "application/json"
-    lines = (f"{method} {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {key}", f"Content-Type: {kind}")
-    return "\r\n".join((*lines, f"Content-Length: {length}\r\n\r\n")).encode()
+    if (method, path) == ("POST", "/v1/adapters"):
+        return upload_head(key, length)
+    return head_of(method, path, key, Content_Type="application/json", Content_Length=str(length))
 
 
 async def raw(url: str, data: bytes, read: int = 65536, wait_s: float = 60.0) -> bytes:

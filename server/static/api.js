@@ -1,5 +1,5 @@
 // Calls of Weft's API with the browser's session, and hooks that pages use them with.
-import { signal, useCallback, useEffect, useRef, useState } from "./lib.js";
+import { signal, useCallback, useEffect, useState } from "./lib.js";
 
 /** What the API refused, or why there was no answer. */
 export class ApiError extends Error {
@@ -7,15 +7,14 @@ export class ApiError extends Error {
     super(fields.message);
     this.status = status;
     this.code = fields.code;
-    this.param = fields.param ?? null;
     /** @type {{code: string, message: string, param: string|null, hint: string}[]} */
     this.findings = fields.findings ?? [];
     this.requestId = fields.requestId ?? null;
   }
 }
 
-/** Counts the answers that say that the session has ended. */
-export const sessionLost = signal(0);
+/** The answer of GET /v1/me; null while nobody is signed in, undefined until that is known. */
+export const me = signal(undefined);
 
 /**
  * @param {string} path
@@ -77,14 +76,9 @@ export async function callAll(path, params, signal) {
 /** @param {Response} response */
 export async function errorOf(response) {
   const requestId = response.headers.get("x-request-id");
-  let fields;
-  try {
-    fields = (await response.json()).error;
-  } catch {
-    fields = null;
-  }
-  fields ??= { code: "http", message: `The server answered ${response.status}.` };
-  if (response.status === 401) sessionLost.value += 1;
+  const told = await response.json().catch(() => null);
+  const fields = told?.error ?? { code: "http", message: `The server answered ${response.status}.` };
+  if (response.status === 401 && me.value) me.value = null;
   return new ApiError(response.status, { ...fields, requestId });
 }
 
@@ -104,31 +98,31 @@ export function useApi(path, params = {}, { all = false, everyS, about } = {}) {
   const [state, setState] = useState({ key: null, data: undefined, at: null, error: null, isLoading: true });
   const [asked, setAsked] = useState(0);
   const reload = useCallback(() => setAsked((times) => times + 1), []);
-  const shown = useRef(key);
-  shown.current = key;
-  const isAsking = useRef(false);
   useEffect(() => {
     if (key === null) return undefined;
     const aborter = new AbortController();
-    isAsking.current = true;
+    let timer = null;
+    const askAgain = () => (document.hidden ? waitToAsk() : reload());
+    const waitToAsk = () => everyS && (timer = setTimeout(askAgain, everyS * 1000));
+    const settle = (change) => {
+      if (aborter.signal.aborted) return;
+      setState((before) => ({ ...change(before), isLoading: false }));
+      waitToAsk();
+    };
     setState((before) => ({ ...before, isLoading: true }));
     const answer = all ? callAll(path, params, aborter.signal) : call("GET", path, { params, signal: aborter.signal });
-    answer.finally(() => aborter.signal.aborted || (isAsking.current = false)).then(
-      (data) => shown.current === key && setState({ key, data, about, at: Date.now(), error: null, isLoading: false }),
+    answer.then(
+      (data) => settle(() => ({ key, data, about, at: Date.now(), error: null })),
       (error) => {
-        if (error.name === "AbortError" || shown.current !== key) return;
-        if (!(error instanceof ApiError)) throw error;
-        setState((before) => ({ ...(before.key === key ? before : { key, data: undefined, at: null }), error, isLoading: false }));
+        settle((before) => ({ ...(before.key === key ? before : { key, data: undefined, at: null }), error }));
+        if (!(error instanceof ApiError) && error.name !== "AbortError") throw error;
       },
     );
-    return () => aborter.abort();
-  }, [key, asked, all]);
-  useEffect(() => {
-    if (!everyS || key === null) return undefined;
-    // An answer may take longer than the time between two questions.
-    const timer = setInterval(() => document.hidden || isAsking.current || reload(), everyS * 1000);
-    return () => clearInterval(timer);
-  }, [everyS, key]);
+    return () => {
+      aborter.abort();
+      clearTimeout(timer);
+    };
+  }, [key, asked, all, everyS]);
   const { data, about: answered, at, error } = state;
   const isStale = state.key !== key;
   return { data, about: answered, at, error, isLoading: state.isLoading || isStale, isStale, reload };
@@ -152,9 +146,9 @@ export function useSending(before = null) {
 }
 
 /**
- * The data of a stream of server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
+ * The data of each event of a stream (https://html.spec.whatwg.org/multipage/server-sent-events.html).
  * @param {Response} response
- * @returns {AsyncGenerator<{event: string, data: string}>}
+ * @returns {AsyncGenerator<string>}
  */
 export async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -167,10 +161,8 @@ export async function* eventsOf(response) {
       const blocks = text.split("\n\n");
       text = blocks.pop();
       for (const block of blocks) {
-        const fields = block.split("\n").map((line) => line.match(/^(\w+): ?(.*)$/)).filter(Boolean);
-        const data = fields.filter(([, name]) => name === "data").map(([, , rest]) => rest);
-        const event = fields.find(([, name]) => name === "event");
-        if (data.length) yield { event: event ? event[2] : "message", data: data.join("\n") };
+        const data = block.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.replace(/^data: ?/, ""));
+        if (data.length) yield data.join("\n");
       }
     }
   } finally {

@@ -1,21 +1,22 @@
 // The frame around all pages: the menu, who is signed in, and the page itself.
 import { html, render, useEffect, useState } from "./lib.js";
+import { me } from "./api.js";
 import { Link, place } from "./place.js";
-import { SignInPage, TenantChoice, findOut, isAdmin, me, meProblem, signOut, watchSession } from "./session.js";
-import { Button, Empty, Notes, Problem, Skeleton } from "./ui.js";
+import { SignInPage, TenantChoice, findOut, isAdmin, may, meProblem, signOut } from "./session.js";
+import { Button, Card, Empty, LacksScope, Notes, OpenDialog, Problem, Skeleton } from "./ui.js";
 
-/** Pages are loaded when they are first shown. `admin` keeps tenants out; `own` is for tenants only;
- * `tenant` offers the choice of one. */
+/** Pages are loaded when they are first shown. `admin` keeps tenants out; `own` is for tenants only; `scope` is what
+ * a key needs to see the page; `tenant` offers the choice of one. `part` is what the module calls the page, if not its default. */
 const PAGES = [
-  { path: "/", label: "Overview", load: () => import("./pages/overview.js"), tenant: true },
-  { path: "/usage", label: "Usage", load: () => import("./pages/usage.js"), tenant: true },
+  { path: "/", label: "Overview", load: () => import("./pages/overview.js"), tenant: true, scope: "usage" },
+  { path: "/usage", label: "Usage", load: () => import("./pages/usage.js"), tenant: true, scope: "usage" },
   { path: "/adapters", label: "Adapters", load: () => import("./pages/adapters.js"), tenant: true },
   { path: "/adapters/:name", load: () => import("./pages/adapter.js"), tenant: true },
   { path: "/live", label: "Live", load: () => import("./pages/live.js"), admin: true },
-  { path: "/playground", label: "Playground", load: () => import("./pages/playground.js"), tenant: true },
+  { path: "/playground", label: "Playground", load: () => import("./pages/playground.js"), tenant: true, scope: "infer" },
   { path: "/tenants", label: "Tenants", load: () => import("./pages/tenants.js"), admin: true },
-  { path: "/tenants/:name", load: () => import("./pages/tenant.js"), admin: true },
-  { path: "/account", label: "Key and limits", load: () => import("./pages/account.js"), own: true },
+  { path: "/tenants/:name", load: () => import("./pages/tenants.js"), part: "Tenant", admin: true },
+  { path: "/account", label: "Key and limits", load: () => import("./pages/tenants.js"), part: "Account", own: true },
   { path: "/audit", label: "Audit log", load: () => import("./pages/audit.js"), admin: true },
 ];
 
@@ -40,7 +41,6 @@ function App() {
   useEffect(() => {
     pageAt(place.value.path)?.page.load().catch(() => {}); // loads while the session is looked up; `Shown` asks again
     findOut();
-    return watchSession();
   }, []);
   if (me.value === undefined) return html`<main class="sign-in" aria-busy="true" />`;
   if (me.value === null) {
@@ -54,6 +54,7 @@ function App() {
       <${Side} here=${here} />
       <main id="main" tabindex="-1">${here ? html`<${Shown} key=${here.page.path} ...${here} />` : html`<${Empty} title="There is no such page."><${Link} to="/">To the overview<//><//>`}</main>
     </div>
+    <${OpenDialog} path=${place.value.path} />
     <${Notes} />`;
 }
 
@@ -84,19 +85,18 @@ function Side({ here }) {
 function Shown({ page, name }) {
   const [Page, setPage] = useState(null);
   const [error, setError] = useState(null);
-  const isClosed = page.admin && !isAdmin();
+  const isForOthers = page.admin && !isAdmin();
+  const isClosed = isForOthers || (page.scope && !may(page.scope));
   useEffect(() => {
-    if (isClosed) document.title = `${page.label} · Weft`;
+    document.title = `${name ?? page.label} · Weft`;
     if (isClosed) return;
     page.load().then(
-      (module) => {
-        setPage(() => module.default);
-        document.title = `${name ?? module.title} · Weft`;
-      },
+      (module) => setPage(() => module[page.part ?? "default"]),
       () => setError({ message: "This page could not be loaded: the server does not answer. Try again when it runs.", code: "unreachable" }),
     );
   }, [page, name, isClosed]);
-  if (isClosed) return html`<h1>${page.label}</h1><section class="card"><${Empty} title="This page is for admins.">To see it, sign out and sign in with the admin key.<//></section>`;
+  if (isForOthers) return html`<h1>${page.label}</h1><${Card}><${Empty} title="This page is for admins.">To see it, sign out and sign in with the admin key.<//><//>`;
+  if (isClosed) return html`<h1>${page.label}</h1><${LacksScope} scope=${page.scope} />`;
   if (error) return html`<h1>${name ?? page.label}</h1><${Problem} error=${error} retry=${() => location.reload()} />`;
   return Page ? html`<${Page} name=${name} />` : html`<${Skeleton} />`;
 }

@@ -21,20 +21,16 @@ export function seconds(value) {
   if (value < 0.0995) return `${(value * 1000).toFixed(1)} ms`;
   if (value < 0.9995) return `${Math.round(value * 1000)} ms`;
   if (value < 60) return `${value.toFixed(2)} s`;
-  const minutes = Math.floor(value / 60);
-  return minutes < 60 ? `${minutes} min ${Math.round(value % 60)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  const rounded = Math.round(value);
+  const minutes = Math.floor(rounded / 60);
+  return minutes < 60 ? `${minutes} min ${rounded % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
 /** 1536 -> 1.5 KiB */
 export function bytes(value) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let unit = 0;
-  let size = value;
-  while (size >= 1024 && unit < units.length - 1) {
-    size /= 1024;
-    unit += 1;
-  }
-  return `${unit ? size.toFixed(size < 10 ? 1 : 0) : size} ${units[unit]}`;
+  const unit = Math.min(4, Math.floor(Math.log2(Math.max(1, value)) / 10));
+  const size = value / 1024 ** unit;
+  return `${unit ? size.toFixed(size < 10 ? 1 : 0) : size} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
 }
 
 /** An exact decimal text with a currency: ("12.3400", "USD") -> 12.34 USD; digits below a cent only where they matter */
@@ -64,15 +60,11 @@ export function change(now, before) {
 /** sha256:0123456789abcdef… -> sha256:0123456789ab */
 export const shortDigest = (digest) => (digest ? digest.slice(0, "sha256:".length + 12) : "–");
 
-/** An ISO time in a zone: 2026-11-22 14:05 */
+/** An ISO time, or milliseconds since 1970, in a zone: 2026-11-22 14:05 */
 export function time(iso, zone, { withSeconds = false } = {}) {
   if (!iso) return "–";
-  const parts = new Intl.DateTimeFormat("sv-SE", {
-    timeZone: zone,
-    dateStyle: "short",
-    timeStyle: withSeconds ? "medium" : "short",
-  });
-  return parts.format(new Date(iso));
+  const form = { timeZone: zone, dateStyle: "short", timeStyle: withSeconds ? "medium" : "short" };
+  return new Intl.DateTimeFormat("sv-SE", form).format(new Date(iso));
 }
 
 /** An ISO time as an age: 5 min ago */

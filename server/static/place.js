@@ -1,5 +1,6 @@
 // The page's address: path and parameters. Every choice on a page is in its address, so the address can be shared.
 import { html, signal } from "./lib.js";
+import { address } from "./api.js";
 
 const read = () => ({ path: location.pathname, params: new URLSearchParams(location.search) });
 
@@ -54,12 +55,6 @@ export function Link({ to, params, children, ...rest }) {
 }
 
 function withParams(path, before, changes) {
-  const params = new URLSearchParams(before);
-  for (const [name, value] of Object.entries(changes)) {
-    params.delete(name);
-    for (const one of Array.isArray(value) ? value : [value]) {
-      if (one !== null && one !== undefined && one !== "") params.append(name, String(one));
-    }
-  }
-  return params.size ? `${path}?${params}` : path;
+  const names = new Set([...before.keys(), ...Object.keys(changes)]);
+  return address(path, Object.fromEntries([...names].map((name) => [name, Object.hasOwn(changes, name) ? changes[name] || null : before.getAll(name)])));
 }

@@ -1,5 +1,6 @@
 // The range of time that a page shows, and the width of its buckets; both are in the address.
 import { html } from "./lib.js";
+import { time } from "./format.js";
 import { param, setParams } from "./place.js";
 import { DAY, HOUR, WIDTHS, bucketAfter, bucketStart, dayOf, isZone, momentOf, ownZone } from "./zone.js";
 import { Select } from "./ui.js";
@@ -19,7 +20,10 @@ const MAX_DAYS = 3 * 366; // while a year is typed, it is 0002 and 0020 first
 const DATE = /^\d{4}-\d{2}-\d{2}$/;
 
 /** The zone that the address names, or the browser's. */
-export const zoneShown = () => (isZone(param("tz") ?? "") ? param("tz") : ownZone());
+const zoneShown = () => (isZone(param("tz") ?? "") ? param("tz") : ownZone());
+
+/** An ISO time in that zone. */
+export const timeShown = (iso, options) => time(iso, zoneShown(), options);
 
 /**
  * The time that the address asks for: a range that ends now, a month, or two days, the last of them included.
@@ -70,25 +74,21 @@ function widthsFor(ms) {
 /** Range, zone and, where `withBucket`, width of the buckets. */
 export function RangePicker({ otherwise = "24h", withBucket = false }) {
   const range = rangeShown(otherwise);
-  const presets = Object.entries(RANGES).map(([value, { label }]) => ({ value, label }));
   const choose = (value) =>
     value === "custom"
       ? setParams({ range: null, bucket: null, start: dayOf(range.zone, range.start), end: dayOf(range.zone, range.end - 1) })
       : setParams({ range: value, bucket: null, start: null, end: null });
   const zones = [...new Set([range.zone, ownZone(), "UTC", ...(Intl.supportedValuesOf?.("timeZone") ?? [])])];
   return html`<div class="picker">
-    <${Select} label="Range" value=${range.name} onChange=${choose}
-      options=${[...presets, { value: "custom", label: "Custom days" }]} />
-    ${range.name === "custom" &&
-    html`<input type="date" aria-label="First day" value=${param("start")} max=${param("end")}
+    <${Select} label="Range" value=${range.name} onChange=${choose} options=${[...Object.entries(RANGES).map(([name, { label }]) => [name, label]), ["custom", "Custom days"]]} />
+    ${range.name === "custom" && html`<input type="date" aria-label="First day" value=${param("start")} max=${param("end")}
         onChange=${(event) => event.target.value && setParams({ start: event.target.value })} />
       <input type="date" aria-label="Last day" value=${param("end")} min=${param("start")}
         onChange=${(event) => event.target.value && setParams({ end: event.target.value })} />
       ${range.isCut && html`<span class="quiet" role="status">Shown from ${dayOf(range.zone, range.start)} on, because at most three years can be shown.</span>`}`}
-    ${withBucket &&
-    html`<${Select} label="By" value=${range.bucket} onChange=${(bucket) => setParams({ bucket })}
-      options=${range.widths.map((value) => ({ value, label: BUCKETS[value] }))} />`}
+    ${withBucket && html`<${Select} label="By" value=${range.bucket} onChange=${(bucket) => setParams({ bucket })}
+      options=${range.widths.map((width) => [width, BUCKETS[width]])} />`}
     <${Select} label="Time zone" value=${range.zone} onChange=${(tz) => setParams({ tz })}
-      options=${zones.map((value) => ({ value, label: value.replaceAll("_", " ") }))} />
+      options=${zones.map((zone) => [zone, zone.replaceAll("_", " ")])} />
   </div>`;
 }

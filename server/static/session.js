@@ -1,11 +1,8 @@
 // Who is signed in, and the page on which one does.
 import { html, signal, useState } from "./lib.js";
-import { call, sessionLost, useApi, useSending } from "./api.js";
+import { call, me, useApi, useSending } from "./api.js";
 import { param, setParams } from "./place.js";
 import { Button, Field, Problem, Select, say } from "./ui.js";
-
-/** The answer of GET /v1/me; null while nobody is signed in, undefined until that is known. */
-export const me = signal(undefined);
 
 /** Why the session could not be looked up. */
 export const meProblem = signal(null);
@@ -18,33 +15,27 @@ export const may = (scope) => isAdmin() || (me.value?.key?.scopes.includes(scope
 export function useTenantOptions(chosen) {
   const tenants = useApi("/v1/tenants", { limit: 1000 });
   const names = (tenants.data?.data ?? []).map((tenant) => tenant.name);
-  return { ...tenants, options: [...new Set([...names, ...(chosen ? [chosen] : [])])].map((value) => ({ value, label: value })) };
+  return { ...tenants, options: [...new Set([...names, ...(chosen ? [chosen] : [])])].map((name) => [name, name]) };
 }
 
 /** The choice of a tenant, or of all; the address holds it. */
 export function TenantChoice() {
   const chosen = param("tenant") ?? "";
   const { options } = useTenantOptions(chosen);
-  return html`<${Select} label="Tenant" value=${chosen} onChange=${(tenant) => setParams({ tenant })} options=${[{ value: "", label: "All tenants" }, ...options]} />`;
+  return html`<${Select} label="Tenant" value=${chosen} onChange=${(tenant) => setParams({ tenant })} options=${[["", "All tenants"], ...options]} />`;
 }
 
 /** Look up the session; a link in the address signs in first, and is removed from it. */
 export async function findOut() {
   const link = new URLSearchParams(location.hash.slice(1)).get("link");
+  if (link) history.replaceState(null, "", location.pathname + location.search);
   try {
-    if (link) {
-      history.replaceState(null, "", location.pathname + location.search);
-      await signIn(link);
-      return;
-    }
-    me.value = await call("GET", "/v1/me");
+    if (link) await signIn(link);
+    else me.value = await call("GET", "/v1/me");
   } catch (error) {
-    if (error.status !== 401) {
-      meProblem.value = error;
-      if (error.status === undefined) throw error;
-    }
-    if (link) meProblem.value = error;
+    if (link || error.status !== 401) meProblem.value = error;
     me.value = null;
+    if (error.status === undefined) throw error;
   }
 }
 
@@ -65,12 +56,6 @@ export async function signOut() {
     say(`You are still signed in. ${error.message}`);
   }
 }
-
-/** Watch for answers that say that the session is over. */
-export const watchSession = () =>
-  sessionLost.subscribe((times) => {
-    if (times && me.value) me.value = null;
-  });
 
 /** Sign in with a key. */
 export function SignInPage() {

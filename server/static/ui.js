@@ -13,12 +13,24 @@ export function useWidth(box, least = 240) {
   return width;
 }
 
+/** Listen to events of the window while `isOn`, with the listeners that were given when that began. */
+export function useWindowEvents(listeners, isOn) {
+  useEffect(() => {
+    if (!isOn) return undefined;
+    for (const [name, listener] of Object.entries(listeners)) addEventListener(name, listener);
+    return () => Object.entries(listeners).forEach(([name, listener]) => removeEventListener(name, listener));
+  }, [isOn]);
+}
+
+/** A page's heading, what it is about, and its choices. */
+export const PageHead = ({ title, about, children }) =>
+  html`<div class="page-head"><div><h1>${title}</h1>${about && html`<p class="quiet">${about}</p>`}</div>${children}</div>`;
+
 /** A part of a page under a heading. */
 export function Card({ title, note, actions, children, ...rest }) {
   const id = useId();
   return html`<section class="card" aria-labelledby=${title ? id : undefined} ...${rest}>
-    ${(title || actions) &&
-    html`<header class="card-head">
+    ${(title || actions) && html`<header class="card-head">
       <h2 id=${id}>${title}${note && html` <small>${note}</small>`}</h2>
       ${actions && html`<div class="actions">${actions}</div>`}
     </header>`}
@@ -47,40 +59,21 @@ function Change({ share }) {
 /** A button; `kind`: "main", "danger" or nothing. An action that takes time is not begun twice. */
 export function Button({ kind = "", onClick, disabled, children, ...rest }) {
   const [isBusy, setBusy] = useState(false);
-  const act = async (event) => {
+  const act = (event) => {
     const done = onClick?.(event);
     if (!(done instanceof Promise)) return;
     setBusy(true);
-    try {
-      await done;
-    } finally {
-      setBusy(false);
-    }
+    done.finally(() => setBusy(false));
   };
   return html`<button type="button" class=${`button ${kind}`} disabled=${disabled || isBusy} aria-busy=${isBusy} onClick=${act} ...${rest}>
     ${children}
   </button>`;
 }
 
-/** A choice of one. */
-export function Select({ label, value, options, onChange, hideLabel = false }) {
-  const id = useId();
-  return html`<div class="field inline">
-    <label for=${id} class=${hideLabel ? "unseen" : ""}>${label}</label>
-    <select id=${id} value=${value} onChange=${(event) => onChange(event.target.value)}>
-      ${options.map((option) => html`<option key=${option.value} value=${option.value} selected=${option.value === value}>${option.label}</option>`)}
-    </select>
-  </div>`;
-}
-
-/** A few choices side by side. */
-export function Segmented({ label, value, options, onChange }) {
-  return html`<div class="segmented" role="group" aria-label=${label}>
-    ${options.map(
-      (option) => html`<button type="button" key=${option.value} aria-pressed=${option.value === value} onClick=${() => onChange(option.value)}>${option.label}</button>`,
-    )}
-  </div>`;
-}
+/** A few choices side by side; `options` as for `Select`. */
+export const Segmented = ({ label, value, options, onChange }) => html`<div class="segmented" role="group" aria-label=${label}>
+  ${options.map(([one, name]) => html`<button type="button" key=${one} aria-pressed=${one === value} onClick=${() => onChange(one)}>${name}</button>`)}
+</div>`;
 
 /** A labelled input with its hint and what is wrong with it. */
 export function Field({ label, hint, error, children, ...rest }) {
@@ -92,8 +85,25 @@ export function Field({ label, hint, error, children, ...rest }) {
   </div>`;
 }
 
+/** A choice of one of `options`, pairs of a value and its label; values are texts. */
+export const Select = ({ label, value, options, onChange, hideLabel = false }) => html`<${Field} label=${html`<span class=${hideLabel ? "unseen" : ""}>${label}</span>`}>
+  ${(id) => html`<select id=${id} value=${value} onChange=${(event) => onChange(event.target.value)}>
+    ${options.map(([one, name]) => html`<option key=${one} value=${one} selected=${one === value}>${name}</option>`)}
+  </select>`}
+<//>`;
+
 /** A word in a frame; `tone`: "good", "bad", "warn", "info" or nothing. */
 export const Badge = ({ tone = "", children, ...rest }) => html`<span class=${`badge ${tone}`} ...${rest}>${children}</span>`;
+
+const PLACES = {
+  device: { tone: "good", title: "On the device: the next request starts at once." },
+  loading: { tone: "warn", title: "On its way to the device." },
+  host: { tone: "info", title: "In host memory: the next request copies it to the device first." },
+  stored: { tone: "", title: "Only in the blob store: the next request loads it first." },
+};
+
+/** Where an adapter is. */
+export const Residency = ({ of: place }) => html`<${Badge} tone=${PLACES[place].tone} title=${PLACES[place].title} data-residency=${place}>${place}<//>`;
 
 /** Shown where there is nothing yet, with what to do about it. */
 export const Empty = ({ title, children }) => html`<div class="empty"><p class="empty-title">${title}</p>${children && html`<div>${children}</div>`}</div>`;
@@ -111,18 +121,20 @@ export function Problem({ error, retry }) {
   </div>`;
 }
 
-/** A numbered report of what is wrong with an upload. */
-export function Findings({ findings }) {
-  return html`<ol class="findings">
-    ${findings.map(
-      (finding) => html`<li>
-        <p>${finding.message}</p>
-        ${finding.hint && html`<p class="hint"><strong>Hint:</strong> ${finding.hint}</p>`}
-        ${finding.param && html`<p class="quiet"><code>${finding.param}</code></p>`}
-      </li>`,
-    )}
-  </ol>`;
+/** The first problem of several answers; "Try again" asks for all of them again. */
+export function FirstProblem({ of: answers }) {
+  const failed = answers.find((answer) => answer.error);
+  return failed && html`<${Problem} error=${failed.error} retry=${() => answers.forEach((answer) => answer.reload())} />`;
 }
+
+/** A numbered report of what is wrong with an upload. */
+export const Findings = ({ findings }) => html`<ol class="findings">
+  ${findings.map((finding) => html`<li>
+    <p>${finding.message}</p>
+    ${finding.hint && html`<p class="hint"><strong>Hint:</strong> ${finding.hint}</p>`}
+    ${finding.param && html`<p class="quiet"><code>${finding.param}</code></p>`}
+  </li>`)}
+</ol>`;
 
 /** Grey lines while something is read. */
 export const Skeleton = ({ lines = 3 }) => html`<div class="skeleton" aria-busy="true" aria-label="Loading">${Array.from({ length: lines }, () => html`<span />`)}</div>`;
@@ -135,63 +147,67 @@ export function Loaded({ of: answer, lines = 4, isQuiet = false, children }) {
   return html`${problem}<div class=${answer.isStale ? "stale" : ""} aria-busy=${answer.isLoading}>${children(answer.data, answer.about)}</div>`;
 }
 
-/** What a key may not see or do here. @param {{scope: string, title: string}} props */
-export const LacksScope = ({ scope, title }) =>
-  html`<${Card}><${Empty} title=${title}>The key lacks the scope <code>${scope}</code>. Sign in with a key that has it, or ask your admin for one: <code>weft key create --scope ${scope}</code>.<//><//>`;
+const REFUSED = { usage: "This key may not see usage.", infer: "This key may not send requests." };
+
+/** In place of a page that a key may not see. @param {{scope: string}} props */
+export const LacksScope = ({ scope }) =>
+  html`<${Card}><${Empty} title=${REFUSED[scope]}>The key lacks the scope <code>${scope}</code>. Sign in with a key that has it, or ask your admin for one: <code>weft key create --scope ${scope}</code>.<//><//>`;
 
 /** The same beside what the key may see. @param {{scope: string, says: string}} props */
 export const LacksScopeNote = ({ scope, says }) => html`<p class="quiet">${says}: this key lacks the scope <code>${scope}</code>.</p>`;
 
+/** Names and values; a value that is false leaves its name out. @param {{of: Record<string, unknown>}} props */
+export const Facts = ({ of: facts, ...rest }) => html`<dl class="facts" ...${rest}>
+  ${Object.entries(facts).map(([name, value]) => value !== false && html`<dt>${name}</dt><dd data-fact=${name}>${value}</dd>`)}
+</dl>`;
+
+/** A table's column of numbers, with "–" where there is none. */
+export function numbers(key, label, format, value = (row) => row[key]) {
+  const cell = (row) => (value(row) === null || value(row) === undefined ? "–" : format(value(row)));
+  return { key, label, isNumber: true, value, cell };
+}
+
 /**
  * A table that can be sorted by its heads. Numbers stand right.
  * @param {{columns: {key: string, label: string, isNumber?: boolean, cell?: (row: object) => unknown, value?: (row: object) => unknown}[],
- *   rows: object[], keyOf: (row: object) => string, totals?: Record<string, unknown>, caption: string,
+ *   rows: object[], keyOf: (row: object) => string, totals?: object, caption: string, empty?: unknown,
  *   others?: (rows: object[]) => object, sort?: string, onSort?: (sort: string) => void, first?: number}} props `sort` is
  *   a key, with "-" in front for the largest first; without `onSort` the table keeps it to itself. `first` rows are shown
- *   before "show more"; `others` makes one row of those that are not shown.
+ *   before "show more"; `others` makes one row of those that are not shown. `empty` is shown in place of a table without rows.
+ *   `totals` is a row with the sums of the columns of numbers.
  */
-export function Table({ columns, rows, keyOf, totals, others, caption, sort: given, onSort, first = 50 }) {
+export function Table({ columns, rows, keyOf, totals, others, caption, empty, sort: given, onSort, first = 50 }) {
   const [own, setOwn] = useState(given ?? "");
   const [shown, setShown] = useState(first);
   const sort = onSort ? given ?? "" : own;
   const key = sort.replace(/^-/, "");
-  const sorted = sortedBy(rows, columns.find((one) => one.key === key), sort.startsWith("-"));
-  const cellOf = (column, row) => (column.cell ? column.cell(row) : row[column.key] ?? "–");
+  const direction = sort.startsWith("-") ? "descending" : "ascending";
+  const sorted = sortedBy(rows, columns.find((one) => one.key === key), direction === "descending");
+  const cells = (cellOf) => columns.map((column, index) => html`<td class=${column.isNumber ? "number" : ""} data-column=${column.key}>${cellOf(column, index)}</td>`);
+  const cellsOf = (row) => cells((column) => (column.cell ? column.cell(row) : row[column.key] ?? "–"));
+  const totalOf = (column) => (column.isNumber && column.value(totals) !== undefined ? column.cell(totals) : "");
   const rest = others && sorted.length > shown ? others(sorted.slice(shown)) : null;
   const turn = (column) => {
     const next = sort === `-${column.key}` ? column.key : sort === column.key ? `-${column.key}` : `${column.isNumber ? "-" : ""}${column.key}`;
     (onSort ?? setOwn)(next);
   };
+  if (empty && !rows.length) return empty;
   return html`<div class="table-box" tabindex="0" role="region" aria-label=${caption}>
       <table>
         <caption class="unseen">${caption}</caption>
         <thead><tr>
-          ${columns.map(
-            (column) => html`<th key=${column.key} scope="col" class=${column.isNumber ? "number" : ""}
-              aria-sort=${key === column.key ? (sort.startsWith("-") ? "descending" : "ascending") : undefined}>
-              ${column.isFixed ? column.label : html`<button type="button" class="sort" onClick=${() => turn(column)}>${column.label}</button>`}
-            </th>`,
-          )}
+          ${columns.map((column) => html`<th key=${column.key} scope="col" class=${column.isNumber ? "number" : ""} aria-sort=${key === column.key ? direction : undefined}>
+            ${column.isFixed ? column.label : html`<button type="button" class="sort" onClick=${() => turn(column)}>${column.label}</button>`}
+          </th>`)}
         </tr></thead>
         <tbody>
-          ${sorted.slice(0, shown).map(
-            (row) => html`<tr key=${keyOf(row)} data-key=${keyOf(row)}>
-              ${columns.map((column) => html`<td class=${column.isNumber ? "number" : ""} data-column=${column.key}>${cellOf(column, row)}</td>`)}
-            </tr>`,
-          )}
+          ${sorted.slice(0, shown).map((row) => html`<tr key=${keyOf(row)} data-key=${keyOf(row)}>${cellsOf(row)}</tr>`)}
         </tbody>
-        ${rest &&
-        html`<tfoot><tr>
-          ${columns.map((column) => html`<td class=${column.isNumber ? "number" : ""} data-column=${column.key}>${cellOf(column, rest)}</td>`)}
-        </tr></tfoot>`}
-        ${totals &&
-        html`<tfoot><tr>
-          ${columns.map((column, index) => html`<td class=${column.isNumber ? "number" : ""} data-column=${column.key}>${index === 0 ? "Total" : totals[column.key] ?? ""}</td>`)}
-        </tr></tfoot>`}
+        ${rest && html`<tfoot><tr>${cellsOf(rest)}</tr></tfoot>`}
+        ${totals && html`<tfoot><tr>${cells((column, index) => (index === 0 ? "Total" : totalOf(column)))}</tr></tfoot>`}
       </table>
     </div>
-    ${sorted.length > shown &&
-    html`<p class="more"><${Button} onClick=${() => setShown(shown + 200)}>Show more<//> <span class="quiet">${shown} of ${sorted.length} shown</span></p>`}`;
+    ${sorted.length > shown && html`<p class="more"><${Button} onClick=${() => setShown(shown + 200)}>Show more<//> <span class="quiet">${shown} of ${sorted.length} shown</span></p>`}`;
 }
 
 const order = new Intl.Collator("en", { numeric: true });
@@ -207,6 +223,20 @@ function sortedBy(rows, column, isDescending) {
       return isDescending ? -result : result;
     })
     .map(({ row }) => row);
+}
+
+const opened = signal(null);
+
+/** Show a window over the page. @param {(close: () => void) => unknown} draw */
+export function openDialog(draw) {
+  const shown = draw(() => opened.value === shown && (opened.value = null));
+  opened.value = shown;
+}
+
+/** Where that window is shown; it goes with the page at `path`. */
+export function OpenDialog({ path }) {
+  useEffect(() => () => (opened.value = null), [path]);
+  return opened.value;
 }
 
 /** A window over the page; Escape and the cross close it. */

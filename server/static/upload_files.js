@@ -1,4 +1,6 @@
 // Finds the adapter among chosen or dropped files, and what is wrong with them before they are sent.
+import { useState } from "./lib.js";
+import { useWindowEvents } from "./ui.js";
 
 /** @typedef {{path: string, file: File}} Found `path` with its folders, as far as the browser tells. */
 
@@ -26,15 +28,13 @@ export function adapterAmong(found) {
   const configs = here.filter(({ path }) => CONFIG.test(nameOf(path)));
   const named = here.filter(({ path }) => WEIGHTS.test(nameOf(path)));
   const weights = named.length ? named : here.filter(({ path }) => path.endsWith(".safetensors"));
-  const chosen = [configs, weights].filter((files) => files.length === 1).map(([one]) => one);
-  const problems = [...oneOf(configs, "adapter_config.json"), ...(weights.length === 0 ? unread(here) : []),
-    ...oneOf(weights, "adapter_model.safetensors", weights.length === 0 && unread(here).length > 0), ...chosen.flatMap(empty)];
+  const [config, weight] = [configs, weights].map((files) => (files.length === 1 ? files[0] : null));
   return {
-    config: configs.length === 1 ? configs[0].file : null,
-    weights: weights.length === 1 ? weights[0].file : null,
+    config: config && config.file,
+    weights: weight && weight.file,
     name: suggestedName(nameOf(folder)),
-    left: found.filter((one) => !chosen.includes(one)).map(({ path }) => path),
-    problems,
+    left: found.filter((one) => one !== config && one !== weight).map(({ path }) => path),
+    problems: [problemOf(configs, "adapter_config.json"), problemOf(weights, "adapter_model.safetensors", here)].filter(Boolean),
   };
 }
 
@@ -46,21 +46,16 @@ function adapterFolder(found) {
   return first ? folderOf(first.path) : "";
 }
 
-function oneOf(files, usual, isTold = false) {
-  if (files.length === 1 || isTold) return [];
-  if (!files.length) return [{ message: `${usual} is missing.`, hint: "Both files are needed, as PEFT's save_pretrained or mlx-lm writes them." }];
+/** Why these are not one file that can be sent as `usual`; `others` may be what it was taken for. */
+function problemOf(files, usual, others = []) {
   const names = files.map(({ path }) => nameOf(path)).join(", ");
-  return [{ message: `There are ${files.length} files that could be ${usual}: ${names}.`, hint: "Choose the one that is meant." }];
-}
-
-const empty = ({ path, file }) => (file.size ? [] : [{ message: `${nameOf(path)} is empty.`, hint: "Save the adapter again." }]);
-
-function unread(files) {
+  if (files.length > 1) return { message: `There are ${files.length} files that could be ${usual}: ${names}.`, hint: "Choose the one that is meant." };
+  if (files.length === 1) return files[0].file.size ? null : { message: `${names} is empty.`, hint: "Save the adapter again." };
   for (const { like, says, hint } of HINTS) {
-    const one = files.find(({ path }) => like.test(path));
-    if (one) return [{ message: `${nameOf(one.path)} ${says}.`, hint }];
+    const one = others.find(({ path }) => like.test(path));
+    if (one) return { message: `${nameOf(one.path)} ${says}.`, hint };
   }
-  return [];
+  return { message: `${usual} is missing.`, hint: "Both files are needed, as PEFT's save_pretrained or mlx-lm writes them." };
 }
 
 /** "My Adapter" -> my-adapter; "" where nothing is left. */
@@ -76,7 +71,7 @@ export const isName = (text) => /^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$/.test(te
 export const chosenFiles = (input) => [...input.files].map((file) => ({ path: file.webkitRelativePath || file.name, file }));
 
 /** What was dropped, with what lies in dropped folders. @param {DataTransfer} transfer @returns {Promise<Found[]>} */
-export function droppedFiles(transfer) {
+function droppedFiles(transfer) {
   // The items are gone as soon as the event is over, so all are taken before the first wait.
   const taken = [...transfer.items].filter((item) => item.kind === "file").map((item) => ({ entry: item.webkitGetAsEntry?.(), file: item.getAsFile() }));
   const found = [];
@@ -94,4 +89,18 @@ async function walk(folder, found) {
       else found.push({ path: entry.fullPath.replace(/^\//, ""), file: await new Promise((done, failed) => entry.file(done, failed)) });
     }
   }
+}
+
+/** Call `act` with the files dropped anywhere on the page, while `isOn`; says whether files hang over it. */
+export function useDrops(act, isOn) {
+  const [isOver, setOver] = useState(false);
+  const taken = (event) => {
+    if (![...(event.dataTransfer?.types ?? [])].includes("Files")) return;
+    event.preventDefault();
+    setOver(event.type === "dragover");
+    if (event.type === "drop") droppedFiles(event.dataTransfer).then(act);
+  };
+  const leave = (event) => event.relatedTarget === null && setOver(false);
+  useWindowEvents({ dragover: taken, dragleave: leave, drop: taken }, isOn);
+  return isOver;
 }

@@ -1,6 +1,6 @@
 // What rows of GET /v1/usage are called, and what a chart makes of them.
-import { bucketLabel, bucketTitle, bucketsBetween } from "./zone.js";
-import { compact, count, money } from "./format.js";
+import { bucketAt, bucketsBetween } from "./zone.js";
+import { count, money } from "./format.js";
 
 /** What rows can be grouped and filtered by. */
 export const DIMENSIONS = { tenant: "Tenant", adapter: "Adapter", version: "Version", key: "Key", status: "Status" };
@@ -17,10 +17,6 @@ export const METRICS = {
 
 /** How many of these were answered with an error; clients that went away (`aborted`) are none. */
 export const ERRORS = ["error", "interrupted"];
-
-/** The base model among adapters, which have no such name; the API calls it the empty text. */
-export const BASE = "~base";
-export const toApi = (value) => (value === BASE ? "" : value);
 
 /** What a row's value of a dimension is called. `keys` are keys by id. */
 export function nameOf(row, dimension, keys = {}) {
@@ -75,8 +71,7 @@ export function chartOf(answer, range, { groups, metric, top, keys }) {
   const ordered = [...series.values()].sort((a, b) => a.isOther - b.isOther || b.total - a.total);
   const [shown, rest] = [ordered.slice(0, top), ordered.slice(top)];
   if (rest.length) shown.push(rest.length === 1 ? rest[0] : together(rest, groupName({ other: true }, groups, { others })));
-  const buckets = starts.map((at) => ({ at, label: bucketLabel(range.zone, at, range.bucket), title: bucketTitle(range.zone, at, range.bucket) }));
-  return { buckets, series: shown };
+  return { buckets: starts.map((at) => bucketAt(range.zone, at, range.bucket)), series: shown };
 }
 
 /** Several series as one. */
@@ -85,8 +80,5 @@ function together(series, label) {
   return { key: "other", label, isOther: true, total: series.reduce((sum, one) => sum + one.total, 0), values };
 }
 
-/** How a metric is written on axes. */
-export const shortFormat = (metric, currency) => (metric === "cost" ? (value) => money(value, currency) : compact);
-
-/** How a metric is written where it is exact. */
-export const fullFormat = (metric, currency) => (metric === "cost" ? (value) => money(value, currency) : count);
+/** How a metric is written: as money, or as `plain` writes numbers. */
+export const formatOf = (metric, currency, plain) => (metric === "cost" ? (value) => money(value, currency) : plain);

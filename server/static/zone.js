@@ -92,15 +92,11 @@ function leapBetween(zone, first, last) {
   return high;
 }
 
-/** A bucket's name on an axis. */
-export function bucketLabel(zone, at, bucket) {
-  const form = bucket === "1d" ? { day: "numeric", month: "short" } : { hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
-  return new Intl.DateTimeFormat("en-GB", { timeZone: zone, ...form }).format(at);
-}
-
-/** A bucket's full name. */
-export function bucketTitle(zone, at, bucket) {
+/** A bucket on an axis: its first moment, its short label and its full title. */
+export function bucketAt(zone, at, bucket) {
+  const clock = { hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
   const day = { weekday: "short", day: "numeric", month: "short", year: "numeric" };
-  const form = bucket === "1d" ? day : { ...day, hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
-  return new Intl.DateTimeFormat("en-GB", { timeZone: zone, ...form }).format(at);
+  const isDay = bucket === "1d";
+  const said = (form) => new Intl.DateTimeFormat("en-GB", { timeZone: zone, ...form }).format(at);
+  return { at, label: said(isDay ? { day: "numeric", month: "short" } : clock), title: said(isDay ? day : { ...day, ...clock }) };
 }

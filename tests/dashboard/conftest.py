@@ -1,4 +1,4 @@
-"""A server with two tenants, their adapters and a little traffic, and a browser, for each file of these tests."""
+"""A server with two tenants, their adapters and a little traffic for all these tests, and a browser for each file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
     options = ("--served-model-name", "weft-demo", "--dtype", "float32", "--memory-gib", "0.25")
     prices = tmp_path_factory.mktemp("prices") / "prices.yaml"
@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def history(server: WeftServer) -> History:
     """What two more tenants used about the day on which clocks went back."""
     return write_history(server)
@@ -47,6 +47,7 @@ def history(server: WeftServer) -> History:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """Its driver holds this thread's event loop, so it ends with the file."""
     with chromium() as running:
         yield running
 

@@ -1,15 +1,14 @@
-"""What holds for every page, on a desk and on a phone, by day and by night."""
+"""What holds for every page: on a desk and on a phone, by day and by night, at addresses that nobody means."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
-from browser import DESKTOP, PHONE, grave_findings, sign_in, watched_page
+from browser import DESKTOP, PHONE, Watch, grave_findings, sign_in, watched_page
 from weft_server import ADMIN_KEY, WeftServer
 
 PAGES = (
@@ -23,15 +22,40 @@ PAGES = (
     "/tenants/harbour",
     "/audit",
 )
-LOOKS = [(size, scheme) for size in (DESKTOP, PHONE) for scheme in ("light", "dark")]
+CLICKABLE = """() => [...document.querySelectorAll("#app *")]
+    .filter((element) => getComputedStyle(element).cursor === "pointer")
+    .filter((element) => !element.closest("a[href], button, input, select, textarea, summary, label, [tabindex='0']"))
+    .filter((element) => !element.querySelector("a[href], button, input, select"))
+    .map((element) => element.outerHTML.slice(0, 120))"""
+"""What can be clicked and not be reached by the keyboard."""
 
 
-@pytest.fixture(params=LOOKS, ids=lambda look: f"{look[0][0]}-{look[1]}")
-def page(request: pytest.FixtureRequest, browser: Browser, server: WeftServer) -> Iterator[Page]:
-    size, scheme = request.param
-    with watched_page(browser, server.url, size=size, scheme=scheme) as (shown, _):
-        sign_in(shown, ADMIN_KEY, "/account")
-        yield shown
+def ask(page: Page) -> None:
+    """Have four models answer: side by side on a desk, one below the other on a phone."""
+    page.get_by_label("Prompt", exact=True).fill("Where is my order?")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator(".exchange[data-state=done]")).to_have_count(4)
+    lefts = page.locator(".talk").evaluate_all("all => all.map((one) => one.getBoundingClientRect().left)")
+    assert len(set(lefts)) == (1 if page.viewport_size == {"width": PHONE[0], "height": PHONE[1]} else 4)
+
+
+def open_filter(page: Page) -> None:
+    page.get_by_role("group", name="Filters").get_by_role("button", name="Status").click()
+    page.get_by_role("checkbox").first.wait_for()
+
+
+STATES = {
+    "/adapters?upload=new": lambda page: page.get_by_role("dialog").wait_for(),
+    "/playground?tenant=harbour&model=weft-demo&model=pirate&model=shout&model=json": ask,
+    "/usage?group=adapter&subgroup=status": open_filter,
+}
+"""What a page looks like when it is used."""
+
+
+@pytest.fixture
+def admin(page: Page) -> Page:
+    sign_in(page, ADMIN_KEY, "/account")
+    return page
 
 
 def settle(page: Page, path: str) -> None:
@@ -41,40 +65,26 @@ def settle(page: Page, path: str) -> None:
     expect(page.locator(".skeleton")).to_have_count(0)
 
 
-def test_pages_can_be_read_by_everybody_and_fit_the_screen(page: Page) -> None:
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_pages_can_be_read_by_everybody_and_fit_the_screen(
+    browser: Browser, server: WeftServer, size: tuple[int, int], scheme: str
+) -> None:
     wrong = {}
-    for path in PAGES:
-        settle(page, path)
-        with suppress(PlaywrightTimeout):  # a chart has its width only after what is around it has its own
-            page.wait_for_function("document.documentElement.scrollWidth <= innerWidth", timeout=3000)
-        width, shown = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
-        wrong[path] = [*(["wider than the screen"] if width > shown else []), *grave_findings(page)]
-    assert {path: found for path, found in wrong.items() if found} == {}
-
-
-def test_the_sign_in_can_be_read_by_everybody(browser: Browser, server: WeftServer) -> None:
-    for size, scheme in LOOKS:
-        with watched_page(browser, server.url, size=size, scheme=scheme) as (page, _):
-            page.goto("/")
-            expect(page.get_by_label("Key", exact=True)).to_be_focused()
-            assert grave_findings(page) == []
-
-
-def test_whatever_can_be_clicked_can_be_reached_by_the_keyboard(browser: Browser, server: WeftServer) -> None:
-    missed = {}
-    with watched_page(browser, server.url) as (page, _):
+    with watched_page(browser, server.url, size=size, scheme=scheme) as (page, _):
+        page.goto("/")
+        expect(page.get_by_label("Key", exact=True)).to_be_focused()
+        wrong["the sign-in"] = grave_findings(page)
         sign_in(page, ADMIN_KEY, "/account")
-        for path in PAGES:
+        for path in (*PAGES, *STATES):
             settle(page, path)
-            missed[path] = page.evaluate(
-                """() => [...document.querySelectorAll("#app *")]
-                    .filter((element) => getComputedStyle(element).cursor === "pointer")
-                    .filter((element) => !element.closest(
-                        "a[href], button, input, select, textarea, summary, label, [tabindex='0']"))
-                    .filter((element) => !element.querySelector("a[href], button, input, select"))
-                    .map((element) => element.outerHTML.slice(0, 120))"""
-            )
-    assert {path: found for path, found in missed.items() if found} == {}
+            STATES.get(path, lambda _: None)(page)
+            with suppress(PlaywrightTimeout):  # a chart has its width only after what is around it has its own
+                page.wait_for_function("document.documentElement.scrollWidth <= innerWidth", timeout=3000)
+            width, shown = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+            unreachable = page.evaluate(CLICKABLE) if size == DESKTOP and scheme == "light" else []
+            wrong[path] = [*(["wider than the screen"] if width > shown else []), *grave_findings(page), *unreachable]
+    assert {path: found for path, found in wrong.items() if found} == {}
 
 
 def test_the_menu_of_a_phone_opens_by_keyboard_and_closes_on_the_next_page(
@@ -93,10 +103,41 @@ def test_the_menu_of_a_phone_opens_by_keyboard_and_closes_on_the_next_page(
         expect(menu).to_have_attribute("aria-expanded", "false")
 
 
-def test_a_page_that_is_none_says_so(browser: Browser, server: WeftServer) -> None:
-    with watched_page(browser, server.url) as (page, _):
-        sign_in(page, ADMIN_KEY, "/account")
-        page.evaluate("import('/static/place.js').then(({ open }) => open('/nowhere'))")
-        expect(page.get_by_text("There is no such page.")).to_be_visible()
-        page.get_by_role("link", name="To the overview").click()
-        expect(page.get_by_role("heading", level=1)).to_be_visible()
+def test_a_page_that_is_none_says_so(admin: Page) -> None:
+    admin.evaluate("import('/static/place.js').then(({ open }) => open('/nowhere'))")
+    expect(admin.get_by_text("There is no such page.")).to_be_visible()
+    admin.get_by_role("link", name="To the overview").click()
+    expect(admin.get_by_role("heading", level=1)).to_be_visible()
+
+
+@pytest.mark.parametrize("name", ["constructor", "__proto__"])
+def test_names_that_every_object_has_choose_nothing(admin: Page, name: str) -> None:
+    for address in (
+        f"/usage?metric={name}",
+        f"/usage?group={name}",
+        f"/usage?group=adapter&subgroup={name}",
+        f"/usage?range={name}&{name}={name}",
+        f"/?range={name}",
+        f"/adapters/pirate?tenant=harbour&measure={name}&code={name}",
+    ):
+        settle(admin, address)
+    admin.get_by_role("button", name="Python").click()
+    assert admin.url.endswith(f"measure={name}&code=python")
+
+
+def test_a_badly_written_name_is_one_that_nothing_has(admin: Page, watched: tuple[Page, Watch]) -> None:
+    watched[1].allowed.add(404)
+    admin.goto("/adapters/%zz?tenant=harbour")
+    expect(admin.get_by_text("There is no adapter %zz here.")).to_be_visible()
+    admin.goto("/tenants/%E0%A4%A")
+    expect(admin.get_by_role("main")).to_contain_text("There is no tenant")
+
+
+@pytest.mark.parametrize(("path", "otherwise"), [("/", "24h"), ("/usage", "30d")])
+def test_a_range_of_centuries_is_cut_to_years(admin: Page, path: str, otherwise: str) -> None:
+    admin.goto(f"{path}?start=0202-01-01&end=2026-11-22&tz=UTC")
+    expect(admin.get_by_text("Shown from 2023-11-21 on, because at most three years can be shown.")).to_be_visible()
+    assert admin.locator("g.bar").count() <= 3 * 366
+    for end in ("0203-01-01", "99999-01-01", "+275760-09-13"):
+        admin.goto(f"{path}?start=0202-01-01&end={end}&tz=UTC")
+        expect(admin.get_by_label("Range")).to_have_value(otherwise)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
-from browser import DESKTOP, PHONE, Watch, grave_findings, sign_in, watched_page
+from browser import DESKTOP, PHONE, Watch, grave_findings, sign_in, sign_out_elsewhere, watched_page
 from weft.engine.status import TenantLoad
 from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, engines, weft_server
 
@@ -60,10 +60,11 @@ def long_request(server: WeftServer, owner: str, model: str, tokens: int = 900) 
         assert statuses == [200]
 
 
-def tenant_cells(page: Page, name: str) -> list[str]:
+def tenant_cells(page: Page, row: str) -> list[str]:
     """A tenant's row: name, weight, share, in step, paused, waiting, why, predicted wait, refusals."""
-    row = page.locator(f'[aria-label="Tenants in the engine"] tr[data-key="{name}"] td')
-    return [text.strip().replace("\u00a0", " ") for text in row.all_inner_texts()]
+    selector = row if row == "tfoot" else f'tr[data-key="{row}"]'
+    cells = page.locator(f'[aria-label="Tenants in the engine"] {selector} td')
+    return [text.strip().replace("\u00a0", " ") for text in cells.all_inner_texts()]
 
 
 def show_snapshots(page: Page, *snapshots: dict[str, Any]) -> None:
@@ -148,7 +149,7 @@ def test_all_figures_are_those_of_the_snapshot(page: Page, server: WeftServer) -
     assert engine["tenants"] == {}
     expect(page.get_by_role("main")).to_contain_text("No tenant has a request in the engine.")
     expect(page.locator('[data-load="stored>device:ok"]')).to_contain_text("stored → device: 2")
-    expect(page.locator('[data-count="steps"]')).to_have_text(f"{engine['num_steps']:,}")
+    expect(page.locator('[data-fact="Steps"]')).to_have_text(f"{engine['num_steps']:,}")
     series = page.locator(".chart path[data-series]").all()
     in_steps = {one.get_attribute("data-series"): int(one.get_attribute("data-total") or 0) for one in series}
     columns = ["base", *(one["digest"] for one in engine["batches"]["adapters"]), "others"]
@@ -170,18 +171,9 @@ def test_tenants_are_told_who_is_served_who_waits_and_why(page: Page, server: We
     assert tenant_cells(page, "customer-000")[5:] == ["3", "3 in line", "1 min 15 s", "1 overload, 1 other.code"]
     assert tenant_cells(page, "customer-001")[8] == "3 queue full, 2 too late"
     assert tenant_cells(page, "customer-002")[7:] == [UNKNOWN, "none"]
-    others = page.locator('[aria-label="Tenants in the engine"] tfoot td').all_inner_texts()
-    assert [text.strip().replace("\u00a0", " ") for text in others] == [
-        "990 others",
-        "990 98.8%",
-        "0.0%",
-        "0",
-        "0",
-        "2,967",
-        "2,964 in line, 1 shared prompt, 1 no room, 1 SOMETHING",
-        UNKNOWN,
-        "none",
-    ]
+    in_line = "2,964 in line, 1 shared prompt, 1 no room, 1 SOMETHING"
+    many = ["990 others", "990 98.8%", "0.0%", "0", "0", "2,967", in_line, UNKNOWN, "none"]
+    assert tenant_cells(page, "tfoot") == many
     page.get_by_role("button", name="Show more").click()
     expect(rows).to_have_count(210)
     table = page.get_by_role("region", name="Tenants in the engine")
@@ -267,12 +259,12 @@ def test_a_paused_page_stands_still_and_goes_on(page: Page, server: WeftServer) 
     show_live(page)
     page.get_by_role("button", name="Pause").click()
     expect(page.locator('[data-state="paused"]')).to_be_visible()
-    before = page.locator('[data-count="steps"]').inner_text()
+    before = page.locator('[data-fact="Steps"]').inner_text()
     server.ask("harbour", "shout", "When are you open?")
     page.wait_for_timeout(1200)
-    assert page.locator('[data-count="steps"]').inner_text() == before
+    assert page.locator('[data-fact="Steps"]').inner_text() == before
     page.get_by_role("button", name="Continue").click()
-    expect(page.locator('[data-count="steps"]')).to_have_text(f"{server.engine()['num_steps']:,}")
+    expect(page.locator('[data-fact="Steps"]')).to_have_text(f"{server.engine()['num_steps']:,}")
 
 
 @contextmanager
@@ -307,17 +299,14 @@ def test_a_broken_connection_is_told_and_comes_back(watched: tuple[Page, Watch],
         server.ask("harbour", "shout", "Can I return something?")
     expect(page.locator('[data-state="live"]')).to_be_visible()
     expect(page.get_by_role("alert")).to_have_count(0)
-    expect(page.locator('[data-count="steps"]')).to_have_text(f"{server.engine()['num_steps']:,}")
+    expect(page.locator('[data-fact="Steps"]')).to_have_text(f"{server.engine()['num_steps']:,}")
 
 
 def test_who_was_signed_out_meanwhile_is_led_to_the_sign_in(watched: tuple[Page, Watch], server: WeftServer) -> None:
     page, watch = watched
     watch.allowed = {401}
     with broken_stream(watched, server):
-        token = "; ".join(f"{cookie.get('name')}={cookie.get('value')}" for cookie in page.context.cookies())
-        with server.client(None) as anyone:
-            left = anyone.delete("/v1/session", headers={"cookie": token, "sec-fetch-site": "same-origin"})
-        assert left.status_code == 204
+        sign_out_elsewhere(page, server)
     expect(page.get_by_label("Key", exact=True)).to_be_visible()
 
 

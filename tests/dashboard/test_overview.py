@@ -7,18 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlencode
 
-import httpx
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from browser import Watch, sign_in, watched_page
+from browser import sign_in, watched_page
 from usage_history import NORTH, PLACE, SOUTH, History
 from weft_server import ADMIN_KEY, WeftServer
 
 MINUS = "\N{MINUS SIGN}"
-BARS = """bars => bars.map((bar) =>
-  [bar.dataset.start, [...bar.querySelectorAll("[data-series]")].map((part) => Number(part.dataset.value))])"""
-REFUSAL = {"message": "The database does not answer.", "code": "unavailable", "type": "server_error", "param": None}
 THERE = f"/?{urlencode(PLACE)}"
 
 
@@ -34,12 +30,6 @@ def signed_in(browser: Browser, server: WeftServer, history: History) -> Iterato
 def wait_for_figures(page: Page) -> None:
     page.locator("[data-stat=Requests] [data-exact]").wait_for()
     page.wait_for_load_state("networkidle")
-
-
-def usage(client: httpx.Client, **params: Any) -> dict[str, Any]:
-    answer = client.get("/v1/usage", params=params)
-    assert answer.status_code == 200, answer.text
-    return dict(answer.json())
 
 
 def stat(page: Page, label: str) -> Locator:
@@ -60,33 +50,39 @@ def change(now: float, before: float) -> str:
     return f"{'+' if share > 0 else MINUS}{abs(share) * 100:.{1 if abs(share) < 0.1 else 0}f}%"
 
 
-def test_tiles_show_the_sums_of_the_events(page: Page, server: WeftServer, history: History) -> None:
+def errors(answer: dict[str, Any]) -> int:
+    return int(sum(row["requests"] for row in answer["data"] if row["status"] in ("error", "interrupted")))
+
+
+def test_tiles_show_the_totals_of_the_api_and_their_change(page: Page, server: WeftServer, history: History) -> None:
     client = server.tenant(NORTH)
     sign_in(page, server.tenants[NORTH], THERE)
     wait_for_figures(page)
-    events = client.get("/v1/usage/events", params={**history.span, "limit": 10_000}).json()["data"]
-    before = usage(client, **history.before)["totals"]
-    assert len(events) > 100
-    assert exact(page, "Requests") == len(events)
+    now, then = (history.usage(client, **span, group_by="status") for span in (history.span, history.before))
+    totals, before = now["totals"], then["totals"]
+    assert totals["requests"] > 100
     for label, name in {
+        "Requests": "requests",
         "Prompt tokens": "prompt_tokens",
         "Cached tokens": "cached_tokens",
         "Completion tokens": "completion_tokens",
     }.items():
-        total = sum(event[name] for event in events)
-        assert exact(page, label) == total
-        expect(stat(page, label).locator(".stat-change")).to_contain_text(change(total, before[name]))
-    failed = sum(event["status"] in ("error", "interrupted") for event in events)
-    aborted = sum(event["status"] == "aborted" for event in events)
-    expect(stat(page, "Errors")).to_contain_text(f"{failed} of {len(events)}; {aborted} aborted by clients")
-    expect(stat(page, "Errors").locator(".stat-value")).to_have_text(percent(failed / len(events)))
-    in_use = len({event["adapter"] for event in events if event["adapter"]})
+        assert exact(page, label) == totals[name]
+        tone = stat(page, label).locator(".stat-change")
+        expect(tone).to_contain_text(change(totals[name], before[name]))
+        expect(tone).to_have_class(re.compile("good" if totals[name] > before[name] else "bad"))
+    failed = errors(now) / totals["requests"]
+    aborted = sum(row["requests"] for row in now["data"] if row["status"] == "aborted")
+    expect(stat(page, "Errors")).to_contain_text(f"{errors(now)} of {totals['requests']}; {aborted} aborted by clients")
+    expect(stat(page, "Errors").locator(".stat-value")).to_have_text(percent(failed))
+    worse = failed > errors(then) / before["requests"]
+    expect(stat(page, "Errors").locator(".stat-change")).to_have_class(re.compile("bad" if worse else "good"))
+    in_use = len({event["adapter"] for event in history.events(client) if event["adapter"]})
     expect(stat(page, "Adapters in use").locator(".stat-value")).to_have_text(str(in_use))
-    share = sum(event["cached_tokens"] for event in events) / sum(event["prompt_tokens"] for event in events)
-    expect(stat(page, "Cached tokens")).to_contain_text(f"{percent(share)} of the prompt tokens")
-    expect(stat(page, "Cost").locator(".stat-value")).to_have_attribute(
-        "title", f"{usage(client, **history.span)['totals']['cost']} EUR"
-    )
+    share = percent(totals["cached_tokens"] / totals["prompt_tokens"])
+    expect(stat(page, "Cached tokens")).to_contain_text(f"{share} of the prompt tokens")
+    expect(stat(page, "Cost").locator(".stat-value")).to_have_attribute("title", f"{totals['cost']} EUR")
+    expect(stat(page, "Cost").locator(".stat-change")).not_to_have_class(re.compile("good|bad"))
 
 
 def test_times_to_the_first_token_are_those_of_the_api(page: Page, server: WeftServer, history: History) -> None:
@@ -99,48 +95,6 @@ def test_times_to_the_first_token_are_those_of_the_api(page: Page, server: WeftS
             "all => all.map((one) => Number(one.dataset.value))"
         )
         assert drawn == [row["ttft_s"][name] for row in answer["data"] if row["ttft_s"]]
-
-
-def test_more_errors_are_bad_and_more_requests_are_good(signed_in: Page, server: WeftServer, history: History) -> None:
-    now, before = (usage(server.admin, **span, group_by="status") for span in (history.span, history.before))
-    tone = stat(signed_in, "Requests").locator(".stat-change")
-    expect(tone).to_have_class(
-        re.compile("good" if now["totals"]["requests"] > before["totals"]["requests"] else "bad")
-    )
-
-    def errors(answer: dict[str, Any]) -> float:
-        failed = sum(row["requests"] for row in answer["data"] if row["status"] in ("error", "interrupted"))
-        return float(failed / answer["totals"]["requests"])
-
-    expected = "bad" if errors(now) > errors(before) else "good"
-    expect(stat(signed_in, "Errors").locator(".stat-change")).to_have_class(re.compile(expected))
-    expect(stat(signed_in, "Cost").locator(".stat-change")).not_to_have_class(re.compile("good|bad"))
-
-
-def test_bars_are_the_rows_of_the_api_and_days_without_usage_are_there(
-    signed_in: Page, server: WeftServer, history: History
-) -> None:
-    question = {"bucket": "1d", "tz": PLACE["tz"], "group_by": "tenant,adapter", "top": 6}
-    answer = usage(server.admin, **history.span, **question)
-    every = usage(server.admin, **history.span, group_by="tenant,adapter")
-    chart = signed_in.get_by_role("region", name="Tokens by adapter")
-    bars = chart.locator(".bar").evaluate_all(BARS)
-    assert [start[:19] for start, _ in bars] == [
-        f"2025-{month:02}-{day:02}T{hour:02}:00:00"
-        for month, day, hour in [(10, day, 4) for day in range(27, 32)]
-        + [(11, 1, 4), (11, 2, 4), (11, 3, 5), (11, 4, 5), (11, 5, 5)]
-    ]
-    drawn = {start[:19]: sorted(values) for start, values in bars if values}
-    told: dict[str, list[int]] = {}
-    for row in answer["data"]:
-        told.setdefault(row["start"][:19], []).append(row["prompt_tokens"] + row["completion_tokens"])
-    assert drawn == {start: sorted(values) for start, values in told.items()}
-    assert len(drawn) == len(bars) - 1, "one day had no usage"
-    assert sum(map(sum, drawn.values())) == answer["totals"]["prompt_tokens"] + answer["totals"]["completion_tokens"]
-    assert answer["groups"] == len(every["data"])
-    labels = chart.locator(".legend li").all_inner_texts()
-    assert len(labels) == 7
-    assert labels[-1].startswith(f"Other ({answer['groups'] - 6} more)")
 
 
 def test_arrow_keys_tell_what_a_bar_is_made_of(signed_in: Page) -> None:
@@ -166,12 +120,12 @@ def test_top_tables_and_their_links(signed_in: Page, server: WeftServer, history
         ]
 
     def told(**question: Any) -> list[list[int]]:
-        rows = usage(server.admin, **history.span, top=10, **question)["data"]
+        rows = history.usage(server.admin, top=10, **question)["data"]
         return [[row[name] for name in ("requests", "prompt_tokens", "completion_tokens")] for row in rows]
 
     assert figures("Top tenants") == told(group_by="tenant")
     assert figures("Top adapters") == told(group_by="tenant,adapter")
-    top = usage(server.admin, **history.span, group_by="tenant,adapter", top=10)["data"]
+    top = history.usage(server.admin, group_by="tenant,adapter", top=10)["data"]
     rows = signed_in.get_by_role("table", name="Top adapters").locator("tbody tr")
     first = next(row for row in top if row["adapter"])
     link = rows.filter(has_text=first["tenant"]).get_by_role("link", name=first["adapter"], exact=True)
@@ -183,7 +137,7 @@ def test_device_pages_are_all_pages_of_the_engine(signed_in: Page, server: WeftS
     pages = signed_in.get_by_role("region", name="Device pages")
     shown = dict(
         pages.locator(".legend li").evaluate_all(
-            "all => all.map((one) => [one.dataset.part, Number(one.dataset.value)])"
+            "all => all.map((one) => [one.dataset.series, Number(one.dataset.total)])"
         )
     )
     engine = server.engine()
@@ -193,23 +147,11 @@ def test_device_pages_are_all_pages_of_the_engine(signed_in: Page, server: WeftS
 
 def test_one_tenant_is_shown_where_the_admin_chooses_it(signed_in: Page, server: WeftServer, history: History) -> None:
     signed_in.get_by_role("combobox", name=re.compile("^Tenant")).select_option(SOUTH)
-    total = usage(server.admin, **history.span, tenant=SOUTH)["totals"]["requests"]
+    total = history.usage(server.admin, tenant=SOUTH)["totals"]["requests"]
     expect(stat(signed_in, "Requests").locator(f'[data-exact="{total}"]')).to_be_visible()
     expect(signed_in.get_by_role("table", name="Top tenants")).to_have_count(0)
     signed_in.go_back()
     expect(signed_in.get_by_role("table", name="Top tenants")).to_be_visible()
-
-
-def test_a_tenant_sees_itself_only(page: Page, server: WeftServer, history: History) -> None:
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    sign_in(page, server.tenants[SOUTH], THERE)
-    wait_for_figures(page)
-    assert exact(page, "Requests") == usage(server.tenant(SOUTH), **history.span)["totals"]["requests"]
-    main = page.get_by_role("main")
-    expect(main).not_to_contain_text(NORTH)
-    expect(main.get_by_role("heading", name="Device pages")).to_have_count(0)
-    assert not any("/v1/engine" in url or "/v1/tenants" in url for url in asked)
 
 
 def test_a_request_shows_itself_soon(page: Page, server: WeftServer) -> None:
@@ -230,23 +172,3 @@ def test_a_new_tenant_is_told_how_to_begin(page: Page, server: WeftServer) -> No
     expect(main).to_contain_text("weft adapter push ./my-adapter")
     expect(main.get_by_role("link", name="Adapters")).to_have_attribute("href", "/adapters")
     expect(stat(page, "Requests")).to_contain_text("nothing before to compare with")
-
-
-def test_a_key_without_the_scope_is_told_so(page: Page, server: WeftServer) -> None:
-    sign_in(page, server.new_key(NORTH, scopes=["infer"]))
-    expect(page.get_by_role("main")).to_contain_text("The key lacks the scope usage.")
-
-
-def test_a_problem_is_told_once_and_goes_away(
-    watched: tuple[Page, Watch], server: WeftServer, history: History
-) -> None:
-    page, watch = watched
-    watch.allowed = {503}
-    page.route("**/v1/usage**", lambda route: route.fulfill(status=503, json={"error": REFUSAL}))
-    sign_in(page, server.tenants[NORTH], THERE)
-    expect(page.get_by_role("alert")).to_have_count(1)
-    expect(page.get_by_role("alert")).to_contain_text("The database does not answer.")
-    page.unroute("**/v1/usage**")
-    page.get_by_role("button", name="Try again").click()
-    wait_for_figures(page)
-    expect(page.get_by_role("alert")).to_have_count(0)

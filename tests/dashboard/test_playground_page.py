@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page, Request, Response, Route, expect
 
-from browser import DESKTOP, PHONE, Watch, grave_findings, sign_in, watched_page
+from browser import Watch, sign_in, watched_page
 from long_model import LONG_ANSWER, long_model
 from weft.config import environment
 from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, expected_answers, weft_server
@@ -256,12 +256,6 @@ def test_the_address_keeps_all_choices(page: Page, server: WeftServer) -> None:
     expect(page.locator(".talk")).to_have_count(4)
 
 
-def test_a_key_that_may_not_ask_is_told_so(page: Page, server: WeftServer) -> None:
-    sign_in(page, server.new_key("harbour", scopes=["usage"]), "/playground")
-    expect(page.get_by_role("main")).to_contain_text("This key may not send requests.")
-    assert page.get_by_label("Prompt", exact=True).count() == 0
-
-
 def test_a_model_without_a_chat_template_is_asked_for_completions(
     watched: tuple[Page, Watch], server: WeftServer
 ) -> None:
@@ -277,17 +271,3 @@ def test_a_model_without_a_chat_template_is_asked_for_completions(
     assert answered(page, "weft-demo", nth=1).locator("[data-answer]").inner_text()
     curl = code(page, "weft-demo", "curl")
     assert '"text"' in run(["bash", "-c", curl], server, server.tenants["harbour"])
-
-
-@pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "light"), (DESKTOP, "dark"), (PHONE, "light")])
-def test_the_page_is_accessible_and_fits(
-    browser: Browser, server: WeftServer, size: tuple[int, int], scheme: str
-) -> None:
-    with watched_page(browser, server.url, size=size, scheme=scheme) as (page, _):
-        sign_in(page, server.tenants["harbour"], address(*FOUR))
-        ask(page, QUESTION)
-        boxes = [answered(page, model).bounding_box() for model in FOUR]
-        assert grave_findings(page) == []
-        assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
-        lefts = {round(box["x"]) for box in boxes if box}
-        assert len(lefts) == (1 if size == PHONE else 4)

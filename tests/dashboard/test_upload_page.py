@@ -44,11 +44,6 @@ def cleared(server: WeftServer) -> Iterator[None]:
         client.delete(f"/v1/adapters/{adapter['name']}")
 
 
-def demo(name: str) -> Upload:
-    folder = DEMO_ADAPTERS / name
-    return Upload((folder / CONFIG).read_bytes(), (folder / WEIGHTS).read_bytes())
-
-
 def small(**fields: Any) -> Upload:
     """A sound adapter, of its own by its fields."""
     return Upload(config_bytes(base_model_name_or_path="weft-demo", **fields), good_upload(demo_ready().base).weights)
@@ -99,10 +94,7 @@ def test_files_are_dropped_anywhere_by_an_admin_for_a_tenant(page: Page, server:
     sign_in(page, ADMIN_KEY, f"/adapters?tenant={OWNER}")
     expect(page.get_by_role("button", name="Upload adapter")).to_be_visible()
     files = small(lora_alpha=31)
-    encoded = [
-        (name, base64.b64encode(raw).decode()) for name, raw in ((CONFIG, files.config), (WEIGHTS, files.weights))
-    ]
-    page.evaluate(DROP, encoded)
+    page.evaluate(DROP, [(one["name"], base64.b64encode(one["buffer"]).decode()) for one in payloads(files)])
     dialog = page.get_by_role("dialog")
     expect(dialog.get_by_text(WEIGHTS).last).to_be_visible()
     expect(dialog.get_by_label("Tenant")).to_have_value(OWNER)
@@ -227,7 +219,8 @@ def test_a_slow_upload_goes_on_in_the_background_and_is_cancelled(page: Page, se
     network = page.context.new_cdp_session(page)
     slow = {"offline": False, "latency": 0, "downloadThroughput": -1, "uploadThroughput": 60_000}
     network.send("Network.emulateNetworkConditions", slow)
-    dialog = choose(page, payloads(demo("french")), "slow")
+    french = Upload(*((DEMO_ADAPTERS / "french" / name).read_bytes() for name in (CONFIG, WEIGHTS)))
+    dialog = choose(page, payloads(french), "slow")
     send(dialog)
     expect(dialog.get_by_role("progressbar", name="Upload")).to_be_visible()
     expect(dialog.locator("[data-sent]")).to_have_text(re.compile(r"of 5\d\d KiB · \d+ KiB/s, about .* left"))

@@ -11,6 +11,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Response, Route, expect, sync_playwright
 
 from system_tools import require
+from weft_server import WeftServer
 
 GRAVE = {"serious", "critical"}
 OPTIONS = ("--no-sandbox", "--disable-background-networking", "--disable-component-update", "--disable-sync")
@@ -86,6 +87,14 @@ def sign_in(page: Page, key: str, path: str = "/") -> None:
     page.get_by_label("Key", exact=True).fill(key)
     page.get_by_role("button", name="Sign in").click()
     page.locator("#main").wait_for()
+
+
+def sign_out_elsewhere(page: Page, server: WeftServer) -> None:
+    """End the page's session without it."""
+    cookies = "; ".join(f"{cookie.get('name')}={cookie.get('value')}" for cookie in page.context.cookies())
+    with server.client(None) as anyone:
+        left = anyone.delete("/v1/session", headers={"cookie": cookies, "sec-fetch-site": "same-origin"})
+    assert left.status_code == 204
 
 
 def grave_findings(page: Page) -> list[str]:

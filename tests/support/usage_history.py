@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
+from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
+
+import httpx
 
 from registry_samples import usage_event
 from weft.registry.db.database import Database
@@ -39,6 +42,18 @@ class History:
         """What the API takes for it."""
         return {"start": self.start.isoformat(), "end": self.end.isoformat()}
 
+    def usage(self, client: httpx.Client, **params: Any) -> dict[str, Any]:
+        """The answer of GET /v1/usage for it."""
+        answer = client.get("/v1/usage", params={**self.span, "limit": 10_000, **params})
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def events(self, client: httpx.Client, **params: Any) -> list[dict[str, Any]]:
+        """Its single events."""
+        answer = client.get("/v1/usage/events", params={**self.span, "limit": 10_000, **params})
+        assert answer.status_code == 200, answer.text
+        return list(answer.json()["data"])
+
     @property
     def before(self) -> dict[str, str]:
         """The time of the same length before."""
@@ -63,12 +78,13 @@ def write_history(server: WeftServer) -> History:
     end = datetime.combine(LAST + timedelta(days=1), time(), ZoneInfo(ZONE)).astimezone(UTC)
     events = list(_events(start - timedelta(days=8), end, tenants, keys))
     with ThreadPoolExecutor(1) as thread:  # a browser's loop may be running in this one
-        thread.submit(asyncio.run, _insert(server, events)).result()
+        thread.submit(asyncio.run, insert_usage(server.data_dir, events)).result()
     return History(keys=keys, start=start, end=end)
 
 
-async def _insert(server: WeftServer, events: list[UsageEvent]) -> None:
-    database = await Database.open(None, server.data_dir)
+async def insert_usage(data_dir: Path, events: list[UsageEvent]) -> None:
+    """Write events into the database of this folder, as the ledger does."""
+    database = await Database.open(None, data_dir)
     try:
         async with database.write() as session:
             await insert_events(session, events)
@@ -83,16 +99,8 @@ def _events(
     seconds = round((end - start).total_seconds())
     for number in range(EVENTS):
         tenant = NORTH if number % 3 else SOUTH
+        adapter = rng.choices(ADAPTERS, weights=range(len(ADAPTERS), 0, -1))[0] if number % 10 else None
         prompt = rng.randrange(10, 3000)
-        fields: dict[str, Any] = {"adapter_id": None, "adapter": None, "adapter_version": None, "adapter_state": None}
-        if number % 10:
-            adapter = rng.choices(ADAPTERS, weights=range(len(ADAPTERS), 0, -1))[0]
-            fields = {
-                "adapter_id": f"adp_{tenant}_{adapter}",
-                "adapter": adapter,
-                "adapter_version": rng.choice((1, 1, 2)),
-            }
-            fields["adapter_state"] = "device"
         moment = start + timedelta(seconds=rng.randrange(seconds))
         is_quiet_day = (moment.astimezone(ZoneInfo(ZONE)).date() - FIRST).days == 4
         yield usage_event(
@@ -101,10 +109,13 @@ def _events(
             tenant_id=tenants[tenant],
             tenant=tenant,
             key_id=keys[tenant][number % 2],
+            adapter_id=adapter and f"adp_{tenant}_{adapter}",
+            adapter=adapter,
+            adapter_version=adapter and rng.choice((1, 1, 2)),
+            adapter_state=adapter and "device",
             status=rng.choices(("stop", "length", "error", "aborted", "interrupted"), weights=(70, 15, 6, 6, 3))[0],
             prompt_tokens=prompt,
             cached_tokens=prompt // rng.randrange(2, 6),
             completion_tokens=rng.randrange(1, 500),
             ttft_s=rng.lognormvariate(-2, 0.5),
-            **fields,
         )

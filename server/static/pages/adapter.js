@@ -1,20 +1,17 @@
-// One adapter: facts, versions, traffic, and the changes that can be made.
+// One adapter: its facts, its traffic, who may call it, and the changes that can be made.
 import { html, useState } from "../lib.js";
-import { call, useApi } from "../api.js";
-import { ago, bytes, count, seconds, shortDigest, time } from "../format.js";
-import { Link, go, param } from "../place.js";
-import { rangeShown, spanOf, zoneShown } from "../range.js";
+import { call, useApi, useSending } from "../api.js";
+import { ago, bytes, count, seconds, shortDigest } from "../format.js";
+import { Link, go, param, setParams } from "../place.js";
+import { rangeShown, spanOf, timeShown } from "../range.js";
 import { isAdmin, may } from "../session.js";
-import { Badge, Button, Card, Confirm, Copy, Empty, LacksScopeNote, Loaded, Problem } from "../ui.js";
-import { Residency, meaningText, useChange } from "../adapter_parts.js";
-import { Aliases } from "./adapter/aliases.js";
-import { Canary } from "./adapter/canary.js";
-import { Grants } from "./adapter/grants.js";
-import { Snippets } from "./adapter/snippets.js";
-import { Traffic } from "./adapter/traffic.js";
-import { Versions } from "./adapter/versions.js";
-
-export const title = "Adapter";
+import {
+  Badge, Button, Card, ChangeDialog, Confirm, Copy, Empty, Facts, Field, LacksScopeNote, Loaded, Problem, Residency, Segmented, Select, Table, openDialog, say,
+} from "../ui.js";
+import { Legend, StackedBars } from "../charts.js";
+import { METRICS, chartOf } from "../usage_rows.js";
+import { Aliases, Canary, Versions, meaningText, versionColour, versionOptions } from "./adapter/versions.js";
+import { Snippet } from "./playground/snippets.js";
 
 export default function AdapterPage({ name }) {
   const tenant = param("tenant");
@@ -31,17 +28,21 @@ function OneAdapter({ name, tenant }) {
   const usage = useApi(may("usage") ? "/v1/usage" : null, span, { everyS: 15 });
   const latency = useApi(may("usage") ? "/v1/usage/latency" : null, span, { everyS: 15 });
   const reload = () => [adapter, versions].forEach((answer) => answer.reload());
-  const { error, run } = useChange(reload);
-  /** Change the adapter, and say what was done. */
-  const change = (body, done) => run(() => call("PATCH", path, { params, body }), done);
+  const { error, send } = useSending();
+  /** Change the adapter, and say what was done; false if it was refused. */
+  const change = (body, done) => send(async () => {
+    await call("PATCH", path, { params, body });
+    say(done);
+    reload();
+  });
   if (adapter.error?.status === 404) {
     return html`<${Back} /><h1>${name}</h1><${Empty} title=${`There is no adapter ${name} here.`}>${tenant ?? "Your tenant"} has no adapter of this name.<//>`;
   }
   return html`<${Back} /><${Loaded} of=${adapter} lines=${8}>${(it) => html`<div class="stack">
-    <${Head} it=${it} path=${path} params=${params} change=${change} />
+    <${Head} it=${it} path=${path} params=${params} change=${change} reload=${reload} />
     <${Problem} error=${error} />
     <div class="columns">
-      <${Facts} it=${it} versions=${versions.data?.data} />
+      <${FactsCard} it=${it} versions=${versions.data?.data} />
       <div class="stack"><${Report} it=${it} /><${Snippets} it=${it} /></div>
     </div>
     <${Loaded} of=${versions}>${({ data }) => html`<div class="stack">
@@ -50,16 +51,28 @@ function OneAdapter({ name, tenant }) {
         <${Canary} key=${JSON.stringify(it.aliases.default ?? it.version)} it=${it} versions=${data} change=${change} />
         <${Aliases} it=${it} versions=${data} change=${change} />
       </div></div>`}<//>
-    ${may("usage") ? html`<${Traffic} name=${name} tenant=${tenant} newest=${Math.max(it.version, ...(versions.data?.data ?? []).map((one) => one.version))} />` : html`<${LacksScopeNote} scope="usage" says="Requests and times are not shown" />`}
+    ${may("usage") ? html`<${Traffic} name=${name} tenant=${tenant} />` : html`<${LacksScopeNote} scope="usage" says="Requests and times are not shown" />`}
     <${Grants} it=${it} path=${path} params=${params} versions=${versions.data?.data ?? []} />
   </div>`}<//>`;
 }
 
 const Back = () => html`<p class="back"><${Link} to="/adapters">← All adapters<//></p>`;
 
-function Head({ it, path, params, change }) {
-  const [asks, setAsks] = useState(false);
-  const canCall = may("infer");
+function Head({ it, path, params, change, reload }) {
+  const remove = async () => {
+    await call("DELETE", path, { params });
+    go("/adapters");
+  };
+  const askRemove = () => openDialog((close) => html`<${Confirm} title=${`Delete ${it.name}?`} verb="Delete it" onClose=${close} act=${remove}>
+    <p>This deletes all versions, aliases and grants of <strong>${it.name}</strong>. Running requests finish; new ones are refused.</p>
+    <p class="quiet">Its usage is kept. This cannot be undone: keep the files if you may need them again.</p>
+  <//>`);
+  const describe = async (description) => {
+    await call("PATCH", path, { params, body: { description } });
+    say("The description is saved.");
+    reload();
+  };
+  const askDescription = () => openDialog((close) => html`<${DescriptionDialog} it=${it} save=${describe} onClose=${close} />`);
   return html`<header class="page-head">
       <div><h1>${it.name} <${Residency} of=${it.residency} /> ${it.pinned && html`<${Badge} tone="info">pinned<//>`}</h1>
         <p class="quiet">of ${it.tenant} · requests for “${it.name}” use ${meaningText(it.aliases.default ?? it.version)}</p></div>
@@ -67,36 +80,23 @@ function Head({ it, path, params, change }) {
         ${may("adapters") && html`<${Button} onClick=${() => change({ pinned: !it.pinned }, it.pinned ? `${it.name} can be evicted again.` : `${it.name} stays on the device.`)}
             title=${it.pinned ? "Let it be evicted when pages are needed" : "Keep it on the device"}>${it.pinned ? "Unpin" : "Pin"}<//>
           <${Link} class="button" to="/adapters" params=${{ upload: it.name }}>Upload a version<//>
-          <${Button} kind="danger" onClick=${() => setAsks(true)}>Delete<//>`}
-        ${canCall && html`<${Link} class="button main" to="/playground" params=${{ model: it.name }}>Try it<//>`}
+          <${Button} kind="danger" onClick=${askRemove}>Delete<//>`}
+        ${may("infer") && html`<${Link} class="button main" to="/playground" params=${{ model: it.name }}>Try it<//>`}
       </div>
     </header>
     ${!may("adapters") && html`<${LacksScopeNote} scope="adapters" says="You can see this adapter, but not change it" />`}
-    <${Description} key=${it.description} it=${it} change=${change} />
-    ${asks && html`<${Confirm} title=${`Delete ${it.name}?`} verb="Delete it" onClose=${() => setAsks(false)}
-      act=${async () => {
-        await call("DELETE", path, { params });
-        go("/adapters");
-      }}>
-      <p>This deletes all versions, aliases and grants of <strong>${it.name}</strong>. Running requests finish; new ones are refused.</p>
-      <p class="quiet">Its usage is kept. This cannot be undone: keep the files if you may need them again.</p>
-    <//>`}`;
+    <p class="description">${it.description || html`<span class="quiet">No description.</span>`}
+      ${may("adapters") && html` <${Button} kind="small" onClick=${askDescription}>${it.description ? "Edit the description" : "Add a description"}<//>`}</p>`;
 }
 
-function Description({ it, change }) {
-  const [draft, setDraft] = useState(null);
-  if (draft === null) {
-    return html`<p class="description">${it.description || html`<span class="quiet">No description.</span>`}
-      ${may("adapters") && html` <${Button} kind="small" onClick=${() => setDraft(it.description ?? "")}>${it.description ? "Edit the description" : "Add a description"}<//>`}</p>`;
-  }
-  const save = async () => (await change({ description: draft }, "The description is saved.")) && setDraft(null);
-  return html`<div class="description-form"><label class="field"><span>Description</span>
-      <textarea maxlength="4096" rows="3" value=${draft} onInput=${(event) => setDraft(event.target.value)} /></label>
-    <div class="actions"><${Button} kind="main" onClick=${save}>Save<//><${Button} onClick=${() => setDraft(null)}>Cancel<//></div></div>`;
+function DescriptionDialog({ it, save, onClose }) {
+  const [text, setText] = useState(it.description ?? "");
+  return html`<${ChangeDialog} title=${`Describe ${it.name}`} verb="Save" act=${() => save(text)} onClose=${onClose}>
+    <${Field} label="Description">${(id) => html`<textarea id=${id} maxlength="4096" rows="3" value=${text} onInput=${(event) => setText(event.target.value)} />`}<//>
+  <//>`;
 }
 
-function Facts({ it, versions }) {
-  const zone = zoneShown();
+function FactsCard({ it, versions }) {
   const facts = {
     "Current version": it.version,
     Digest: html`<code title=${it.digest}>${shortDigest(it.digest)}</code> <${Copy} text=${it.digest} label="Copy digest" />`,
@@ -106,12 +106,12 @@ function Facts({ it, versions }) {
     Parameters: count(it.parameters),
     Size: bytes(it.size_bytes),
     "Pages on the device": it.pages === null ? "unknown: the weights cannot be read now" : count(it.pages),
-    "Load p95": it.load_p95_s === null || it.load_p95_s === undefined ? html`– <span class="quiet">not loaded since it was last in memory</span>` : seconds(it.load_p95_s),
+    "Load p95": it.load_p95_s === null ? html`– <span class="quiet">not loaded since it was last in memory</span>` : seconds(it.load_p95_s),
     Versions: versions ? count(versions.length) : "–",
-    Created: time(it.created_at, zone),
-    "Last used": it.usage?.last_used_at ? html`<span title=${time(it.usage.last_used_at, zone)}>${ago(it.usage.last_used_at)}</span>` : "never",
+    Created: timeShown(it.created_at),
+    "Last used": it.usage?.last_used_at ? html`<span title=${timeShown(it.usage.last_used_at)}>${ago(it.usage.last_used_at)}</span>` : "never",
   };
-  return html`<${Card} title="Facts"><dl class="facts">${Object.entries(facts).map(([label, value]) => html`<dt>${label}</dt><dd data-fact=${label}>${value}</dd>`)}</dl><//>`;
+  return html`<${Card} title="Facts"><${Facts} of=${facts} /><//>`;
 }
 
 const LAYOUTS = { peft: "PEFT", mlx: "MLX (transposed when loaded)" };
@@ -119,14 +119,79 @@ const LAYOUTS = { peft: "PEFT", mlx: "MLX (transposed when loaded)" };
 function Report({ it }) {
   const { report } = it;
   if (!report) return html`<${Card} title="Check of the upload"><p class="quiet">No report was stored for this version.</p><//>`;
-  return html`<${Card} title="Check of the upload" note=${`version ${it.version}`}>
-    <dl class="facts">
-      <dt>Result</dt><dd>${report.warnings.length ? html`<${Badge} tone="warn">served, with ${count(report.warnings.length)} ${report.warnings.length === 1 ? "warning" : "warnings"}<//>` : html`<${Badge} tone="good">no problems found<//>`}</dd>
-      <dt>Number format</dt><dd>${report.dtype.join(", ")}</dd>
-      <dt>Weights in the layout of</dt><dd>${LAYOUTS[report.layout]}</dd>
-      <dt>Tensor names</dt><dd>${report.renamed ? `as expected, after removing a prefix from ${count(report.renamed)} of them` : "as expected"}</dd>
-    </dl>
-    ${report.warnings.length > 0 && html`<div class="warning"><p><strong>Possible mistakes</strong></p><ol>${report.warnings.map((warning) => html`<li>${warning}</li>`)}</ol></div>`}
+  const number = report.warnings.length;
+  const facts = {
+    Result: number ? html`<${Badge} tone="warn">served, with ${count(number)} ${number === 1 ? "warning" : "warnings"}<//>` : html`<${Badge} tone="good">no problems found<//>`,
+    "Number format": report.dtype.join(", "),
+    "Weights in the layout of": LAYOUTS[report.layout],
+    "Tensor names": report.renamed ? `as expected, after removing a prefix from ${count(report.renamed)} of them` : "as expected",
+  };
+  return html`<${Card} title="Check of the upload" note=${`version ${it.version}`}><${Facts} of=${facts} />
+    ${number > 0 && html`<div class="warning"><p><strong>Possible mistakes</strong></p><ol>${report.warnings.map((warning) => html`<li>${warning}</li>`)}</ol></div>`}<//>`;
+}
+
+/** How programs call it. */
+function Snippets({ it }) {
+  const body = { model: it.name, messages: [{ role: "user", content: "Where is my order?" }] };
+  return html`<${Card} title="Call it">
+    <p class="quiet">Set <code>WEFT_KEY</code> to a key of ${it.tenant} with the scope <code>infer</code>. <code>${it.name}@${it.version}</code> always means this version.</p>
+    <${Snippet} request=${{ path: "/v1/chat/completions", tenant: null, body }} />
+  <//>`;
+}
+
+/** Its requests or tokens over time, by version. */
+function Traffic({ name, tenant }) {
+  const range = rangeShown();
+  const usage = useApi("/v1/usage", { ...spanOf(range), tz: range.zone, tenant, adapter: name, bucket: range.bucket, group_by: "version", limit: 10_000 }, { all: true, everyS: 15, about: range });
+  const metric = param("measure") === "total_tokens" ? "total_tokens" : "requests";
+  const options = ["requests", "total_tokens"].map((one) => [one, METRICS[one].label]);
+  const empty = html`<${Empty} title="No requests in this range.">Choose a longer range, or try the adapter in the playground.<//>`;
+  return html`<${Card} title="Usage" note="by version" actions=${html`<${Segmented} label="Measure" value=${metric} options=${options} onChange=${(measure) => setParams({ measure })} />`}>
+    <${Loaded} of=${usage}>${(answer, about) => {
+      const { buckets, series } = chartOf(answer, about, { groups: ["version"], metric, top: answer.data.length });
+      const versions = series.map((one) => ({ ...one, key: `v${one.row.version}`, label: `Version ${one.row.version}`, className: versionColour(one.row) }));
+      versions.sort((a, b) => a.row.version - b.row.version);
+      return versions.length ? html`<${StackedBars} label=${`${METRICS[metric].label} by version`} buckets=${buckets} series=${versions} /><${Legend} series=${versions} />
+        <p class="quiet"><${Link} to="/usage" params=${{ adapter: name, group: "version" }}>All its figures in the usage explorer<//></p>` : empty;
+    }}<//>
+  <//>`;
+}
+
+/** The other tenants that may call it. */
+function Grants({ it, path, params, versions }) {
+  const grants = useApi(`${path}/grants`, params);
+  const { error, send } = useSending();
+  const [tenant, setTenant] = useState("");
+  const [version, setVersion] = useState("");
+  const add = async () => {
+    await call("POST", `${path}/grants`, { params, body: { tenant: tenant.trim(), version: version ? Number(version) : undefined } });
+    say(`${tenant.trim()} may call ${it.tenant}/${it.name} now.`);
+    grants.reload();
+    setTenant("");
+  };
+  const called = (grant) => `${it.tenant}/${it.name}${grant.version === null ? "" : `@${grant.version}`}`;
+  const withdraw = async (grant) => {
+    await call("DELETE", `${path}/grants/${encodeURIComponent(grant.tenant_id)}`, { params: { ...params, version: grant.version } });
+    grants.reload();
+  };
+  const askWithdraw = (grant) => openDialog((close) => html`<${Confirm} title=${`Withdraw the grant of ${grant.tenant}?`} verb="Withdraw it" onClose=${close}
+    act=${() => withdraw(grant)}><p>New requests of ${grant.tenant} for <code>${called(grant)}</code> are refused at once; running ones finish.</p><//>`);
+  const columns = [
+    { key: "tenant", label: "Tenant", isFixed: true },
+    { key: "called", label: "Calls it as", isFixed: true, cell: (grant) => html`<code>${called(grant)}</code>` },
+    { key: "created_at", label: "Since", isFixed: true, cell: (grant) => timeShown(grant.created_at) },
+    ...(may("adapters") ? [{ key: "actions", label: "", isFixed: true, isNumber: true, cell: (grant) => html`<${Button} kind="small danger" aria-label=${`Withdraw the grant of ${grant.tenant}`} onClick=${() => askWithdraw(grant)}>Withdraw<//>` }] : []),
+  ];
+  const empty = html`<${Empty} title="No other tenant.">Only keys of ${it.tenant} may call it.<//>`;
+  return html`<${Card} title="Grants" note="who else may call it">
+    <${Loaded} of=${grants} lines=${2}>${({ data }) => html`<${Table} caption="Grants" columns=${columns} rows=${data} keyOf=${(grant) => `${grant.tenant} ${grant.version ?? ""}`} empty=${empty} />`}<//>
+    <${Problem} error=${error} />
+    ${may("adapters") && html`<form class="inline-form" onSubmit=${(event) => (event.preventDefault(), send(add))}>
+      <${Field} label="Other tenant" name="grantee" autocomplete="off" value=${tenant} placeholder=${isAdmin() ? "name or ten_…" : "ten_…"} onInput=${(event) => setTenant(event.target.value)}
+        hint=${isAdmin() ? null : "Its id: that tenant finds it on its page “Key and limits”, or with GET /v1/me."} />
+      <${Select} label="May call" value=${version} onChange=${setVersion} options=${[["", "Every version"], ...versionOptions(versions)]} />
+      <${Button} type="submit" disabled=${!tenant.trim()}>Grant<//>
+    </form>`}
   <//>`;
 }
 

@@ -1,17 +1,14 @@
 // All adapters: where each is, how it was used, and how to upload one.
-import { html, useCallback, useEffect, useMemo, useState } from "../lib.js";
+import { html, useEffect, useMemo, useState } from "../lib.js";
 import { useApi } from "../api.js";
-import { ago, compact, count, percent, seconds, time } from "../format.js";
+import { ago, compact, count, percent, seconds } from "../format.js";
 import { Link, param, setParams } from "../place.js";
-import { RangePicker, rangeShown, spanOf, zoneShown } from "../range.js";
+import { RangePicker, rangeShown, spanOf, timeShown } from "../range.js";
 import { isAdmin, may } from "../session.js";
-import { Badge, Button, Code, Empty, Field, LacksScopeNote, Loaded, Problem, Segmented, Stat, Table } from "../ui.js";
-import { Residency, targetsText, useDrops } from "../adapter_parts.js";
-import { UploadDialog, UploadStrip } from "../upload.js";
-import { droppedFiles } from "../upload_files.js";
-import { isUnderWay, job } from "../upload_job.js";
+import { Badge, Button, Code, Empty, Field, FirstProblem, LacksScopeNote, Loaded, PageHead, Residency, Segmented, Stat, Table, numbers } from "../ui.js";
+import { UploadDialog, UploadStrip, isUnderWay, job, targetsText } from "../upload.js";
+import { useDrops } from "../upload_files.js";
 
-export const title = "Adapters";
 const PLACES = { device: "Device", host: "Host", stored: "Stored", pinned: "Pinned" };
 
 export default function AdaptersPage() {
@@ -25,24 +22,21 @@ export default function AdaptersPage() {
   const [given, setGiven] = useState([]);
   const upload = param("upload");
   const open = (name) => setParams({ upload: name || "new" });
-  const drop = useCallback(async (transfer) => {
-    const files = await droppedFiles(transfer);
+  const drop = (files) => {
     if (!isUnderWay()) job.value = null;
     setGiven(files);
     open(param("upload"));
-  }, []);
-  const isOver = useDrops(may("adapters") ? drop : null);
+  };
+  const isOver = useDrops(drop, may("adapters"));
   useEffect(() => job.subscribe((state) => state?.phase === "done" && list.reload()), []);
-  return html`<header class="page-head">
-      <div><h1>Adapters</h1><p class="quiet">${isAdmin() && !tenant ? "The adapters of all tenants" : `The adapters of ${tenant ?? "your tenant"}`}, with their usage in the range shown.</p></div>
-      <div class="picker"><${RangePicker} />
-        ${may("adapters") && html`<${Button} kind="main" onClick=${() => open()}>Upload adapter<//>`}</div>
-    </header>
+  const owner = isAdmin() ? (tenant ?? "all tenants") : "your tenant";
+  return html`<${PageHead} title="Adapters" about=${`The adapters of ${owner}, with their usage in the range shown.`}>
+      <div class="picker"><${RangePicker} />${may("adapters") && html`<${Button} kind="main" onClick=${() => open()}>Upload adapter<//>`}</div>
+    <//>
     ${!may("adapters") && html`<${LacksScopeNote} scope="adapters" says="You can see adapters, but not change them" />`}
     ${!may("usage") && html`<${LacksScopeNote} scope="usage" says="Requests and times are not shown" />`}
     ${!upload && html`<${UploadStrip} onOpen=${() => open()} />`}
-    <${Problem} error=${usage.error} retry=${usage.reload} />
-    <${Problem} error=${latency.error} retry=${latency.reload} />
+    <${FirstProblem} of=${[usage, latency]} />
     <${Loaded} of=${list} lines=${8}>${() => (rows.length ? html`<${Shown} rows=${rows} withTenant=${isAdmin() && !tenant} />` : html`<${First} tenant=${tenant} open=${() => open()} />`)}<//>
     ${isOver && html`<div class="drop-hint" role="status"><p>Drop the adapter's folder, or its config and weights</p></div>`}
     ${upload && may("adapters") && html`<${UploadDialog} given=${given} name=${upload === "new" ? "" : upload} tenant=${tenant} known=${rows} isOver=${isOver}
@@ -59,7 +53,7 @@ function rowsOf(list, usage, latency) {
     const sums = asked.get(key);
     return { ...adapter, key, targets: targetsText(adapter.target_modules), last: adapter.usage?.last_used_at ?? null,
       requests: usage && (sums?.requests ?? 0), tokens: usage && (sums ? sums.prompt_tokens + sums.completion_tokens : 0),
-      hit_rate: timed.get(key)?.hit_rate ?? null, ttft: timed.get(key)?.ttft_s?.p95 ?? null };
+      hit_rate: timed.get(key)?.hit_rate, ttft: timed.get(key)?.ttft_s?.p95 };
   });
 }
 
@@ -73,7 +67,7 @@ function Shown({ rows, withTenant }) {
     return rows.filter((row) => (!where || isThere(row, where)) && words.every((word) => text(row).includes(word)));
   }, [rows, search, where]);
   const pages = rows.filter((row) => row.residency === "device").reduce((sum, row) => sum + (row.pages ?? 0), 0);
-  const tabs = [{ value: "", label: `All ${count(rows.length)}` }, ...Object.entries(PLACES).map(([value, label]) => ({ value, label: `${label} ${count(counts[value])}` }))];
+  const tabs = [["", `All ${count(rows.length)}`], ...Object.entries(PLACES).map(([name, label]) => [name, `${label} ${count(counts[name])}`])];
   return html`<div class="stack"><div class="stats">
       <${Stat} label="Adapters" value=${count(rows.length)}><div class="quiet">${count(rows.reduce((sum, row) => sum + (row.requests ?? 0), 0))} requests in this range</div><//>
       <${Stat} label="On the device" value=${count(counts.device)}><div class="quiet">${count(pages)} pages</div><//>
@@ -86,36 +80,34 @@ function Shown({ rows, withTenant }) {
           onInput=${(event) => setParams({ search: event.target.value }, { replace: true })} />
         <${Segmented} label="Where they are" value=${where} options=${tabs} onChange=${(value) => setParams({ where: value })} />
       </div>
-      ${found.length
-        ? html`<${Table} key=${`${search} ${where}`} caption="Adapters" columns=${columnsOf(withTenant)} rows=${found} keyOf=${(row) => row.key} sort=${param("sort", "name")} onSort=${(sort) => setParams({ sort })} />`
-        : html`<${Empty} title="No adapter matches."><${Button} onClick=${() => setParams({ search: null, where: null })}>Show all<//><//>`}
+      <${Table} key=${`${search} ${where}`} caption="Adapters" columns=${columnsOf(withTenant)} rows=${found} keyOf=${(row) => row.key} sort=${param("sort", "name")} onSort=${(sort) => setParams({ sort })}
+        empty=${html`<${Empty} title="No adapter matches."><${Button} onClick=${() => setParams({ search: null, where: null })}>Show all<//><//>`} />
     </section></div>`;
 }
 
 function columnsOf(withTenant) {
-  const number = (key, label, format) => ({ key, label, isNumber: true, cell: (row) => (row[key] === null || row[key] === undefined ? "–" : format(row[key])) });
   const link = (row) => html`<${Link} to=${`/adapters/${encodeURIComponent(row.name)}`} params=${isAdmin() ? { tenant: row.tenant } : {}}>${row.name}<//>`;
   return [
     { key: "name", label: "Name", cell: link },
     ...(withTenant ? [{ key: "tenant", label: "Tenant" }] : []),
     { key: "residency", label: "Where", cell: (row) => html`<${Residency} of=${row.residency} />`, value: (row) => ["device", "host", "stored"].indexOf(row.residency) },
-    number("pages", "Pages", count),
-    ...(may("usage") ? [number("requests", "Requests", compact), number("tokens", "Tokens", compact), number("hit_rate", "Hit rate", percent), number("ttft", "TTFT p95", seconds)] : []),
-    number("load_p95_s", "Load p95", seconds),
-    number("version", "Version", count),
-    number("rank", "Rank", count),
+    numbers("pages", "Pages", count),
+    ...(may("usage") ? [numbers("requests", "Requests", compact), numbers("tokens", "Tokens", compact), numbers("hit_rate", "Hit rate", percent), numbers("ttft", "TTFT p95", seconds)] : []),
+    numbers("load_p95_s", "Load p95", seconds),
+    numbers("version", "Version", count),
+    numbers("rank", "Rank", count),
     { key: "targets", label: "Targets", cell: (row) => html`<span title=${row.target_modules.join(", ")}>${row.targets}</span>` },
     { key: "pinned", label: "Pinned", cell: (row) => (row.pinned ? html`<${Badge} tone="info">pinned<//>` : "–"), value: (row) => (row.pinned ? 0 : 1) },
-    { key: "last", label: "Last used", cell: (row) => html`<span title=${time(row.last, zoneShown())}>${ago(row.last)}</span>`, value: (row) => row.last },
+    { key: "last", label: "Last used", cell: (row) => html`<span title=${timeShown(row.last)}>${ago(row.last)}</span>`, value: (row) => row.last },
   ];
 }
 
 /** What to do where nothing is yet. */
 function First({ tenant, open }) {
-  const isOwn = !isAdmin();
-  const named = isOwn ? "" : ` --tenant ${tenant ?? "NAME"}`;
-  const form = isOwn ? "" : ` \\\n  -F tenant=${tenant ?? "NAME"}`;
-  const push = `export WEFT_KEY=…   # ${isOwn ? "a key with the scope adapters" : "the admin key"}\nweft adapter push ./my-adapter --name support --url ${location.origin}${named}`;
+  const owner = isAdmin() && (tenant ?? "NAME");
+  const named = owner ? ` --tenant ${owner}` : "";
+  const form = owner ? ` \\\n  -F tenant=${owner}` : "";
+  const push = `export WEFT_KEY=…   # ${owner ? "the admin key" : "a key with the scope adapters"}\nweft adapter push ./my-adapter --name support --url ${location.origin}${named}`;
   const curl = `curl ${location.origin}/v1/adapters \\\n  -H "Authorization: Bearer $WEFT_KEY"${form} \\\n  -F name=support \\\n  -F config=@my-adapter/adapter_config.json \\\n  -F weights=@my-adapter/adapter_model.safetensors`;
   return html`<section class="card first" aria-label="The first adapter">
     <${Empty} title="No adapters yet.">

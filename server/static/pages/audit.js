@@ -1,13 +1,11 @@
 // Who changed what, newest first.
 import { html, useEffect, useState } from "../lib.js";
 import { call, useApi, useSending } from "../api.js";
-import { time } from "../format.js";
 import { param } from "../place.js";
-import { zoneShown } from "../range.js";
+import { timeShown } from "../range.js";
 import { TenantChoice } from "../session.js";
-import { Badge, Button, Card, Empty, Loaded, Problem, Table } from "../ui.js";
+import { Badge, Button, Card, Empty, Loaded, PageHead, Problem, Table } from "../ui.js";
 
-export const title = "Audit log";
 const PAGE = 100;
 
 export default function Audit() {
@@ -21,22 +19,20 @@ export default function Audit() {
     setMore({ rows: [...more.rows, ...page.data], next: page.next });
   });
   const columns = [
-    { key: "at", label: "Time", cell: (entry) => time(entry.at, zoneShown(), { withSeconds: true }) },
+    { key: "at", label: "Time", cell: (entry) => timeShown(entry.at, { withSeconds: true }) },
     { key: "actor", label: "Changed by", cell: (entry) => (entry.actor === "admin" ? "admin" : html`<code>${entry.actor}</code>`) },
     { key: "action", label: "Change", cell: (entry) => html`<${Badge} tone=${toneOf(entry.action)}>${entry.action}<//>` },
     { key: "tenant", label: "Tenant" },
     { key: "target", label: "Object", cell: (entry) => html`<span class="wrap">${entry.target}</span>` },
     { key: "detail", label: "Details", isFixed: true, cell: (entry) => html`<code class="wrap">${words(entry.detail)}</code>` },
   ];
-  return html`<div class="page-head"><div><h1>Audit log</h1><p class="quiet">Every change of tenants, keys, adapters, aliases and grants, newest first.</p></div>
-      <${TenantChoice} /></div>
-    <${Card}><${Loaded} of=${first}>${(page) =>
-      page.data.length
-        ? html`<${Table} caption="Changes" columns=${columns} rows=${[...page.data, ...more.rows]} keyOf=${(entry) => entry.id} first=${1e6} />
-            <${Problem} error=${error} />
-            ${more.next && html`<p class="more"><${Button} onClick=${goOn}>Older changes<//></p>`}`
-        : html`<${Empty} title="No changes yet.">Changes of tenants, keys, adapters, aliases and grants are listed here.<//>`}
-    <//><//>`;
+  const empty = html`<${Empty} title="No changes yet.">Changes of tenants, keys, adapters, aliases and grants are listed here.<//>`;
+  return html`<${PageHead} title="Audit log" about="Every change of tenants, keys, adapters, aliases and grants, newest first."><${TenantChoice} /><//>
+    <${Card}>
+      <${Loaded} of=${first}>${({ data }) => html`<${Table} caption="Changes" columns=${columns} rows=${[...data, ...more.rows]} keyOf=${(entry) => entry.id} first=${1e6} empty=${empty} />`}<//>
+      <${Problem} error=${error} />
+      ${more.next && html`<p class="more"><${Button} onClick=${goOn}>Older changes<//></p>`}
+    <//>`;
 }
 
 const toneOf = (action) => (/\.(delete|revoke|withdraw)$/.test(action) ? "bad" : /\.(create|publish|grant)$/.test(action) ? "good" : "");

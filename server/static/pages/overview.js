@@ -4,48 +4,33 @@ import { useApi } from "../api.js";
 import { change, compact, count, money, percent, seconds } from "../format.js";
 import { Link, param } from "../place.js";
 import { RangePicker, rangeShown, spanOf } from "../range.js";
-import { isAdmin, may } from "../session.js";
-import { Card, Code, Empty, LacksScope, Loaded, Problem, Stat, Table } from "../ui.js";
-import { Legend } from "../charts/frame.js";
-import { StackedBars } from "../charts/stacked_bars.js";
-import { Lines } from "../charts/lines.js";
-import { ShareBar } from "../charts/share_bar.js";
-import { ERRORS, METRICS, chartOf, fullFormat, nameOf, shortFormat } from "../usage_rows.js";
-import { DAY, bucketLabel, bucketTitle, bucketsBetween } from "../zone.js";
-
-export const title = "Overview";
+import { isAdmin } from "../session.js";
+import { Card, Code, Empty, FirstProblem, Loaded, PageHead, Stat, Table, numbers } from "../ui.js";
+import { Legend, Lines, ShareBar, StackedBars } from "../charts.js";
+import { DIMENSIONS, ERRORS, METRICS, chartOf, nameOf } from "../usage_rows.js";
+import { DAY, bucketAt, bucketsBetween } from "../zone.js";
+import { KINDS } from "./live/pool.js";
 
 const COLOURS = 6;
 const ROWS = 10;
 const LIMIT = 10_000;
 
-/** The page. */
 export default function Overview() {
-  return may("usage") ? html`<${Shown} />` : html`<h1>Overview</h1><${LacksScope} scope="usage" title="This key may not see usage." />`;
-}
-
-function Shown() {
   const range = rangeShown("24h");
   const asked = useAnswers(range);
-  const answers = Object.values(asked);
-  const failed = answers.find((answer) => answer.error);
-  const retry = () => answers.forEach((answer) => answer.reload());
   const { byStatus, chart } = asked;
-  const isEmpty = byStatus.data?.totals.requests === 0;
   const pages = isAdmin() && html`<${DevicePages} engine=${asked.engine} />`;
-  return html`
-    <div class="page-head">
-      <div><h1>Overview</h1><p class="quiet">${range.isNow ? `Refreshes every ${freshS(range)} s.` : "This range is in the past, so its figures are final."}</p></div>
-      <${RangePicker} />
-    </div>
-    ${failed && html`<${Problem} error=${failed.error} retry=${retry} />`}
+  const about = range.isNow ? `Refreshes every ${freshS(range)} s.` : "This range is in the past, so its figures are final.";
+  return html`<${PageHead} title="Overview" about=${about}><${RangePicker} /><//>
+    <${FirstProblem} of=${Object.values(asked)} />
     <${Tiles} ...${asked} />
-    ${isEmpty
+    ${byStatus.data?.totals.requests === 0
       ? html`<${Card}><${FirstSteps} /><//>${pages}`
       : html`<${TokensCard} chart=${chart} range=${range} />
         <div class="columns">
-          <div class="stack"><${TopAdapters} chart=${chart} />${pages}</div>
-          <div class="stack"><${FirstTokens} latency=${asked.latency} range=${range} />${isAll() && html`<${TopTenants} byStatus=${byStatus} />`}</div>
+          <div class="stack"><${Top} of=${chart} by="adapter" rowsOf=${(rows) => foldedBy(rows, adapterIn)} cell=${adapterName} />${pages}</div>
+          <div class="stack"><${FirstTokens} latency=${asked.latency} range=${range} />
+            ${isAll() && html`<${Top} of=${byStatus} by="tenant" rowsOf=${(rows) => foldedBy(rows, (row) => row.tenant ?? "", ROWS)} cell=${tenantName} />`}</div>
         </div>`}`;
 }
 
@@ -96,7 +81,6 @@ const activeOf = (adapters, base) => (adapters && base ? adapters.groups - (base
 function Tiles({ byStatus, byStatusBefore, chart, adaptersBefore, base, baseBefore, latency, latencyBefore }) {
   const [now, before] = [byStatus.data?.totals, byStatusBefore.data?.totals];
   const tile = (name) => ({ value: now ? html`<span data-exact=${now[name]}>${compact(now[name])}</span>` : "–", hint: now && count(now[name]), change: change(now?.[name], before?.[name]) });
-  const aborted = byStatus.data && sumOf(byStatus.data, ["aborted"]);
   const [ttft, ttftBefore] = [latency.data?.totals.ttft_s, latencyBefore.data?.totals.ttft_s];
   const errors = errorShare(byStatus.data);
   const inUse = activeOf(chart.data, base.data);
@@ -112,7 +96,7 @@ function Tiles({ byStatus, byStatusBefore, chart, adaptersBefore, base, baseBefo
     <div class="stats">
       <${Stat} label="Errors" isGood=${false} value=${percent(errors)} change=${change(errors, errorShare(byStatusBefore.data))}
         hint="Share of requests that ended with error or interrupted">
-        <p class="stat-note">${byStatus.data ? `${count(sumOf(byStatus.data, ERRORS))} of ${count(now.requests)}; ${count(aborted)} aborted by clients` : "–"}</p><//>
+        <p class="stat-note">${byStatus.data ? `${count(sumOf(byStatus.data, ERRORS))} of ${count(now.requests)}; ${count(sumOf(byStatus.data, ["aborted"]))} aborted by clients` : "–"}</p><//>
       ${["p50", "p95"].map((name) => html`<${Stat} key=${name} label=${`Time to first token, ${name}`} isGood=${false} change=${change(timeOf(ttft, name), timeOf(ttftBefore, name))}
         value=${html`<span data-exact=${ttft?.[name]}>${seconds(ttft?.[name])}</span>`} hint=${`${name.slice(1)} of 100 requests had their first token within this time`} />`)}
       <${Stat} label="Adapters in use" isGood=${true} value=${inUse === undefined ? "–" : count(inUse)} change=${change(inUse, activeOf(adaptersBefore.data, baseBefore.data))} hint=${`Adapters with a request in this range${isAll() ? "; one that several tenants call counts once for each tenant" : ""}`} />
@@ -129,44 +113,31 @@ function TokensCard({ chart, range }) {
   return html`<${Card} title="Tokens by adapter" note=${range.bucket === "1d" ? "per day" : range.bucket === "1h" ? "per hour" : "per minute"} actions=${actions}>
     <${Waiting} of=${chart}>${(answer, about) => {
       const { buckets, series } = chartOf(answer, about, { groups: adapterGroups(), metric: "total_tokens", top: COLOURS });
-      return html`<${StackedBars} buckets=${buckets} series=${series} label="Tokens by adapter" format=${shortFormat("total_tokens")} exact=${fullFormat("total_tokens")} />
+      return html`<${StackedBars} buckets=${buckets} series=${series} label="Tokens by adapter" exact=${count} />
         <${Legend} series=${series} />`;
     }}<//>
   <//>`;
 }
 
-/** Where an adapter's page is; null for the base and for those of others. */
-function adapterPlace(row) {
-  if (!row.adapter) return null;
-  const [owner, name] = row.adapter.includes("/") ? row.adapter.split("/") : [null, row.adapter];
-  if (owner && !isAdmin()) return null;
-  return { to: `/adapters/${encodeURIComponent(name)}`, params: isAdmin() ? { tenant: owner ?? row.tenant ?? param("tenant") } : {} };
-}
-
-function AdapterName({ row }) {
+/** An adapter's name, with a link to its page unless it is the base or another tenant's. */
+function adapterName(row) {
   if (row.other) return html`<span class="quiet">Other</span>`;
-  const place = adapterPlace(row);
-  const name = row.adapter ?? "base model";
-  return html`${place ? html`<${Link} ...${place}>${name}<//>` : html`<span>${name}</span>`}${row.tenant && html` <span class="quiet">${row.tenant}</span>`}`;
+  const [name, owner] = (row.adapter ?? "base model").split("/").reverse();
+  const to = row.adapter && (isAdmin() || !owner) && `/adapters/${encodeURIComponent(name)}`;
+  const params = isAdmin() ? { tenant: owner ?? row.tenant ?? param("tenant") } : {};
+  return html`${to ? html`<${Link} to=${to} params=${params}>${row.adapter}<//>` : html`<span>${row.adapter ?? name}</span>`}${row.tenant && html` <span class="quiet">${row.tenant}</span>`}`;
 }
 
 const figure = (key, label) => ({ key, label, isNumber: true, cell: (row) => html`<span data-exact=${row[key]} title=${count(row[key])}>${compact(row[key])}</span>` });
 const FIGURES = [figure("requests", "Requests"), figure("prompt_tokens", "Prompt"), figure("completion_tokens", "Completion")];
 
-function figuresOf(answer) {
-  if (!answer.currency) return FIGURES;
-  return [...FIGURES, { key: "cost", label: `Cost (${answer.currency})`, isNumber: true, cell: (row) => money(row.cost) }];
-}
-
 const shareOf = (row, totals) => (totalTokens(totals) ? totalTokens(row) / totalTokens(totals) : 0);
 
-const shareColumn = (totals) => ({
-  key: "share",
-  label: "Share",
-  isNumber: true,
-  value: totalTokens,
-  cell: (row) => html`<span class="share"><span class="share-fill" style=${{ width: `${100 * shareOf(row, totals)}%` }} /></span> ${percent(shareOf(row, totals))}`,
-});
+/** The columns behind the name: requests, tokens, cost where there are prices, and the share of all tokens. */
+function figuresOf({ currency, totals }) {
+  const bar = (row) => html`<span class="share"><span class="share-fill" style=${{ width: `${100 * shareOf(row, totals)}%` }} /></span> ${percent(shareOf(row, totals))}`;
+  return [...FIGURES, ...(currency ? [numbers("cost", `Cost (${currency})`, money)] : []), { key: "share", label: "Share", isNumber: true, value: totalTokens, cell: bar }];
+}
 
 /** One row for each name that `nameIn` gives, with its sums, the most tokens first; all behind `most` of them are one row. */
 function foldedBy(rows, nameIn, most = Infinity) {
@@ -185,18 +156,15 @@ function foldedBy(rows, nameIn, most = Infinity) {
 
 const adapterIn = (row) => (row.other ? "other" : JSON.stringify([row.tenant, row.adapter]));
 
-function TopAdapters({ chart }) {
-  const columns = (answer) => [{ key: "adapter", label: "Adapter", value: (row) => (row.other ? null : nameOf(row, "adapter")), cell: (row) => html`<${AdapterName} row=${row} />` }, ...figuresOf(answer), shareColumn(answer.totals)];
-  return html`<${Card} title="Top adapters" actions=${html`<${Link} to="/usage" params=${{ group: "adapter" }}>All adapters<//>`}>
-    <${Waiting} of=${chart}>${(answer) => html`<${Table} caption="Top adapters" rows=${foldedBy(answer.data, adapterIn)} keyOf=${(row) => row.name} columns=${columns(answer)} />`}<//>
-  <//>`;
-}
+/** The tenant's name, with a link to its page. */
+const tenantName = (row) =>
+  row.other || !row.tenant ? html`<span class="quiet">${nameOf(row, "tenant")}</span>` : html`<${Link} to=${`/tenants/${encodeURIComponent(row.tenant)}`}>${row.tenant}<//>`;
 
-function TopTenants({ byStatus }) {
-  const name = (row) => (row.other || !row.tenant ? html`<span class="quiet">${nameOf(row, "tenant")}</span>` : html`<${Link} to=${`/tenants/${encodeURIComponent(row.tenant)}`}>${row.tenant}<//>`);
-  const columns = (answer) => [{ key: "tenant", label: "Tenant", cell: name }, ...figuresOf(answer), shareColumn(answer.totals)];
-  return html`<${Card} title="Top tenants" actions=${html`<${Link} to="/usage" params=${{ group: "tenant" }}>All tenants<//>`}>
-    <${Waiting} of=${byStatus}>${(answer) => html`<${Table} caption="Top tenants" rows=${foldedBy(answer.data, (row) => row.tenant ?? "", ROWS)} keyOf=${(row) => row.name} columns=${columns(answer)} />`}<//>
+/** The rows with most tokens of a dimension, and a link to all. `rowsOf` makes them of the answer, `cell` their names. */
+function Top({ of: asked, by, rowsOf, cell }) {
+  const columns = (answer) => [{ key: by, label: DIMENSIONS[by], value: (row) => (row.other ? null : nameOf(row, by)), cell }, ...figuresOf(answer)];
+  return html`<${Card} title=${`Top ${by}s`} actions=${html`<${Link} to="/usage" params=${{ group: by }}>All ${by}s<//>`}>
+    <${Waiting} of=${asked}>${(answer) => html`<${Table} caption=${`Top ${by}s`} rows=${rowsOf(answer.data)} keyOf=${(row) => row.name} columns=${columns(answer)} />`}<//>
   <//>`;
 }
 
@@ -211,7 +179,7 @@ function FirstTokens({ latency, range }) {
       if (![...at.values()].some(Boolean)) return html`<${Empty} title="No request had a first token in this range." />`;
       const zone = bucket === "1d" ? "UTC" : about.zone;
       const starts = bucketsBetween("UTC", Date.parse(answer.start), Date.parse(answer.end), bucket);
-      const points = starts.map((start) => ({ at: start, label: bucketLabel(zone, start, bucket), title: bucketTitle(zone, start, bucket) }));
+      const points = starts.map((start) => bucketAt(zone, start, bucket));
       const line = (name) => ({ key: name, label: name, values: starts.map((start) => at.get(start)?.[name] ?? null) });
       const series = [line("p50"), line("p95")];
       const { p50, p95 } = answer.totals.ttft_s;
@@ -221,27 +189,15 @@ function FirstTokens({ latency, range }) {
   <//>`;
 }
 
-const KINDS = [
-  { key: "kv", label: "KV cache", colour: "s0" },
-  { key: "prefix", label: "Prefix cache", colour: "s6" },
-  { key: "adapter", label: "Adapters", colour: "s1" },
-  { key: "quarantine", label: "Just freed", colour: "s3" },
-  { key: "free", label: "Free", colour: "s-free" },
-];
+const DevicePages = ({ engine }) => html`<${Card} title="Device pages" note="now" actions=${html`<${Link} to="/live">Details<//>`}>
+  <${Waiting} of=${engine}>${(status) => html`<${ShareBar} label="Device pages" parts=${Object.entries(KINDS).map(([key, { label, colour }]) => ({ key, label, colour, value: status.pages[key] ?? 0 }))} />
+    <p class="quiet pages-note">${count(status.running)} running, ${count(status.waiting)} waiting · ${count(status.residents.filter((one) => one.tier === "device").length)} adapters on the device</p>`}<//>
+<//>`;
 
-function DevicePages({ engine }) {
-  return html`<${Card} title="Device pages" note="now" actions=${html`<${Link} to="/live">Details<//>`}>
-    <${Waiting} of=${engine}>${(status) => html`<${ShareBar} label="Device pages" parts=${KINDS.map((kind) => ({ ...kind, value: status.pages[kind.key] ?? 0 }))} />
-      <p class="quiet pages-note">${count(status.running)} running, ${count(status.waiting)} waiting · ${count(status.residents.filter((one) => one.tier === "device").length)} adapters on the device</p>`}<//>
-  <//>`;
-}
-
-function FirstSteps() {
-  return html`<${Empty} title="No requests in this range.">
-    <div class="first-steps">
-      <p>Choose a longer range above, or upload an adapter on the page <${Link} to="/adapters">Adapters<//> or with</p>
-      <${Code} text=${`weft adapter push ./my-adapter${isAdmin() ? ` --tenant ${param("tenant") ?? "NAME"}` : ""}`} label="Upload an adapter" />
-      <p>and ask it something in the <${Link} to="/playground">Playground<//>. For an example with traffic, run <code>weft demo</code>: it serves a small model and replays a minute of requests.</p>
-    </div>
-  <//>`;
-}
+const FirstSteps = () => html`<${Empty} title="No requests in this range.">
+  <div class="first-steps">
+    <p>Choose a longer range above, or upload an adapter on the page <${Link} to="/adapters">Adapters<//> or with</p>
+    <${Code} text=${`weft adapter push ./my-adapter${isAdmin() ? ` --tenant ${param("tenant") ?? "NAME"}` : ""}`} label="Upload an adapter" />
+    <p>and ask it something in the <${Link} to="/playground">Playground<//>. For an example with traffic, run <code>weft demo</code>: it serves a small model and replays a minute of requests.</p>
+  </div>
+<//>`;

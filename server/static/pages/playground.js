@@ -1,18 +1,65 @@
 // One prompt to several models, side by side.
 import { html, useEffect, useRef, useState } from "../lib.js";
-import { param } from "../place.js";
-import { isAdmin, may } from "../session.js";
-import { Button, Card, Field, LacksScope, Problem, Segmented, Skeleton } from "../ui.js";
-import { MOST_MODELS, choose, chooseModels, chosen, modelsShown, useModels } from "./playground/choices.js";
-import { Column } from "./playground/column.js";
-import { makeTalk, requestOf } from "./playground/talk.js";
+import { useApi } from "../api.js";
+import { count, seconds } from "../format.js";
+import { param, paramAll, setParams } from "../place.js";
+import { isAdmin } from "../session.js";
+import { Badge, Button, Card, Dialog, Empty, Field, FirstProblem, PageHead, Problem, Segmented, Skeleton, openDialog } from "../ui.js";
+import { Snippet } from "./playground/snippets.js";
+import { makeTalk } from "./playground/talk.js";
 
-export const title = "Playground";
+const MOST_MODELS = 4;
+const LONGEST_IN_ADDRESS = 1500;
+const DEFAULTS = { mode: "chat", max_tokens: "128", temperature: "0", seed: "", system: "", prompt: "" };
+
+/** A parameter as it is in the address, or what it is otherwise. */
+const chosen = (name) => param(name, DEFAULTS[name]);
+
+/** Remember a choice; what is as usual, or too long, is left out of the address. */
+const choose = (name, value) => setParams({ [name]: value === DEFAULTS[name] || value.length > LONGEST_IN_ADDRESS ? null : value }, { replace: true });
+
+const chooseModels = (models, options) => setParams({ model: models }, options);
+
+/**
+ * The models that the session may use, by the names that the API takes.
+ * @returns {{names: string[], answers: object[], isLoading: boolean}} `answers` of the API, of which one may be a problem.
+ */
+function useModels() {
+  const tenant = isAdmin() ? param("tenant") : null;
+  // An admin who acts for no tenant writes the owner in front of each adapter.
+  const isEverybody = isAdmin() && !tenant;
+  const models = useApi("/v1/models", { tenant });
+  const adapters = useApi(isEverybody ? "/v1/adapters" : null, { tenant: "*", limit: 1000 }, { all: true });
+  const listed = models.data?.data ?? [];
+  const own = [...listed].sort((a, b) => (a.parent !== null) - (b.parent !== null)).map((one) => one.id); // the base first
+  const everybodys = isEverybody ? (adapters.data?.data ?? []).map((one) => `${one.tenant}/${one.name}`) : [];
+  return { names: [...new Set([...own, ...everybodys])], answers: [models, adapters], isLoading: models.isLoading || (isEverybody && adapters.isLoading) };
+}
+
+/** Who is asked: as the address says, or the base and the first two adapters. */
+function modelsShown(names) {
+  const wanted = paramAll("model").slice(0, MOST_MODELS);
+  return wanted.length ? wanted : names.slice(0, 3);
+}
+
+/** What would be sent to a model for the prompt, after the exchanges that went well. @returns {import("./playground/talk.js").Request} */
+function requestOf(model, prompt, system, exchanges) {
+  const tenant = isAdmin() ? param("tenant") : null;
+  const given = ["max_tokens", "temperature", "seed"].filter((name) => chosen(name) !== "").map((name) => [name, Number(chosen(name))]);
+  const shared = { model, ...Object.fromEntries(given) };
+  if (chosen("mode") === "completion") return { path: "/v1/completions", tenant, body: { ...shared, prompt } };
+  const before = exchanges.filter((one) => one.text && (one.state === "done" || one.state === "stopped"));
+  const messages = [
+    ...(system ? [{ role: "system", content: system }] : []),
+    ...before.flatMap((one) => [{ role: "user", content: one.prompt }, { role: "assistant", content: one.text }]),
+    { role: "user", content: prompt },
+  ];
+  return { path: "/v1/chat/completions", tenant, body: { ...shared, messages } };
+}
 
 export default function Playground() {
-  const head = html`<div class="page-head"><div><h1>Playground</h1><p class="quiet">Send one prompt to the base and to adapters, and compare the answers.</p></div></div>`;
-  if (!may("infer")) return html`${head}<${LacksScope} scope="infer" title="This key may not send requests." />`;
-  return html`${head}<${Asking} key=${param("tenant") ?? ""} />`;
+  return html`<${PageHead} title="Playground" about="Send one prompt to the base and to adapters, and compare the answers." />
+    <${Asking} key=${param("tenant") ?? ""} />`;
 }
 
 function Asking() {
@@ -21,11 +68,7 @@ function Asking() {
   const talks = useTalks(models);
   const [prompt, setPrompt] = useState(chosen("prompt"));
   const [system, setSystem] = useState(chosen("system"));
-  const fields = (model) => ({
-    model, prompt, system, mode: chosen("mode"), maxTokens: chosen("max_tokens"), temperature: chosen("temperature"), seed: chosen("seed"),
-    tenant: isAdmin() ? param("tenant") : null,
-  });
-  const next = (index) => requestOf(fields(models[index]), talks[index].exchanges.value);
+  const next = (index) => requestOf(models[index], prompt, system, talks[index].exchanges.value);
   const isBusy = talks.some((talk) => talk.isBusy.value);
   const canSend = prompt.trim() !== "" && models.length > 0;
   const [isWanted, setWanted] = useState(false);
@@ -51,7 +94,7 @@ function Asking() {
         <${Field} label="Prompt">${(id) => html`<textarea id=${id} name="prompt" value=${prompt} placeholder="Ask something…"
           onInput=${(event) => setPrompt(event.target.value)} onChange=${(event) => choose("prompt", event.target.value)} />`}<//>
         <div class="parameters">
-          <div class="field"><span class="label">Call</span><${Segmented} label="Kind of call" value=${chosen("mode")} onChange=${(mode) => choose("mode", mode)} options=${[{ value: "chat", label: "Chat" }, { value: "completion", label: "Completion" }]} /></div>
+          <div class="field"><span class="label">Call</span><${Segmented} label="Kind of call" value=${chosen("mode")} onChange=${(mode) => choose("mode", mode)} options=${[["chat", "Chat"], ["completion", "Completion"]]} /></div>
           <${Parameter} name="max_tokens" label="Max tokens" min="1" step="1" />
           <${Parameter} name="temperature" label="Temperature" min="0" max="2" step="0.1" />
           <${Parameter} name="seed" label="Seed" step="1" placeholder="random" />
@@ -64,7 +107,7 @@ function Asking() {
         </div>
       </form>
     <//>
-    <${Problem} error=${found.error} retry=${found.reload} />
+    <${FirstProblem} of=${found.answers} />
     <div class="talks" data-columns=${models.length}>
       ${models.map((model, index) => html`<${Column} key=${`${index} ${model}`} index=${index} model=${model} talk=${talks[index]} next=${() => next(index)}
         onModel=${(name) => chooseModels(models.map((one, at) => (at === index ? name : one)))}
@@ -75,25 +118,74 @@ function Asking() {
       <span class="quiet">${models.length >= MOST_MODELS ? "At most four models." : html`A model is the base, an adapter, or one of its versions (<code>name@3</code>) or aliases (<code>name@prod</code>).`}</span></p>`;
 }
 
-function Parameter({ name, label, ...rest }) {
-  return html`<${Field} label=${label} type="number" name=${name} value=${chosen(name)} ...${rest} onChange=${(event) => choose(name, event.target.value)} />`;
-}
+const Parameter = ({ name, label, ...rest }) => html`<${Field} label=${label} type="number" name=${name} value=${chosen(name)} ...${rest} onChange=${(event) => choose(name, event.target.value)} />`;
 
-/** A conversation for each column; another model in a column starts a new one. */
+/** A conversation for each column. It stays with its model when columns move, and stops when the model is gone. */
 function useTalks(models) {
-  const kept = useRef([]);
-  kept.current = takeAlong(kept.current, models);
-  useEffect(() => () => kept.current.forEach(({ talk }) => talk.stop()), []);
-  return kept.current.map(({ talk }) => talk);
+  const kept = useRef(new Map()).current;
+  const keys = models.map((model, at) => `${model} ${models.slice(0, at).filter((one) => one === model).length}`);
+  for (const key of [...kept.keys()].filter((one) => !keys.includes(one))) {
+    kept.get(key).stop();
+    kept.delete(key);
+  }
+  useEffect(() => () => kept.forEach((talk) => talk.stop()), []);
+  return keys.map((key) => kept.get(key) ?? kept.set(key, makeTalk()).get(key));
 }
 
-/** The conversations of the models that are still there, in the new order. */
-function takeAlong(before, models) {
-  const left = [...before];
-  const now = models.map((model) => {
-    const at = left.findIndex((one) => one.model === model);
-    return at < 0 ? { model, talk: makeTalk() } : left.splice(at, 1)[0];
-  });
-  left.forEach(({ talk }) => talk.stop());
-  return now;
+const STATES = { device: ["good", "on the device"], host: ["info", "loaded from host memory"], stored: ["warn", "loaded from the blob store"] };
+
+/** One model: what it was asked and what it answered.
+ * @param {{model: string, talk: object, next: () => import("./playground/talk.js").Request, onModel: (name: string) => void, onRemove: (() => void)|null,
+ *   onCompletion: () => void, index: number}} props `next` is what would be sent now. */
+function Column({ model, talk, next, onModel, onRemove, onCompletion, index }) {
+  const exchanges = talk.exchanges.value;
+  const showCode = () => openDialog((close) => html`<${CodeDialog} model=${model} request=${exchanges.at(-1)?.request ?? next()} onClose=${close} />`);
+  return html`<section class="card talk" aria-label=${`Answers of ${model}`} data-model=${model}>
+    <header class="talk-head">
+      <input type="text" list="models" aria-label=${`Model ${index + 1}`} value=${model} spellcheck="false" autocomplete="off"
+        onChange=${(event) => (event.target.value.trim() ? onModel(event.target.value.trim()) : (event.target.value = model))} />
+      ${onRemove && html`<button type="button" class="icon-button" aria-label=${`Remove ${model}`} onClick=${onRemove}>×</button>`}
+    </header>
+    <div class="exchanges" aria-live="polite" aria-busy=${talk.isBusy.value}>
+      ${exchanges.length ? exchanges.map((one, at) => html`<${Exchange} key=${at} of=${one} onCompletion=${onCompletion} />`) : html`<${Empty} title="No request yet." />`}
+    </div>
+    <footer class="actions">
+      ${talk.isBusy.value
+        ? html`<${Button} kind="small" onClick=${talk.stop} aria-label=${`Stop ${model}`}>Stop<//>`
+        : html`<${Button} kind="small" onClick=${talk.clear} disabled=${!exchanges.length} aria-label=${`Clear ${model}`}>Clear<//>`}
+      <${Button} kind="small" onClick=${showCode} aria-label=${`Call ${model} from code`}>Code<//>
+    </footer>
+  </section>`;
 }
+
+function Exchange({ of: one, onCompletion }) {
+  const isAsleep = one.state === "waiting";
+  return html`<article class="exchange" data-state=${one.state}>
+    <p class="asked">${one.prompt}</p>
+    <div class=${`answer ${one.state}`} data-answer>${one.text}${isAsleep && html`<span class="quiet">waiting for the first token…</span>`}</div>
+    ${one.error && html`<${Problem} error=${one.error} />`}
+    ${one.error?.code === "no_chat_template" && html`<p><${Button} kind="small" onClick=${onCompletion}>Use completions instead<//></p>`}
+    ${!isAsleep && one.state !== "failed" && html`<${Figures} of=${one} />`}
+  </article>`;
+}
+
+function Figures({ of: one }) {
+  const { usage } = one;
+  const [tone, words] = STATES[one.residency] ?? [];
+  const cached = usage?.prompt_tokens_details?.cached_tokens ?? 0;
+  const ends = one.state === "stopped" ? "stopped by you" : one.finish === "length" ? "cut at max tokens" : "";
+  return html`<p class="figures">
+    <span class="by" data-figure="adapter">${one.adapter ?? "base"}</span>
+    ${words && html`<${Badge} tone=${tone} data-figure="residency" data-state=${one.residency}>${words}<//>`}
+    <span title="Time to the first token"><b data-figure="ttft">${seconds(one.ttftS)}</b> to first</span>
+    <span title="Tokens per second after the first"><b data-figure="pace">${one.pace ? count(Math.round(one.pace)) : "–"}</b> tokens/s</span>
+    ${usage && html`<span><b data-figure="in" data-value=${usage.prompt_tokens}>${count(usage.prompt_tokens)}</b> in <span class="quiet">(<span data-figure="cached" data-value=${cached}>${count(cached)}</span> cached)</span></span>
+      <span><b data-figure="out" data-value=${usage.completion_tokens}>${count(usage.completion_tokens)}</b> out</span>`}
+    ${ends && html`<${Badge} tone="warn">${ends}<//>`}
+  </p>`;
+}
+
+const CodeDialog = ({ model, request, onClose }) => html`<${Dialog} title=${`Call ${model}`} onClose=${onClose}>
+  <${Snippet} request=${request} />
+  <p class="quiet">Set your key first: <code>export WEFT_KEY=…</code></p>
+<//>`;

@@ -1,5 +1,5 @@
 // The stream of the engine's snapshots: the last one, and the state of the connection.
-import { batch, signal, useEffect, useState } from "../../lib.js";
+import { useEffect, useState } from "../../lib.js";
 import { ApiError, call } from "../../api.js";
 
 const EVENTS = "/v1/engine/events";
@@ -10,108 +10,75 @@ export const KEPT_MS = 120_000;
 /** How long a tenant without requests stays in the table, in ms; without this its row would come and go. */
 const LATELY_MS = 10_000;
 
-/** @typedef {{at: number, pages: Record<string, number>}} Moment */
+/**
+ * @typedef {{newest: object|null, held: object|null, isPaused: boolean, state: "connecting"|"live"|"broken",
+ *   problem: ApiError|null, restartedAt: number|null, heardAt: number|null,
+ *   moments: {at: number, pages: Record<string, number>}[]}} Feed
+ *   `held` is shown while the page is paused; `problem` is why the engine or the server tells nothing; `restartedAt` is when
+ *   another life of the engine was first seen, `heardAt` when the last snapshot came. `moments`: oldest first; the first may
+ *   be older than what is kept, since it held until the second.
+ */
 
-/** A feed for as long as a component is shown. */
+/** A feed for as long as a component is shown, and what changes it. @returns {[Feed, (fields: object) => void]} */
 export function useFeed() {
-  const [feed] = useState(makeFeed);
-  useEffect(() => {
-    feed.open();
-    return feed.close;
-  }, []);
-  return feed;
+  const [feed, setFeed] = useState({ newest: null, held: null, isPaused: false, state: "connecting", problem: null, restartedAt: null, heardAt: null, moments: [] });
+  const change = (fields) => setFeed((before) => ({ ...before, ...fields }));
+  useEffect(() => listen(setFeed, change), []);
+  return [feed, change];
 }
 
-function makeFeed() {
-  const feed = {
-    /** What is shown; stands still while paused. */
-    snapshot: signal(null),
-    /** "connecting", "live" or "broken". */
-    state: signal("connecting"),
-    /** Why the engine or the server tells nothing. @type {import("../../lib.js").Signal<ApiError|null>} */
-    problem: signal(null),
-    isPaused: signal(false),
-    /** When another life of the engine was first seen. */
-    restartedAt: signal(null),
-    /** When the last snapshot came. */
-    heardAt: signal(null),
-    /** @type {Moment[]} Oldest first; the first may be older than what is kept, since it held until the second. */
-    moments: [],
-    open,
-    close,
-    pause,
-  };
-  let source = null;
-  let timer = null;
-  let newest = null;
-  let fading = null;
+/** Change the feed as the stream tells, until the returned function is called. */
+function listen(update, change) {
   /** When each tenant last had requests in the engine. @type {Map<string, number>} */
   const seenAt = new Map();
+  let source = null;
+  let timer = null;
+  let fading = null;
 
   function open() {
     source = new EventSource(EVENTS);
     source.onmessage = (event) => take(JSON.parse(event.data));
-    source.addEventListener("engine_error", (event) => {
-      const fields = JSON.parse(event.data).error;
-      batch(() => {
-        feed.state.value = "live";
-        feed.problem.value = new ApiError(503, fields);
-      });
-    });
+    source.addEventListener("engine_error", (event) => change({ state: "live", problem: new ApiError(503, JSON.parse(event.data).error) }));
     source.onerror = () => {
-      feed.state.value = "broken";
+      change({ state: "broken" });
       if (source.readyState === EventSource.CLOSED) comeAgain();
     };
   }
 
   function take(snapshot) {
     const at = Date.now();
-    const { moments } = feed;
-    moments.push({ at, pages: snapshot.pages });
-    while (moments.length > 1 && moments[1].at < at - KEPT_MS) moments.shift();
     for (const name of Object.keys(snapshot.tenants)) seenAt.set(name, at);
     for (const [name, seen] of seenAt) if (seen < at - LATELY_MS) seenAt.delete(name);
     clearTimeout(fading);
-    fading = setTimeout(() => show({ ...snapshot, lately: [] }), LATELY_MS);
-    batch(() => {
-      if (newest && newest.boot_id !== snapshot.boot_id) feed.restartedAt.value = at;
-      feed.state.value = "live";
-      feed.problem.value = null;
-      feed.heardAt.value = at;
-      show({ ...snapshot, lately: [...seenAt.keys()] });
+    fading = setTimeout(() => change({ newest: { ...snapshot, lately: [] } }), LATELY_MS);
+    update((before) => {
+      const moments = [...before.moments, { at, pages: snapshot.pages }];
+      const isAnother = before.newest !== null && before.newest.boot_id !== snapshot.boot_id;
+      return {
+        ...before,
+        newest: { ...snapshot, lately: [...seenAt.keys()] },
+        state: "live",
+        problem: null,
+        restartedAt: isAnother ? at : before.restartedAt,
+        heardAt: at,
+        moments: moments.filter((_, index) => index === moments.length - 1 || moments[index + 1].at >= at - KEPT_MS),
+      };
     });
-  }
-
-  function show(snapshot) {
-    newest = snapshot;
-    if (!feed.isPaused.value) feed.snapshot.value = snapshot;
   }
 
   /** Find out why the server refuses; where the session has ended, the call itself leads to the sign-in. */
   function comeAgain() {
     close();
-    call("GET", "/v1/me").then(
-      () => (feed.problem.value = null),
-      (error) => {
-        if (error.status === undefined) throw error;
-        feed.problem.value = error;
-      },
-    );
+    call("GET", "/v1/me").then(() => change({ problem: null }), (problem) => change({ problem }));
     timer = setTimeout(open, AGAIN_MS);
   }
 
   function close() {
     clearTimeout(timer);
     clearTimeout(fading);
-    source?.close();
+    source.close();
   }
 
-  function pause() {
-    batch(() => {
-      feed.isPaused.value = !feed.isPaused.value;
-      if (!feed.isPaused.value && newest) feed.snapshot.value = newest;
-    });
-  }
-
-  return feed;
+  open();
+  return close;
 }

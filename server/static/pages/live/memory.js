@@ -1,11 +1,11 @@
 // The memory pool: which pages hold adapters, which KV cache, and which are free.
-import { html, useId, useRef, useState } from "../../lib.js";
-import { count, percent } from "../../format.js";
+import { html, useEffect, useId, useRef, useState } from "../../lib.js";
+import { compact, count, percent } from "../../format.js";
 import { param, setParams } from "../../place.js";
-import { Card, Segmented, useWidth } from "../../ui.js";
-import { adapterColour, nameOf } from "./colours.js";
-import { History } from "./history.js";
-import { KINDS, bySlot, entriesOf, extentOf, isMeant, layersOf, useAt } from "./pool.js";
+import { Card, Segmented, Table, numbers, useWidth } from "../../ui.js";
+import { Grid, niceTicks } from "../../charts.js";
+import { KEPT_MS } from "./feed.js";
+import { KINDS, adapterColour, bySlot, cellsOf, entriesOf, extentOf, isMeant, layersOf, nameOf } from "./pool.js";
 
 const HEIGHT = 336;
 const MIN_PITCH = 5;
@@ -26,7 +26,7 @@ export function Memory({ snapshot, feed }) {
   const left = all - Math.min(all, shownCells * perCell);
   return html`<${Card} title="One memory" note=${`${count(all)} pages of ${snapshot.ready.geometry.page_bytes / 1024} KiB, used for KV cache and adapters as needed`}
     actions=${reach < extent.all && html`<${Segmented} label="How much of the pool" value=${view} onChange=${(value) => setParams({ map: value === "used" ? null : value })}
-      options=${[{ value: "used", label: "Part in use" }, { value: "whole", label: "Whole pool" }]} />`}>
+      options=${[["used", "Part in use"], ["whole", "Whole pool"]]} />`}>
     <div class="memory">
       <div class="memory-map">
         <${Cells} snapshot=${snapshot} cells=${shownCells} lit=${lit} onPoint=${setHovered} entries=${entries} />
@@ -60,7 +60,7 @@ function Cells({ snapshot, cells, lit, onPoint, entries }) {
     const frame = event.currentTarget.getBoundingClientRect();
     const [column, row] = [Math.floor((event.clientX - frame.left) / pitch), Math.floor((event.clientY - frame.top) / pitch)];
     const cell = row * columns + column;
-    const use = column < columns && cell < cells ? useAt(map, cell) : null;
+    const use = column < columns && cell < cells ? map.uses[cellsOf(map)[cell]] : null;
     const entry = use && entries.find((one) => (use.kind === "adapter" ? isMeant(one, use, slots.get(use.owner)) : one.key === use.kind));
     setPointed(use && { cell, use, x: column * pitch, y: row * pitch });
     onPoint(entry?.key ?? null);
@@ -120,9 +120,57 @@ function MapLegend({ entries, all, lit, onHover }) {
 
 function PoolTable({ entries, all, residents }) {
   const prefixOf = (entry) => residents.filter((one) => entry.digests.includes(one.digest)).reduce((sum, one) => sum + one.prefix_pages, 0);
-  return html`<table><caption class="unseen">Pages by what they hold</caption>
-    <thead><tr><th scope="col">Held by</th><th scope="col" class="number">Pages</th><th scope="col" class="number">Share</th><th scope="col" class="number">Its prefix cache</th></tr></thead>
-    <tbody>${entries.map((entry) => html`<tr key=${entry.key} data-key=${entry.key}><th scope="row">${entry.label}</th><td class="number">${count(entry.pages)}</td>
-      <td class="number">${percent(entry.pages / all)}</td><td class="number">${entry.digests.length ? count(prefixOf(entry)) : "–"}</td></tr>`)}</tbody>
-    <tfoot><tr><td>Pool</td><td class="number">${count(entries.reduce((sum, one) => sum + one.pages, 0))}</td><td class="number">${percent(1)}</td><td /></tr></tfoot></table>`;
+  const columns = [
+    { key: "label", label: "Held by" },
+    numbers("pages", "Pages", count),
+    numbers("share", "Share", percent, (entry) => entry.pages / all),
+    numbers("prefix", "Its prefix cache", count, (entry) => (entry.digests?.length ? prefixOf(entry) : undefined)),
+  ];
+  return html`<${Table} caption="Pages by what they hold" columns=${columns} rows=${entries} keyOf=${(entry) => entry.key} totals=${{ pages: all }} />`;
+}
+
+const HISTORY_HEIGHT = 104;
+const MARGIN = { top: 8, right: 4, bottom: 18, left: 40 };
+const STACKED = ["adapter", "kv", "prefix", "quarantine"];
+
+/** Pages in use over the last two minutes, as far as this page was open. */
+function History({ feed, of: all }) {
+  const box = useRef(null);
+  const width = useWidth(box, 200);
+  const [now, setNow] = useState(Date.now());
+  useEffect(() => {
+    if (feed.isPaused) return undefined;
+    // An idle engine sends nothing, but the axis moves on.
+    const timer = setInterval(() => document.hidden || setNow(Date.now()), 1000);
+    return () => clearInterval(timer);
+  }, [feed.isPaused]);
+  const until = feed.isPaused ? now : Math.max(now, feed.moments.at(-1)?.at ?? 0);
+  const start = until - KEPT_MS;
+  const moments = feed.moments.filter((one) => one.at <= until);
+  const peak = Math.max(4, ...moments.map((one) => STACKED.reduce((sum, kind) => sum + (one.pages[kind] ?? 0), 0)));
+  const ticks = niceTicks(peak).filter((tick, index, list) => list.length < 5 || index % 2 === 0);
+  const top = niceTicks(peak).at(-1);
+  const x = (at) => MARGIN.left + (Math.max(0, at - start) / KEPT_MS) * (width - MARGIN.left - MARGIN.right);
+  const y = (pages) => MARGIN.top + (HISTORY_HEIGHT - MARGIN.top - MARGIN.bottom) * (1 - pages / top);
+  const last = moments.at(-1);
+  return html`<div class="history" ref=${box}>
+    <h3>In use over the last two minutes <small class="quiet">of ${count(all)} pages</small></h3>
+    <svg class="chart" viewBox=${`0 0 ${width} ${HISTORY_HEIGHT}`} height=${HISTORY_HEIGHT} role="img" data-moments=${moments.length}
+      aria-label=${last ? `Pages in use now: ${STACKED.map((kind) => `${KINDS[kind].label} ${last.pages[kind] ?? 0}`).join(", ")}` : "No pages seen yet"}>
+      <${Grid} ticks=${ticks} x=${[MARGIN.left, width - MARGIN.right]} y=${y} format=${compact} />
+      ${STACKED.map((kind, index) => html`<path key=${kind} class=${`use k-${kind} ${kind === "adapter" ? "a-any" : ""}`} data-kind=${kind} data-now=${last?.pages[kind] ?? 0} d=${areaOf(moments, index, until, x, y)} />`)}
+      ${(width > 420 ? [120, 90, 60, 30, 0] : [120, 60, 0]).map((ago) => html`<text key=${ago} x=${x(until - ago * 1000)} y=${HISTORY_HEIGHT - 3} text-anchor=${ago === 0 ? "end" : ago === 120 ? "start" : "middle"}>${ago ? `${ago} s ago` : "now"}</text>`)}
+    </svg>
+  </div>`;
+}
+
+/** Between the sum of the kinds below and with this one; each moment holds until the next. */
+function areaOf(moments, index, until, x, y) {
+  if (!moments.length) return "";
+  const sumOf = (one, upTo) => STACKED.slice(0, upTo).reduce((sum, kind) => sum + (one.pages[kind] ?? 0), 0);
+  const edge = (upTo) => moments.flatMap((one, at) => {
+    const level = y(sumOf(one, upTo)).toFixed(1);
+    return [`${x(one.at).toFixed(1)} ${level}`, `${x(moments[at + 1]?.at ?? until).toFixed(1)} ${level}`];
+  });
+  return `M${edge(index + 1).join("L")}L${edge(index).reverse().join("L")}Z`;
 }

@@ -1,9 +1,9 @@
 // The last steps: the requests in each by adapter, its tokens, and how long it took.
 import { html } from "../../lib.js";
-import { Legend, TimeChart } from "../../charts/frame.js";
 import { count, seconds } from "../../format.js";
 import { Card, Empty } from "../../ui.js";
-import { adapterColour, nameOf } from "./colours.js";
+import { Legend, TimeChart } from "../../charts.js";
+import { adapterColour, nameOf } from "./pool.js";
 
 /** Heights in pixels: requests lie above, their tokens below, with a gap between. */
 const REQUESTS = 132;

@@ -1,16 +1,24 @@
 // The same call for a terminal or a program; the key stands in the environment, not in the text.
+import { html } from "../../lib.js";
+import { param, setParams } from "../../place.js";
+import { Code, Segmented } from "../../ui.js";
 
-const origin = () => location.origin;
+/** A request as code, in the language that the address names. @param {{request: import("./talk.js").Request}} props */
+export function Snippet({ request }) {
+  const shown = param("code") === "python" ? "python" : "curl";
+  return html`<${Segmented} label="Language" value=${shown} onChange=${(code) => setParams({ code }, { replace: true })} options=${[["curl", "curl"], ["python", "Python (openai)"]]} />
+    <${Code} text=${shown === "curl" ? asCurl(request) : asPython(request)} label=${shown === "curl" ? "As curl" : "As Python"} />`;
+}
 
 /** @param {import("./talk.js").Request} request */
-export function asCurl({ path, tenant, body }) {
+function asCurl({ path, tenant, body }) {
   const query = tenant ? `?tenant=${encodeURIComponent(tenant)}` : "";
   const json = JSON.stringify(body, null, 2).replaceAll("'", "'\\''");
-  return [`curl ${quoted(`${origin()}${path}${query}`)} \\`, `  -H "Authorization: Bearer $WEFT_KEY" \\`, `  -H "Content-Type: application/json" \\`, `  -d '${json}'`].join("\n");
+  return [`curl ${quoted(`${location.origin}${path}${query}`)} \\`, `  -H "Authorization: Bearer $WEFT_KEY" \\`, `  -H "Content-Type: application/json" \\`, `  -d '${json}'`].join("\n");
 }
 
 /** For the package `openai`. @param {import("./talk.js").Request} request */
-export function asPython({ path, tenant, body }) {
+function asPython({ path, tenant, body }) {
   const isChat = path.endsWith("/chat/completions");
   const given = Object.entries(body).map(([name, value]) => `    ${name}=${python(value, "    ")},`);
   return [
@@ -19,7 +27,7 @@ export function asPython({ path, tenant, body }) {
     "from openai import OpenAI",
     "",
     "client = OpenAI(",
-    `    base_url=${python(`${origin()}/v1`)},`,
+    `    base_url=${python(`${location.origin}/v1`)},`,
     `    api_key=os.environ["WEFT_KEY"],`,
     ...(tenant ? [`    default_query={"tenant": ${python(tenant)}},`] : []),
     ")",

@@ -8,32 +8,16 @@ const PACE_MS = 20;
 
 /**
  * @typedef {{prompt: string, request: Request, text: string, state: "waiting"|"coming"|"done"|"stopped"|"failed",
- *   adapter: string|null, residency: string|null, ttftS: number|null, pace: number|null, usage: object|null,
- *   finish: string|null, error: ApiError|null}} Exchange
+ *   adapter?: string|null, residency?: string|null, ttftS?: number, pace?: number, usage?: object,
+ *   finish?: string, error?: ApiError}} Exchange
  * @typedef {{path: string, tenant: string|null, body: object}} Request
  */
-
-/** What is sent for a prompt, after the exchanges that went well. @returns {Request} */
-export function requestOf({ model, tenant, mode, system, prompt, maxTokens, temperature, seed }, exchanges = []) {
-  const number = (text) => (text === "" || text === null ? undefined : Number(text));
-  const shared = { model, max_tokens: number(maxTokens), temperature: number(temperature), seed: number(seed) };
-  const kept = Object.fromEntries(Object.entries(shared).filter(([, value]) => value !== undefined));
-  if (mode === "completion") return { path: "/v1/completions", tenant, body: { ...kept, prompt } };
-  const before = exchanges.filter((one) => one.text && (one.state === "done" || one.state === "stopped"));
-  const messages = [
-    ...(system ? [{ role: "system", content: system }] : []),
-    ...before.flatMap((one) => [{ role: "user", content: one.prompt }, { role: "assistant", content: one.text }]),
-    { role: "user", content: prompt },
-  ];
-  return { path: "/v1/chat/completions", tenant, body: { ...kept, messages } };
-}
 
 export function makeTalk() {
   /** @type {import("../../lib.js").Signal<Exchange[]>} */
   const exchanges = signal([]);
   const isBusy = signal(false);
   let aborter = null;
-
   const change = (fields) => (exchanges.value = [...exchanges.value.slice(0, -1), { ...exchanges.value.at(-1), ...fields }]);
 
   async function ask(prompt, request) {
@@ -41,8 +25,7 @@ export function makeTalk() {
     aborter = new AbortController();
     const own = aborter;
     isBusy.value = true;
-    const begun = { prompt, request, text: "", state: "waiting", adapter: null, residency: null, ttftS: null, pace: null, usage: null, finish: null, error: null };
-    exchanges.value = [...exchanges.value, begun];
+    exchanges.value = [...exchanges.value, { prompt, request, text: "", state: "waiting" }];
     try {
       await take(request, own.signal, (fields) => own === aborter && change(fields));
     } catch (error) {
@@ -54,9 +37,7 @@ export function makeTalk() {
     }
   }
 
-  function stop() {
-    aborter?.abort();
-  }
+  const stop = () => aborter?.abort();
 
   function clear() {
     stop();
@@ -81,23 +62,18 @@ async function take({ path, tenant, body }, signal, tell) {
   let first = null;
   let firstTokens = 0;
   let shown = 0;
-  const show = () => {
-    shown = performance.now();
-    tell({ ...fields });
-  };
-  let isWhole = false;
   try {
-    for await (const { data } of eventsOf(response)) {
+    for await (const data of eventsOf(response)) {
       if (data === "[DONE]") {
-        isWhole = true;
-        break;
+        fields.state = "done";
+        return;
       }
       const chunk = JSON.parse(data);
       if (chunk.error) throw new ApiError(500, { ...chunk.error, requestId: response.headers.get("x-request-id") });
       const [choice] = chunk.choices;
       fields.text += choice?.delta?.content ?? choice?.text ?? "";
-      fields.finish = choice?.finish_reason ?? fields.finish ?? null;
-      fields.usage = chunk.usage ?? fields.usage ?? null;
+      fields.finish = choice?.finish_reason ?? fields.finish;
+      fields.usage = chunk.usage ?? fields.usage;
       const now = performance.now();
       const tokens = fields.usage?.completion_tokens ?? 0;
       if (first === null && tokens > 0) {
@@ -106,11 +82,13 @@ async function take({ path, tenant, body }, signal, tell) {
       } else if (first !== null && tokens > firstTokens && choice && now - first > PACE_MS) {
         fields.pace = ((tokens - firstTokens) * 1000) / (now - first);
       }
-      if (now - shown > SHOW_MS) show();
+      if (now - shown > SHOW_MS) {
+        shown = now;
+        tell({ ...fields });
+      }
     }
   } finally {
-    show();
+    tell({ ...fields });
   }
-  if (!isWhole) throw broken();
-  tell({ state: "done" });
+  throw broken();
 }

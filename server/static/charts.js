@@ -50,9 +50,8 @@ export const Grid = ({ ticks, x: [left, right], y, format }) =>
  * @param {{places: {at: number, label: string, title: string}[], label: string, said: string, height: number,
  *   margin: {top: number, right: number, bottom: number, left: number}, ticks: number[], format: (tick: number) => unknown,
  *   draw: (scales: {x: (at: number) => number, y: (value: number) => number, step: number, width: number}) => unknown,
- *   reach?: number, rowsAt: (at: number) => {label: string, colour?: string, value: string}[]}} props `draw` gives the shapes, `x` being the
- *   middle of a place; `rowsAt` is what is told of the place that is pointed at; `reach` is the height
- *   that can be pointed at, in pixels.
+ *   reach?: number, rowsAt: (at: number) => {label: string, colour?: string, value: string}[]}} props `draw` gives the shapes; `x` is the
+ *   middle of a place. `rowsAt` gives the rows of the tip. `reach` is the height in pixels in which the pointer opens the tip.
  */
 export function TimeChart({ places, label, said, height, margin, ticks, format, draw, rowsAt, reach = height - margin.top - margin.bottom }) {
   const box = useRef(null);

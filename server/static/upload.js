@@ -83,7 +83,7 @@ addEventListener("beforeunload", (event) => isUnderWay() && event.preventDefault
 /**
  * @param {{given: import("./upload_files.js").Found[], name: string, tenant: string|null, known: object[], isOver: boolean,
  *   onAgain: () => void, onClose: () => void}} props
- *   `given` was dropped on the page; `name` of the adapter that gets a version; `known` adapters, whose next versions these may be.
+ *   `given`: files dropped on the page; `name`: the adapter that gets a version; `known`: the adapters that may get one.
  */
 export function UploadDialog({ given, name, tenant, known, isOver, onAgain, onClose }) {
   const state = job.value;

@@ -103,6 +103,27 @@ def test_the_menu_of_a_phone_opens_by_keyboard_and_closes_on_the_next_page(
         expect(menu).to_have_attribute("aria-expanded", "false")
 
 
+def test_a_new_tenant_is_told_how_to_begin(page: Page, server: WeftServer) -> None:
+    server.tenant("newcomer")
+    sign_in(page, server.tenants["newcomer"])
+    main = page.get_by_role("main")
+    expect(main).to_contain_text("No requests in this range.")
+    expect(main).to_contain_text("weft adapter push ./my-adapter")
+    expect(page.locator("[data-stat=Requests]")).to_contain_text("nothing before to compare with")
+    main.get_by_role("link", name="Adapters").click()
+    expect(main).to_contain_text("No adapters yet.")
+    expect(page.get_by_label("Upload with weft")).to_contain_text("weft adapter push ./my-adapter --name support")
+    expect(page.get_by_label("Upload with curl")).to_contain_text(f"curl {server.url}/v1/adapters")
+    main.get_by_role("button", name="Upload an adapter").click()
+    expect(page.get_by_role("dialog")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    page.goto("/usage?status=error")
+    page.get_by_role("button", name="Clear the filters").first.click()
+    expect(page.get_by_text("No usage in this range.").first).to_be_visible()
+    assert "status" not in page.url
+
+
 def test_a_page_that_is_none_says_so(admin: Page) -> None:
     admin.evaluate("import('/static/place.js').then(({ open }) => open('/nowhere'))")
     expect(admin.get_by_text("There is no such page.")).to_be_visible()

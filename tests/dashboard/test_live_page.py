@@ -94,15 +94,8 @@ def crowded(engine: dict[str, Any]) -> dict[str, Any]:
         "customer-001": {"wait_s": 3.0, "refused": {"engine_overloaded": 3, "deadline.queue": 2}},
     }
     reasons = {"NEW": 2988 + 150, "NO_PAGES": 50, "LOADING": 1, "FORK": 1, "NO_ROOM": 1, "SOMETHING": 1}
-    return {
-        **engine,
-        "tenants": tenants,
-        "admission": admission,
-        "running": 68,
-        "base_running": 5,
-        "waiting": 2988 + 204,
-        "waiting_reasons": reasons,
-    }
+    sums = {"running": 68, "base_running": 5, "waiting": 2988 + 204, "waiting_reasons": reasons}
+    return {**engine, **sums, "tenants": tenants, "admission": admission}
 
 
 def stat(page: Page, label: str) -> str:
@@ -112,11 +105,6 @@ def stat(page: Page, label: str) -> str:
 def milliseconds(value: float) -> str:
     """A time below a second as the page shows it."""
     return f"{value * 1000:.1f} ms" if value < 0.0995 else f"{round(value * 1000)} ms"
-
-
-def resident(engine: dict[str, Any], name: str) -> dict[str, Any]:
-    (found,) = [one for one in engine["residents"] if any(f"/{name}@" in adapter for adapter in one["adapters"])]
-    return dict(found)
 
 
 def show_live(page: Page, path: str = "/live") -> None:
@@ -239,7 +227,7 @@ def test_a_map_of_thousands_of_pages_is_a_few_shapes(page: Page, server: WeftSer
 
 
 def test_an_entry_of_the_legend_lights_its_cells_and_stays_chosen(page: Page, server: WeftServer) -> None:
-    haiku = resident(server.engine(), "haiku")
+    haiku = server.tenant("atelier").get("/v1/adapters/haiku").json()
     show_live(page)
     page.locator(f'[data-entry="{haiku["digest"]}"]').click()
     page.mouse.move(0, 0)
@@ -273,10 +261,10 @@ def broken_stream(watched: tuple[Page, Watch], server: WeftServer) -> Iterator[N
     page, watch = watched
     last = f"retry: 200\ndata: {json.dumps(server.engine())}\n\n"
     bodies = [last]
-    mended = threading.Event()
+    is_back = threading.Event()
 
     def answer(route: Route) -> None:
-        if mended.is_set():
+        if is_back.is_set():
             route.fallback()
         elif bodies:
             route.fulfill(body=bodies.pop(), content_type="text/event-stream")
@@ -288,7 +276,7 @@ def broken_stream(watched: tuple[Page, Watch], server: WeftServer) -> Iterator[N
     expect(page.get_by_role("alert")).to_contain_text("The connection broke.")
     expect(page.locator('[data-state="broken"]')).to_be_visible()
     yield
-    mended.set()  # taking the route away could meet a request that is on its way through it
+    is_back.set()  # taking the route away could meet a request that is on its way through it
     watch.said = [said for said in watch.said if "net::ERR_CONNECTION_REFUSED" not in said]
 
 

@@ -3,77 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
+from datetime import UTC, datetime
 
 import pytest
 from playwright.sync_api import Browser, expect
 
 from browser import sign_in, wait_until_shown, watched_page
-from registry_samples import facts, publish_version, usage_event
-from usage_history import insert_usage
-from weft.registry.registry import Registry
+from many_usage import ADAPTERS, DAYS, PATHS, fill
 from weft_server import ADMIN_KEY, WeftServer, weft_server
 
-TENANTS, ADAPTERS, EVENTS, DAYS = 20, 500, 10_000, 90
+EVENTS = 10_000
 MOST_REQUESTS, MOST_BYTES, MOST_ROWS = 10, 600_000, 101
-PATHS = (
-    "/?range=90d",
-    "/usage?range=90d&group=adapter",
-    "/usage?range=90d&group=tenant&tz=America/New_York",
-    "/adapters?range=90d",
-    "/adapters/adapter-03-07?tenant=tenant-03&range=90d",
-    "/live",
-    "/playground",
-    "/tenants?range=90d",
-    "/tenants/tenant-03?range=90d",
-    "/audit",
-)
-"""Pages that show all of it, or much."""
 ASKED = """() => {
     const asked = performance.getEntriesByType("resource").filter((each) => each.name.includes("/v1/"));
     return [asked.length, asked.reduce((sum, each) => sum + each.decodedBodySize, 0)];
 }"""
 
 
-async def fill(data_dir: Path) -> None:
-    """Make the folder's database, with events that ended in the last three months."""
-    registry = await Registry.open(None, data_dir, ADMIN_KEY)
-    rng, now = random.Random(20), datetime.now(UTC)
-    owned: list[dict[str, str]] = []
-    try:
-        for tenant in range(TENANTS):
-            owner = await registry.tenants.create_tenant(f"tenant-{tenant:02}")
-            key, _ = await registry.keys.create_key(owner.name, "app")
-            for number in range(ADAPTERS // TENANTS):
-                name = f"adapter-{tenant:02}-{number:02}"
-                adapter, _, _ = await publish_version(registry, owner.id, name, facts(name))
-                ids = {"tenant_id": owner.id, "key_id": key.id, "adapter_id": adapter.id}
-                owned.append({"tenant": owner.name, "adapter": name, **ids})
-    finally:
-        await registry.close()
-    events = [
-        usage_event(
-            f"use_{number:08}",
-            at=now - timedelta(seconds=rng.random() * (DAYS * 86_400 - 60)),
-            status=rng.choice(("stop", "stop", "stop", "length", "aborted", "error")),
-            prompt_tokens=rng.randrange(20, 800),
-            **rng.choice(owned),
-        )
-        for number in range(EVENTS)
-    ]
-    await insert_usage(data_dir, events)
-
-
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
     folder = tmp_path_factory.mktemp("many")
     with ThreadPoolExecutor(1) as own_loop:  # the browser's driver holds this thread's
-        own_loop.submit(asyncio.run, fill(folder / "data")).result()
+        own_loop.submit(asyncio.run, fill(folder / "data", ADMIN_KEY, datetime.now(UTC), EVENTS)).result()
     with weft_server(folder, "--served-model-name", "weft-demo", WEFT_MEMORY__POISON="false") as running:
         yield running
 

@@ -1,4 +1,4 @@
-"""The overview shows the figures of the API, of whoever looks, and what to do where there are none."""
+"""The overview shows the figures of the API for the one who is signed in, and what to do where there are none."""
 
 from __future__ import annotations
 
@@ -162,13 +162,3 @@ def test_a_request_shows_itself_soon(page: Page, server: WeftServer) -> None:
     server.ask("harbour", "pirate", "Where is my order?")
     page.clock.fast_forward("00:16")
     expect(stat(page, "Requests").locator(f'[data-exact="{before + 1:.0f}"]')).to_be_visible()
-
-
-def test_a_new_tenant_is_told_how_to_begin(page: Page, server: WeftServer) -> None:
-    server.tenant("ledger-new")
-    sign_in(page, server.tenants["ledger-new"])
-    main = page.get_by_role("main")
-    expect(main).to_contain_text("No requests in this range.")
-    expect(main).to_contain_text("weft adapter push ./my-adapter")
-    expect(main.get_by_role("link", name="Adapters")).to_have_attribute("href", "/adapters")
-    expect(stat(page, "Requests")).to_contain_text("nothing before to compare with")

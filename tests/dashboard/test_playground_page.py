@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, Request, Response, Route, expect
 
 from browser import Watch, sign_in, watched_page
+from idleness import wait_until
 from long_model import LONG_ANSWER, long_model
 from weft.config import environment
 from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, expected_answers, weft_server
@@ -137,13 +137,13 @@ def go_on(route: Route) -> None:
 
 def event_of(server: WeftServer, response: Response) -> dict[str, Any]:
     """What the ledger has of this request, once it has it: it is recorded after the client has left."""
-    request_id, deadline = response.headers["x-request-id"], time.monotonic() + 60
-    while time.monotonic() < deadline:
-        for event in server.tenant("harbour").get("/v1/usage/events", params={"limit": 10_000}).json()["data"]:
-            if event["request_id"] == request_id:
-                return dict(event)
-        time.sleep(0.05)
-    raise AssertionError(f"{request_id} is not in the ledger")
+
+    def found() -> list[dict[str, Any]]:
+        events = server.tenant("harbour").get("/v1/usage/events", params={"limit": 10_000}).json()["data"]
+        return [event for event in events if event["request_id"] == response.headers["x-request-id"]]
+
+    wait_until(found)
+    return found()[0]
 
 
 @pytest.mark.parametrize("button", ["Stop all", "Stop pirate"])
@@ -171,24 +171,23 @@ def _asks(response: Response, model: str) -> bool:
     return response.request.method == "POST" and bool(_body(response.request)["model"] == model)
 
 
+def run_shown(page: Page, model: str, server: WeftServer, key: str, folder: Path) -> list[str]:
+    """What the calls shown for this model answer, first by curl, then by Python."""
+    curl = f'curl() {{ command curl -sS --fail-with-body "$@"; }}; {code(page, model, "curl")}'
+    assert key not in curl
+    script = folder / f"call_{model}.py"  # not json.py, which the script would import
+    script.write_text(code(page, model, "Python (openai)"))
+    by_curl = json.loads(run(["bash", "-c", curl], server, key))["choices"][0]["message"]["content"]
+    return [by_curl.strip(), run([sys.executable, str(script)], server, key).strip()]
+
+
 def test_the_shown_calls_run_and_answer_the_same(page: Page, server: WeftServer, tmp_path: Path) -> None:
     sign_in(page, server.tenants["harbour"], address("pirate", "json", more="seed=3&max_tokens=40"))
     ask(page, "What's \"$HOME\"?\nIt's \\ mine, ça va")
-    key = server.tenants["harbour"]
     for model in ("pirate", "json"):
-        text = answered(page, model).locator("[data-answer]").inner_text()
-        curl = code(page, model, "curl")
-        assert key not in curl
-        assert '"seed": 3' in curl
-        answer = run(["bash", "-c", f'curl() {{ command curl -sS --fail-with-body "$@"; }}; {curl}'], server, key)
-        assert _content(answer).strip() == text.strip()
-        script = tmp_path / f"call_{model}.py"  # not json.py, which the script would import
-        script.write_text(code(page, model, "Python (openai)"))
-        assert run([sys.executable, str(script)], server, key).strip() == text.strip()
-
-
-def _content(answer: str) -> str:
-    return str(json.loads(answer)["choices"][0]["message"]["content"])
+        text = answered(page, model).locator("[data-answer]").inner_text().strip()
+        assert run_shown(page, model, server, server.tenants["harbour"], tmp_path) == [text, text]
+        assert '"seed": 3' in code(page, model, "curl")
 
 
 def test_an_admin_acts_for_the_chosen_tenant(page: Page, server: WeftServer, tmp_path: Path) -> None:
@@ -198,12 +197,8 @@ def test_an_admin_acts_for_the_chosen_tenant(page: Page, server: WeftServer, tmp
     ask(page, QUESTION)
     answered(page, "french", ANSWERS["french"])
     assert last_event(server, "french", "atelier")["status"] == "stop"
-    curl = code(page, "french", "curl")
-    assert "?tenant=atelier" in curl
-    assert _content(run(["bash", "-c", curl], server, ADMIN_KEY)) == ANSWERS["french"]
-    script = tmp_path / "call.py"
-    script.write_text(code(page, "french", "Python (openai)"))
-    assert run([sys.executable, str(script)], server, ADMIN_KEY).strip() == ANSWERS["french"]
+    assert "?tenant=atelier" in code(page, "french", "curl")
+    assert run_shown(page, "french", server, ADMIN_KEY, tmp_path) == [ANSWERS["french"]] * 2
 
 
 def test_an_admin_of_all_tenants_names_them(page: Page) -> None:

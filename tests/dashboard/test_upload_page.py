@@ -125,7 +125,7 @@ def test_a_folder_names_the_adapter_and_what_is_deeper_is_left(page: Page, serve
     expect(dialog.get_by_role("heading", name="my-adapter version 1 is ready")).to_be_visible()
 
 
-def test_a_bad_adapter_gets_a_numbered_report_and_is_sent_again_mended(
+def test_a_bad_adapter_gets_a_numbered_report_and_is_sent_again_corrected(
     watched: tuple[Page, Watch], server: WeftServer
 ) -> None:
     page, watch = watched
@@ -133,7 +133,7 @@ def test_a_bad_adapter_gets_a_numbered_report_and_is_sent_again_mended(
     tensors = {**q_and_v(demo_ready().base), "base_model.model.lm_head.weight": tensor((8, 64))}
     bad = Upload(config_bytes(use_dora=True, fan_in_fan_out=True), weights_bytes(tensors))
     sign_in(page, server.tenants[OWNER], "/adapters")
-    dialog = choose(page, payloads(bad), "mended")
+    dialog = choose(page, payloads(bad), "corrected")
     send(dialog)
     expect(dialog.get_by_text("3 things are wrong with it. Nothing was stored.")).to_be_visible()
     findings = dialog.locator("ol.findings > li")
@@ -141,12 +141,12 @@ def test_a_bad_adapter_gets_a_numbered_report_and_is_sent_again_mended(
     expect(findings.nth(0)).to_contain_text("Hint: Set it to false for linear layers.")
     expect(findings.nth(1)).to_contain_text("use_dora")
     expect(findings.nth(2)).to_contain_text("base_model.model.lm_head.weight")
-    assert server.tenant(OWNER).get("/v1/adapters/mended").status_code == 404
+    assert server.tenant(OWNER).get("/v1/adapters/corrected").status_code == 404
     dialog.get_by_role("button", name="Change it and send again").click()
     dialog.get_by_label("Choose the two files").set_input_files(payloads(small(lora_alpha=11)))
-    expect(dialog.get_by_label("Name", exact=True)).to_have_value("mended")
+    expect(dialog.get_by_label("Name", exact=True)).to_have_value("corrected")
     send(dialog)
-    expect(dialog.get_by_role("heading", name="mended version 1 is ready")).to_be_visible()
+    expect(dialog.get_by_role("heading", name="corrected version 1 is ready")).to_be_visible()
 
 
 def test_the_next_version_is_not_current_unless_wished(page: Page, server: WeftServer) -> None:
@@ -234,19 +234,6 @@ def test_a_slow_upload_goes_on_in_the_background_and_is_cancelled(page: Page, se
     expect(page.get_by_role("dialog").get_by_role("heading", name="Upload an adapter")).to_be_visible()
     network.send("Network.emulateNetworkConditions", {**slow, "uploadThroughput": -1})
     assert server.tenant(OWNER).get("/v1/adapters/slow").status_code == 404
-
-
-def test_the_empty_page_says_how_to_begin(page: Page, server: WeftServer) -> None:
-    server.tenant("newcomer")
-    sign_in(page, server.tenants["newcomer"], "/adapters")
-    main = page.get_by_role("main")
-    expect(main).to_contain_text("No adapters yet.")
-    expect(page.get_by_label("Upload with weft")).to_contain_text("weft adapter push ./my-adapter --name support")
-    expect(page.get_by_label("Upload with curl")).to_contain_text(f"curl {server.url}/v1/adapters")
-    main.get_by_role("button", name="Upload an adapter").click()
-    expect(page.get_by_role("dialog")).to_be_visible()
-    page.keyboard.press("Escape")
-    expect(page.get_by_role("dialog")).to_have_count(0)
 
 
 def test_the_window_works_by_keyboard_on_a_phone(browser: Browser, server: WeftServer) -> None:

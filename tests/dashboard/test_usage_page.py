@@ -266,7 +266,7 @@ def test_json_and_events_are_files_too(signed_in: Page, server: WeftServer, hist
     ]
 
 
-def test_keys_have_names_for_admins_and_for_whoever_has_one(
+def test_keys_have_names_for_admins_and_for_their_own_tenant(
     signed_in: Page, page: Page, server: WeftServer, history: History
 ) -> None:
     show(signed_in, group="key")
@@ -307,16 +307,6 @@ def test_a_tenant_sees_itself_only(page: Page, server: WeftServer, history: Hist
     expect(opener_of(page, "Adapter")).to_have_count(1)
     assert shown_figures(total(page)) == figures(history.usage(server.tenant(SOUTH))["totals"])
     expect(page.get_by_role("main")).not_to_contain_text(NORTH)
-
-
-def test_nothing_used_and_nothing_found_say_what_to_do(page: Page, server: WeftServer, history: History) -> None:
-    server.tenant("ledger-idle")
-    sign_in(page, server.tenants["ledger-idle"], "/usage")
-    expect(page.get_by_text("No usage in this range.").first).to_be_visible()
-    page.goto("/usage?status=error")
-    page.get_by_role("button", name="Clear the filters").first.click()
-    expect(page.get_by_text("No usage in this range.").first).to_be_visible()
-    assert "status" not in chosen(page)
 
 
 def test_a_refusal_is_told_and_nothing_old_stays(

@@ -87,7 +87,8 @@ async def insert_usage(data_dir: Path, events: list[UsageEvent]) -> None:
     database = await Database.open(None, data_dir)
     try:
         async with database.write() as session:
-            await insert_events(session, events)
+            for first in range(0, len(events), 5_000):
+                await insert_events(session, events[first : first + 5_000])
     finally:
         await database.close()
 

@@ -13,8 +13,8 @@ const PLACES = { device: "Device", host: "Host", stored: "Stored", pinned: "Pinn
 
 export default function AdaptersPage() {
   const tenant = param("tenant");
-  const whose = isAdmin() ? (tenant ?? "*") : undefined;
-  const list = useApi("/v1/adapters", { tenant: whose, limit: 1000 }, { all: true, everyS: 5 });
+  const shown = isAdmin() ? (tenant ?? "*") : undefined;
+  const list = useApi("/v1/adapters", { tenant: shown, limit: 1000 }, { all: true, everyS: 5 });
   const span = { ...spanOf(rangeShown()), tenant, group_by: "tenant,adapter" };
   const usage = useApi(may("usage") ? "/v1/usage" : null, { ...span, limit: 10_000 }, { all: true, everyS: 15 });
   const latency = useApi(may("usage") ? "/v1/usage/latency" : null, span, { everyS: 15 });

@@ -1,4 +1,4 @@
-// Who changed what, newest first.
+// The audit log, newest first.
 import { html, useEffect, useState } from "../lib.js";
 import { call, useApi, useSending } from "../api.js";
 import { param } from "../place.js";

@@ -3,7 +3,7 @@ import { useEffect, useState } from "../../lib.js";
 import { ApiError, call } from "../../api.js";
 
 const EVENTS = "/v1/engine/events";
-/** Where the browser gives up, which it does when the server answers with an error, this page comes again by itself. */
+/** The browser does not reconnect after an answer with an error; this page then connects again after so long. */
 const AGAIN_MS = 5000;
 /** How long back the pages by kind are kept. */
 export const KEPT_MS = 120_000;
@@ -16,7 +16,7 @@ const LATELY_MS = 10_000;
  *   moments: {at: number, pages: Record<string, number>}[]}} Feed
  *   `held` is shown while the page is paused; `problem` is why the engine or the server tells nothing; `restartedAt` is when
  *   another life of the engine was first seen, `heardAt` when the last snapshot came. `moments`: oldest first; the first may
- *   be older than what is kept, since it held until the second.
+ *   be older than `KEPT_MS`, because it held until the second.
  */
 
 /** A feed for as long as a component is shown, and what changes it. @returns {[Feed, (fields: object) => void]} */
@@ -41,7 +41,7 @@ function listen(update, change) {
     source.addEventListener("engine_error", (event) => change({ state: "live", problem: new ApiError(503, JSON.parse(event.data).error) }));
     source.onerror = () => {
       change({ state: "broken" });
-      if (source.readyState === EventSource.CLOSED) comeAgain();
+      if (source.readyState === EventSource.CLOSED) reconnect();
     };
   }
 
@@ -67,7 +67,7 @@ function listen(update, change) {
   }
 
   /** Find out why the server refuses; where the session has ended, the call itself leads to the sign-in. */
-  function comeAgain() {
+  function reconnect() {
     close();
     call("GET", "/v1/me").then(() => change({ problem: null }), (problem) => change({ problem }));
     timer = setTimeout(open, AGAIN_MS);

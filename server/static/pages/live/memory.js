@@ -96,10 +96,10 @@ function Cells({ snapshot, cells, lit, onPoint, entries }) {
 
 function CellTip({ cell, use, x, y, width, pitch, perCell, resident }) {
   const style = { top: `${y + pitch + 6}px`, ...(x > width / 2 ? { right: `${width - x - pitch}px` } : { left: `${x}px` }) };
-  const whose = resident ? nameOf(resident.digest, resident.adapters) : use.kind === "adapter" ? "being loaded" : use.kind === "kv" || use.kind === "prefix" ? "of the base model" : "";
+  const owner = resident ? nameOf(resident.digest, resident.adapters) : use.kind === "adapter" ? "being loaded" : use.kind === "kv" || use.kind === "prefix" ? "of the base model" : "";
   const from = cell * perCell + 1;
   return html`<div class="tip" style=${style}><strong>${use.kind === "adapter" ? "Adapter's weights" : KINDS[use.kind].label}</strong>
-    ${whose && html`<div>${whose}</div>`}<div class="quiet">${perCell > 1 ? `pages ${from}–${from + perCell - 1}` : `page ${from}`}</div></div>`;
+    ${owner && html`<div>${owner}</div>`}<div class="quiet">${perCell > 1 ? `pages ${from}–${from + perCell - 1}` : `page ${from}`}</div></div>`;
 }
 
 const swatchOf = (entry) => (entry.kind === "adapter" && entry.digests.length === 1 ? adapterColour(entry.digests[0]) : entry.kind === "adapter" ? "a-any" : `k-${entry.kind}`);

@@ -1,5 +1,5 @@
 // What an engine's snapshot says of the pool: the colours of adapters, the map's layers and the legend's entries.
-/** The first of them are told apart at a glance; the others come when those are taken. */
+/** The first colours differ most; the others are used when those are taken. */
 const COLOURS = 14;
 const FIRST_COLOURS = 8;
 
@@ -95,6 +95,6 @@ function entry(residents, key, label) {
   return { key, kind: "adapter", label, title: "weights; its KV cache is highlighted too", pages, digests: residents.map((one) => one.digest) };
 }
 
-/** Whether an entry of the legend means what a cell is used for. @param {object|undefined} resident Whose the cell is. */
+/** Whether an entry of the legend stands for a use of cells. @param {object|undefined} resident The adapter in the slot of the cells. */
 export const isMeant = (entry, use, resident) =>
   entry.kind === "adapter" ? resident !== undefined && entry.digests.includes(resident.digest) : entry.kind === use.kind;

@@ -1,0 +1,65 @@
+"""A data folder as after three months: 20 tenants with 500 adapters, and their usage."""
+
+from __future__ import annotations
+
+import random
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from registry_samples import facts, publish_version, usage_event
+from usage_history import insert_usage
+from weft.registry.registry import Registry
+
+TENANTS, ADAPTERS, DAYS = 20, 500, 90
+PATHS = (
+    "/?range=90d",
+    "/usage?range=90d&group=adapter",
+    "/usage?range=90d&group=tenant&tz=America/New_York",
+    "/adapters?range=90d",
+    "/adapters/adapter-03-07?tenant=tenant-03&range=90d",
+    "/live",
+    "/playground",
+    "/tenants?range=90d",
+    "/tenants/tenant-03?range=90d",
+    "/audit",
+)
+"""Pages of the dashboard that show all of it, or much."""
+STATUSES = ("stop",) * 80 + ("length",) * 15 + ("aborted",) * 3 + ("error",) * 2
+STATES = ("device",) * 8 + ("host", "stored")
+
+
+async def fill(data_dir: Path, admin_key: str, now: datetime, events: int = 100_000) -> None:
+    """Make the folder's database with so many events, the newest of which ended before `now`."""
+    registry = await Registry.open(None, data_dir, admin_key)
+    owned: list[dict[str, str]] = []
+    try:
+        for tenant in range(TENANTS):
+            owner = await registry.tenants.create_tenant(f"tenant-{tenant:02}")
+            key, _ = await registry.keys.create_key(owner.name, "app")
+            for number in range(ADAPTERS // TENANTS):
+                name = f"adapter-{tenant:02}-{number:02}"
+                adapter, version, _ = await publish_version(registry, owner.id, name, facts(name))
+                ids = {"tenant_id": owner.id, "key_id": key.id, "adapter_id": adapter.id}
+                owned.append({**ids, "tenant": owner.name, "adapter": name, "adapter_digest": version.digest})
+    finally:
+        await registry.close()
+    rng = random.Random(20)
+    popular = rng.sample(owned, len(owned))
+    weights = [1 / (rank + 1) ** 0.7 for rank in range(len(owned))]
+    await insert_usage(
+        data_dir,
+        [
+            usage_event(
+                f"use_{number:08}",
+                at=now - timedelta(seconds=rng.random() * (DAYS * 86_400 - 60)),
+                request_id=f"req-{number}",
+                status=rng.choice(STATUSES),
+                prompt_tokens=rng.randrange(20, 800),
+                completion_tokens=rng.randrange(1, 400),
+                ttft_s=rng.lognormvariate(-2, 0.8),
+                adapter_state=rng.choice(STATES),
+                **rng.choices(popular, weights)[0],
+            )
+            for number in range(events)
+        ],
+    )

@@ -138,15 +138,18 @@ class KernelBench:
         slots = torch.arange(1, rows + 1, device=self.device) * geometry.page_tokens
         logits = torch.randn(rows, VOCAB_SIZE, device=self.device)
         greedy = [RowSampling(temperature=0.0)] * rows
-        return [
-            Work("add and norm", lambda _: kernels.fused_add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes),
-            Work("SiLU and product", lambda _: kernels.silu_and_mul(gate_up), gate_up.nbytes * 3 // 2),
+        single = [
             Work("rope", lambda _: kernels.rope(q, k, cos, sin), 2 * (q.nbytes + k.nbytes)),
             Work(
                 "KV write",
                 lambda call: kernels.kv_write(k, v, *self.arena.kv(call % self.num_layers), slots),
                 2 * (k.nbytes + v.nbytes),
             ),
+        ]
+        return [
+            Work("add and norm", lambda _: kernels.fused_add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes),
+            Work("SiLU and product", lambda _: kernels.silu_and_mul(gate_up), gate_up.nbytes * 3 // 2),
+            *(single if kernels.attend is None else ()),  # else no step calls them
             Work("greedy sampling", lambda _: kernels.sample(logits, greedy), logits.nbytes),
         ]
 

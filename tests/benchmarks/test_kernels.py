@@ -31,7 +31,11 @@ def test_every_operation_is_timed_beside_its_floor(
     assert main("kernels", ["--model", "small", "--device", "cpu", "--rows", "2,8", "--json", str(path)]) == 0
     operations = json.loads(path.read_text())["operations"]
     assert all(found["us"] > 0 and found["floor_us"] > 0 for found in operations.values())
-    for name in ("rope, 2 rows", "attention, context 1024, 8 rows", "LoRA gate_up, 8 rows, 8 of ranks 8 to 64"):
+    for name in (
+        "SiLU and product, 2 rows",
+        "attention, context 1024, 8 rows",
+        "LoRA gate_up, 8 rows, 8 of ranks 8 to 64",
+    ):
         assert name in operations
     assert "LoRA qkv, 2 rows, 8 of rank 8" not in operations, "there are not rows enough for all adapters"
     assert capsys.readouterr().out.splitlines()[-1].startswith('{"benchmark": "kernels"')

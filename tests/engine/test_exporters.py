@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from exporters import PROMPT, REFUSED, SERVED, fresh_base, logits
-from tiny_models import TINY_VOCAB_SIZE, make_model
+from exporters import PROMPT, REFUSED, SERVED, logits
+from tiny_models import TINY_VOCAB_SIZE, load_reference, make_model
 from weft import LLM
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.checkpoint.folder import adapter_files
@@ -60,8 +60,8 @@ def logprobs(llm: LLM, adapter: Path | None) -> torch.Tensor:
 @pytest.mark.parametrize("name", SERVED)
 def test_what_is_served_equals_peft(name: str, model: Path, llm: LLM, base: BaseShape, tmp_path: Path) -> None:
     case = SERVED[name]
-    truth = case.make(fresh_base(model), tmp_path)
-    own = logits(fresh_base(model))
+    truth = case.make(load_reference(model), tmp_path)
+    own = logits(load_reference(model))
     assert ((truth - own).abs().max() > 0.1) == (name != "untrained")
     torch.testing.assert_close(logprobs(llm, tmp_path), truth[:-1].log_softmax(dim=-1), rtol=TOLERANCE, atol=TOLERANCE)
     report = read(tmp_path, base).report
@@ -78,7 +78,7 @@ def test_what_is_served_equals_peft(name: str, model: Path, llm: LLM, base: Base
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_served_is_refused_with_the_hint(name: str, model: Path, base: BaseShape, tmp_path: Path) -> None:
     case = REFUSED[name]
-    case.make(fresh_base(model), tmp_path)
+    case.make(load_reference(model), tmp_path)
     with pytest.raises(AdapterError) as caught:
         read(tmp_path, base)
     assert caught.value.code == case.code
@@ -90,10 +90,10 @@ def test_what_is_not_served_is_refused_with_the_hint(name: str, model: Path, bas
 def test_the_recipe_for_a_pickle_makes_an_adapter_that_is_served(
     model: Path, llm: LLM, base: BaseShape, tmp_path: Path
 ) -> None:
-    REFUSED["a pickle"].make(fresh_base(model), tmp_path)
+    REFUSED["a pickle"].make(load_reference(model), tmp_path)
     with pytest.raises(AdapterError) as caught:
         read_checkpoint((tmp_path / "adapter_config.json").read_bytes(), tmp_path / "adapter_model.bin", base, 64)
     recipe = shlex.split(caught.value.message[caught.value.message.index("python -c") :])
     subprocess.run([sys.executable, *recipe[1:]], cwd=tmp_path, check=True)
-    truth = SERVED["plain"].make(fresh_base(model), tmp_path / "plain")
+    truth = SERVED["plain"].make(load_reference(model), tmp_path / "plain")
     torch.testing.assert_close(logprobs(llm, tmp_path), truth[:-1].log_softmax(dim=-1), rtol=TOLERANCE, atol=TOLERANCE)

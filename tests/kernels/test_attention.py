@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from implementations import BF16, CPU, F16, F32, TORCH, Implementation, num_threads
-from numerics import assert_rows_close, bits
+from numerics import assert_rows_close, bits, turned
 from oracles import ORACLES
 from scattered_kv import DECODE, LAYER, MIXED, AttentionCase, ScatteredKv
 from weft.kernels.native.attention import TASK_ROWS
@@ -161,7 +161,10 @@ def test_results_repeat_bit_by_bit(impl: Implementation, dtype: torch.dtype) -> 
         first = operands.attend(impl.kernels.paged_attention)
     for threads in (1, 2) if impl.is_bitwise else (1,):
         with num_threads(threads):
-            assert all(torch.equal(operands.attend(impl.kernels.paged_attention), first) for _ in range(3))
+            assert all(
+                torch.equal(operands.attend(impl.kernels.paged_attention), first)
+                for _ in range(1 if impl.is_interpreted else 3)
+            )
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -193,16 +196,15 @@ def test_scores_beyond_the_range_of_weights_are_no_error(impl: Implementation, d
 
 
 def test_as_many_requests_as_a_server_has(impl: Implementation) -> None:
-    operands = ScatteredKv(AttentionCase(tuple((1, 3 + index % 7) for index in range(150))), impl.device)
+    operands = ScatteredKv(
+        AttentionCase(tuple((1, 3 + index % 7) for index in range(30 if impl.is_interpreted else 150))), impl.device
+    )
     assert_rows_close(operands.attend(impl.kernels.paged_attention), operands.attend(ORACLES.paged_attention))
 
 
 def test_misfits_are_refused(impl: Implementation) -> None:
     operands = ScatteredKv(AttentionCase(DECODE), impl.device)
     q, k, v = operands.q, operands.k_pages, operands.v_pages
-
-    def turned(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
     for changed, expected in (
         ({"q": q[:4]}, "q: expected at least 5 rows, got 4"),

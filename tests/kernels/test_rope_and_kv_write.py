@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import implementations
 from implementations import BF16, F32, Implementation
-from numerics import assert_rows_close, bits
+from numerics import assert_rows_close, bits, turned
 from oracles import ORACLES
 from weft.kernels.plain.rows import both_halves
 
@@ -100,11 +100,6 @@ def test_a_nan_of_any_bits_stays_one(impl: Implementation) -> None:
     impl.kernels.rope(q, k, nan, nan)
     assert q.isnan().all()
     assert k.isnan().all()
-
-
-def turned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, elements of the last dimension apart."""
-    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
 FUSED, HALF = torch.randn((5, 8, 32)), torch.randn((5, 64))

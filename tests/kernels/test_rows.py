@@ -8,7 +8,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from implementations import BF16, F32, Implementation, num_threads
-from numerics import assert_rows_close, assert_rows_match
+from numerics import assert_rows_close, assert_rows_match, turned
 from oracles import ORACLES
 
 SIZES = pytest.mark.parametrize("size", [2, 7, 16, 24, 100, 896, 2050, 14336])
@@ -16,11 +16,6 @@ GATES = (0.0, -0.0, 1.0, -1.0, 20.0, -20.0, 88.0, -88.0, 104.0, -104.0, 200.0, -
 NOT_FINITE = (float("inf"), float("-inf"), float("nan"))
 NAN = torch.full((1, 32), -1, dtype=torch.int32).view(F32)
 """With all bits set: an instruction makes another NaN, 0x7FC00000."""
-
-
-def turned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, elements of the last dimension apart."""
-    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
 @SIZES

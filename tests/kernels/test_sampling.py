@@ -55,11 +55,11 @@ def draws(
 def test_evenly_spaced_draws_follow_the_exact_distribution(
     vocab_size: int, parameters: Parameters, impl: Implementation
 ) -> None:
-    if impl.is_interpreted and vocab_size >= 5000 and (vocab_size > 5000 or parameters not in FILTERS[-4:]):
+    if impl.is_interpreted and vocab_size != 640 and (vocab_size > 5000 or parameters not in FILTERS[-4:]):
         return  # slow
     logits = logits_of(vocab_size)
     p = probabilities(logits[0], *parameters)
-    count = 5 if impl.is_interpreted else 200
+    count = 3 if impl.is_interpreted else 200
     uniforms = [0.0, *((i + 0.5) / count for i in range(count)), 1 - 2**-24]
     tokens = draws(logits, parameters, uniforms, impl)
     # A draw belongs to the token whose interval of the cumulative distribution holds it, up to rounding at its ends.
@@ -118,7 +118,7 @@ def test_greedy_over_masked_logits() -> None:
 
 
 def test_a_row_does_not_depend_on_the_batch(impl: Implementation) -> None:
-    logits = logits_of(1000 if impl.is_interpreted else 5000, rows=len(FILTERS) + 1).to(impl.device)
+    logits = logits_of(300 if impl.is_interpreted else 5000, rows=len(FILTERS) + 1).to(impl.device)
     rows = [(parameters, 0.37) for parameters in FILTERS] + [(GREEDY, 0.0)]
     together = impl.kernels.sample(logits, sampling_of(rows))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
@@ -131,7 +131,7 @@ def test_a_row_does_not_depend_on_the_batch(impl: Implementation) -> None:
 
 def test_equals_at_the_bound_are_kept_together(impl: Implementation) -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
-    assert set(draws(logits, (1.0, 2, 1.0, 0.0), [i / 50 for i in range(50)], impl).tolist()) == {0, 1, 2, 3}
+    assert set(draws(logits, (1.0, 2, 1.0, 0.0), [i / 12 for i in range(12)], impl).tolist()) == {0, 1, 2, 3}
     assert probabilities(logits[0], 1.0, 2, 1.0, 0.0)[4] == 0
 
 

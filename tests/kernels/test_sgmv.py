@@ -201,7 +201,9 @@ def test_results_repeat_bit_by_bit(impl: Implementation, dtype: torch.dtype) -> 
         first = operands.apply(impl.kernels.sgmv)
     for threads in (1, 2) if impl.is_bitwise else (1,):
         with num_threads(threads):
-            assert all(torch.equal(operands.apply(impl.kernels.sgmv), first) for _ in range(3))
+            assert all(
+                torch.equal(operands.apply(impl.kernels.sgmv), first) for _ in range(1 if impl.is_interpreted else 3)
+            )
 
 
 def test_input_and_output_may_be_slices_of_wider_tensors(impl: Implementation) -> None:

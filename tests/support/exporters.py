@@ -17,9 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import (
-    AdaLoraConfig,
     EvaConfig,
-    LoHaConfig,
     LoraConfig,
     PeftConfig,
     PrefixTuningConfig,
@@ -47,7 +45,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lora_files import MLX_CONFIG
-from tiny_models import ALL_LINEAR, load_reference
+from tiny_models import ALL_LINEAR
 
 Tensors = dict[str, torch.Tensor]
 CONFIG, WEIGHTS, MLX_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapters.safetensors"
@@ -69,8 +67,7 @@ def logits(model: Any) -> torch.Tensor:
 
 def trained(base: Any, config: PeftConfig, name: str = "default", std: float = 0.15) -> Any:
     """PEFT's model of `base` with random LoRA weights; its base is not copied."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with unwarned():
         model = get_peft_model(base, copy.deepcopy(config), adapter_name=name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
@@ -82,8 +79,7 @@ def trained(base: Any, config: PeftConfig, name: str = "default", std: float = 0
 
 def save(model: Any, folder: Path, **options: Any) -> None:
     """PEFT's save_pretrained, of the embedding nothing but what it must."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with unwarned():
         model.save_pretrained(folder, **{"save_embedding_layers": False, **options})
 
 
@@ -136,6 +132,13 @@ def dumped(change: Callable[[Any], Any], config: PeftConfig | None = None, name:
 
 
 @contextmanager
+def unwarned() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
 def process_group(folder: Path) -> Iterator[None]:
     """A process group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{folder / 'group'}", rank=0, world_size=1)
@@ -147,8 +150,7 @@ def process_group(folder: Path) -> Iterator[None]:
 
 def compiled(model: Any) -> Any:
     """What torch.compile makes of a module, which is not run."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with unwarned():
         return torch.compile(model)
 
 
@@ -164,8 +166,7 @@ def _compiled_twice(model: Any) -> Any:
 
 
 def _fsdp(model: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with unwarned():
         sharded = FullyShardedDataParallel(
             model,
             auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
@@ -408,8 +409,7 @@ def _mixture_of_experts(base: Any, folder: Path) -> None:
 def _corda(base: Any, folder: Path) -> None:
     config = lora(init_lora_weights="corda", corda_config=CordaConfig())
     preprocess_corda(base, config, run_model=lambda: base(torch.tensor([PROMPT * 4])))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with unwarned():
         save(get_peft_model(base, config), folder)
 
 
@@ -425,6 +425,7 @@ class Refused:
 
 _FEATURE, _TYPE, _TENSOR = "config.feature_unsupported", "config.peft_type_unsupported", "weights.tensor_not_allowed"
 _RECIPE = "path_initial_model_for_weight_conversion"
+_DROP_BOTH = ("drop embed_tokens and lm_head from target_modules, and retrain.",)
 _VOCABULARY = "without resizing the vocabulary"
 _SPLIT_QKV, _SPLIT_GATE = ("fused", "q_proj, k_proj and v_proj"), ("fused", "gate_proj and up_proj")
 
@@ -448,16 +449,8 @@ REFUSED: dict[str, Refused] = {
     "a head without its config": Refused(
         with_tensor("base_model.model.lm_head.weight", 320, 64), _TENSOR, ("lm_head", "modules_to_save")
     ),
-    "LoRA on the embedding": Refused(
-        saved(lora(target_modules=["embed_tokens", "q_proj"])),
-        _TENSOR,
-        ("drop embed_tokens and lm_head from target_modules, and retrain.",),
-    ),
-    "LoRA on the head": Refused(
-        saved(lora(target_modules=["lm_head", "q_proj"])),
-        _TENSOR,
-        ("drop embed_tokens and lm_head from target_modules, and retrain.",),
-    ),
+    "LoRA on the embedding": Refused(saved(lora(target_modules=["embed_tokens", "q_proj"])), _TENSOR, _DROP_BOTH),
+    "LoRA on the head": Refused(saved(lora(target_modules=["lm_head", "q_proj"])), _TENSOR, _DROP_BOTH),
     "more tokens": Refused(_new_vocabulary, _TENSOR, (_VOCABULARY, "save_embedding_layers")),
     "a copy of a base weight": Refused(
         with_tensor(f"{ROOT}0.self_attn.q_proj.base_layer.weight", 64, 64),
@@ -493,18 +486,8 @@ REFUSED: dict[str, Refused] = {
     ),
     "QALoRA": Refused(saved(lora(use_qalora=True)), _FEATURE, ("QALoRA", "use_qalora=false")),
     "Arrow": Refused(with_fields(arrow_config={"top_k": 3}), _FEATURE, ("Arrow", "one by one")),
-    "X-LoRA": Refused(with_fields(peft_type="XLORA"), _TYPE, ("XLORA", "Retrain as LoRA")),
-    "IA3": Refused(with_fields(peft_type="IA3"), _TYPE, ("IA3", "Retrain as LoRA")),
     "VeRA": Refused(
         saved(VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])), _TYPE, ("VERA", "Retrain as LoRA")
-    ),
-    "LoHa": Refused(
-        saved(LoHaConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])), _TYPE, ("LOHA", "Retrain as LoRA")
-    ),
-    "AdaLoRA": Refused(
-        saved(AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=10)),
-        _TYPE,
-        ("ADALORA", "Retrain as LoRA"),
     ),
     "prefix tuning": Refused(
         saved(PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
@@ -555,8 +538,3 @@ REFUSED: dict[str, Refused] = {
         ("adapter_model.bin", "load(", "weights_only=True", "save_file"),
     ),
 }
-
-
-def fresh_base(folder: Path) -> Any:
-    """The base as transformers loads it; makers change it."""
-    return load_reference(folder)

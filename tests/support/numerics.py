@@ -41,3 +41,8 @@ def assert_rows_match(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of its elements as integers, which compare NaN as well."""
     return tensor.contiguous().view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+
+
+def turned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, elements of the last dimension apart."""
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)

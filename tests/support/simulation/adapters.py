@@ -23,17 +23,22 @@ class PlannedError(RuntimeError):
     """A fault of the scenario."""
 
 
-def adapter_ref(index: int, tenant: str) -> AdapterRef:
-    """Adapter number `index`."""
-    digest = hashlib.sha256(f"adapter {index}".encode()).hexdigest()
+def adapter(name: str, tenant: str = "t") -> AdapterRef:
+    """An adapter whose digest follows from its name."""
+    digest = hashlib.sha256(name.encode()).hexdigest()
     return AdapterRef(
         tenant_id=tenant,
-        adapter_id=f"a{index}",
+        adapter_id=name,
         version=1,
         digest="sha256:" + digest,
         weights_sha256=digest,
         config=LoraSpec(rank=8, alpha=8.0),
     )
+
+
+def adapter_ref(index: int, tenant: str) -> AdapterRef:
+    """Adapter number `index`."""
+    return adapter(f"adapter {index}", tenant)
 
 
 @dataclass(frozen=True, kw_only=True)

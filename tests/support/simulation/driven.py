@@ -10,10 +10,11 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from simulation.adapters import adapter as adapter
 from simulation.adapters import image_of
 from simulation.build import SimulatedEngine, small_geometry
 from simulation.pages import SimulatedSlab
-from weft.adapters.ref import AdapterRef, LoraSpec
+from weft.adapters.ref import AdapterRef
 from weft.adapters.residency.images import HostImage, HostImages
 from weft.config import SchedulerConfig
 from weft.engine.request import GenerationRequest, RequestOutput, TokenLogprobs
@@ -30,18 +31,6 @@ RECOMPUTES = PageCosts(copy_s=1.0, load_s=1.0, token_s=0.001)
 SWAPS = PageCosts(copy_s=0.001, load_s=1.0, token_s=1.0)
 """Costs with which swapping is always cheaper than recomputing."""
 GEOMETRY = small_geometry(PAGE_TOKENS)
-
-
-def adapter(name: str, tenant: str = "t") -> AdapterRef:
-    digest = "sha256:" + hashlib.sha256(name.encode()).hexdigest()
-    return AdapterRef(
-        tenant_id=tenant,
-        adapter_id=name,
-        version=1,
-        digest=digest,
-        weights_sha256=digest[7:],
-        config=LoraSpec(rank=8, alpha=8.0),
-    )
 
 
 def next_token(digest: str | None, history: list[int]) -> int:

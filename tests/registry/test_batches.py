@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from datetime import timedelta
-from decimal import Decimal
 
 import pytest
 
@@ -17,7 +15,6 @@ from weft.registry.batches import LEASE_S, LineResult, new_file
 from weft.registry.db.models import BatchRow, FileRow
 from weft.registry.records import UsageQuery
 from weft.registry.registry import Registry
-from weft.registry.usage.prices import Price, PriceTable
 
 pytestmark = pytest.mark.anyio
 LIMITS = BatchConfig(max_files=10, max_stored_bytes=1000)
@@ -143,20 +140,3 @@ async def test_files_are_bounded_and_paged(registry: Registry, clock: StandingCl
     assert [len(first.items), len(rest.items), rest.next] == [2, 1, None]
     await registry.tenants.delete_tenant("acme")
     assert await registry.adapters.unreferenced(["0" * 64]) == {"0" * 64}
-
-
-async def test_batches_have_prices_of_their_own_and_rows_add_up(registry: Registry) -> None:
-    for number, service_class in enumerate(("interactive", "batch", "batch")):
-        await registry.usage.record(usage_event(f"use_{number}", service_class=service_class))
-    await registry.usage.flush()
-    whole = PriceTable(currency="EUR", default=Price(prompt=2000, cached=500, completion=6000))
-    prices = replace(whole, batch=Decimal("0.5"))
-    start, end = NOON - timedelta(hours=12), NOON + timedelta(hours=13)
-    query = UsageQuery(start=start, end=end, group_by=("service_class",))
-    report = await registry.usage.query(query, prices)
-    cost = 6 * 2000 + 4 * 500 + 20 * 6000
-    assert {row.service_class: row.cost for row in report.rows} == {"interactive": cost, "batch": cost}
-    assert report.totals.cost == 2 * cost
-    only = UsageQuery(start=start, end=end, service_classes=("batch",))
-    assert (await registry.usage.query(only, prices)).totals.cost == cost
-    assert await wrong_sums(registry.database) == 0

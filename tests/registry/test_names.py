@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections import Counter
 from typing import Any
@@ -63,12 +62,9 @@ def test_an_alias_is_a_name_but_no_number() -> None:
 
 @pytest.mark.parametrize("text", ["a\x00b", "\ud800", "x" * 11, 5])
 def test_text_that_a_database_refuses_is_refused_first(text: object) -> None:
+    assert check_text("grüße 🧵", "description", 10) == "grüße 🧵"
     with pytest.raises(InvalidRequestError):
         check_text(text, "description", 10)  # type: ignore[arg-type]
-
-
-def test_text_of_any_script_passes() -> None:
-    assert check_text("grüße 🧵", "description", 10) == "grüße 🧵"
 
 
 @given(st.text(st.characters(codec=None), max_size=30))
@@ -78,12 +74,9 @@ def test_storable_text_always_passes_the_check(text: str) -> None:
 
 @pytest.mark.parametrize("value", [-1, 1 << 63, True, 1.0, "1", None])
 def test_an_integer_beyond_its_bounds_or_of_another_type_is_refused(value: object) -> None:
+    assert check_integer((1 << 63) - 1, "limit") == (1 << 63) - 1
     with pytest.raises(InvalidRequestError):
         check_integer(value, "limit")
-
-
-def test_the_largest_integer_passes() -> None:
-    assert check_integer((1 << 63) - 1, "limit") == (1 << 63) - 1
 
 
 DIGEST = "sha256:" + "a1" * 32
@@ -131,12 +124,6 @@ def test_a_malformed_selector_is_an_unknown_model(text: str) -> None:
         parse_selector(text)
     assert caught.value.code == "model_not_found"
     caught.value.message.encode()
-
-
-@given(st.text(max_size=40))
-def test_any_text_is_a_selector_or_an_unknown_model(text: str) -> None:
-    with contextlib.suppress(NotFoundError):
-        assert isinstance(parse_selector(text), Selector)
 
 
 @pytest.fixture

@@ -124,13 +124,6 @@ async def test_percentiles_are_those_of_the_requests_that_had_a_first_token(data
     assert (await _query(database, key_ids=("key_2",))).totals.ttft_s is None
 
 
-async def test_nothing_asked_is_no_rows_and_no_figures(database: Database) -> None:
-    report = await _query(database, group_by=("adapter",), bucket="1h")
-    assert report.rows == ()
-    assert (report.totals.requests, report.totals.hit_rate, report.totals.ttft_s) == (0, None, None)
-    assert report.totals.states == dict.fromkeys(latency.STATES, 0)
-
-
 @pytest.mark.parametrize("bucket", [None, "1h", "1d"])
 @pytest.mark.parametrize("group_by", [(), ("adapter",), ("tenant", "version", "key")])
 async def test_rows_agree_with_the_events_they_are_made_of(

@@ -154,12 +154,6 @@ async def test_a_request_that_was_cut_off_is_billed_from_its_last_mark(
     await ledger.close()
 
 
-async def test_a_running_request_is_not_billed(ledger: UsageLedger, database: Database) -> None:
-    ledger.progress(usage_event("use_1", completion_tokens=32))
-    await ledger.flush()
-    assert await _stored(database) == {}
-
-
 async def test_marks_of_running_requests_outlive_the_files_that_held_them(
     database: Database, tmp_path: Path, clock: StandingClock, journal: Journal
 ) -> None:

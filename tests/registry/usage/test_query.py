@@ -225,13 +225,6 @@ async def test_any_query_equals_a_plain_count(
         assert query.bucket or row.end == query.end
 
 
-async def test_without_usage_there_are_no_rows_and_zero_totals(database: Database) -> None:
-    for bucket in (None, "1m", "1h", "1d"):
-        report = await _query(database, bucket=bucket, group_by=("adapter",))
-        assert report == UsageReport(rows=(), totals=UsageTotals(), groups=0, next=None)
-    assert (await _query(database, group_by=("key",), top=3)).groups == 0
-
-
 async def test_usage_of_a_deleted_adapter_stays_apart_from_its_successor(database: Database) -> None:
     await _insert(database, usage_event("use_1"), usage_event("use_2", adapter_id="adp_new"))
     report = await _query(database, group_by=("adapter",), adapters=("support",))

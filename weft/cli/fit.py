@@ -115,7 +115,7 @@ def _show(found: AdapterFitView, planned: PlannedRoom, as_json: bool) -> None:
         typer.echo(json.dumps({**body, "max_model_len": planned.room.max_model_len}, indent=2, ensure_ascii=False))
         return
     page_bytes, memory = planned.room.geometry.page_bytes, planned.memory
-    print_table(HEADER, [_row(item, page_bytes) for item in found.adapters], NUMBERS)
+    print_table([HEADER, *(_row(item, page_bytes) for item in found.adapters)], NUMBERS)
     name = str(planned.dtype).removeprefix("torch.")
     typer.echo("")
     typer.echo(f"{planned.config.model.path} on {planned.device.type} in {name}, weights {_size(memory.weight_bytes)}")

@@ -28,7 +28,7 @@ def ps(url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
         return
     residents = sorted(body["residents"], key=lambda resident: (TIERS.index(resident["tier"]), adapter_name(resident)))
     if residents:
-        print_table(HEADER, [_row(resident) for resident in residents], NUMBERS)
+        print_table([HEADER, *(_row(resident) for resident in residents)], NUMBERS)
         typer.echo("")
     for line in _summary(body):
         typer.echo(line)

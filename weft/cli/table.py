@@ -9,18 +9,16 @@ from typing import Any
 import typer
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> None:
-    """Print a table in aligned columns; those named in `numbers` are aligned right. Nothing is cut or folded."""
-    print_rows([header, *rows], [index for index, name in enumerate(header) if name in numbers])
+def print_table(rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> None:
+    """Print rows in aligned columns; a column is aligned right if its first cell is in `numbers`.
 
-
-def print_rows(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> None:
-    """Print rows in aligned columns; those with an index in `numbers` are aligned right."""
+    Nothing is cut or folded.
+    """
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (
-            cell.rjust(width) if index in numbers else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(width) if name in numbers else cell.ljust(width)
+            for name, cell, width in zip(rows[0], row, widths, strict=True)
         )
         typer.echo("  ".join(cells).rstrip())
 
@@ -35,10 +33,10 @@ def show(body: Mapping[str, Any] | Sequence[Mapping[str, Any]], as_json: bool, c
     if as_json:
         typer.echo(json.dumps(body, indent=2, ensure_ascii=False))
     elif body.get("object") == "list":
-        rows = [[_cell(row.get(column)) for column in columns] for row in body["data"]]
-        print_table([column.upper() for column in columns], rows)
+        header = [column.upper() for column in columns]
+        print_table([header, *([_cell(row.get(column)) for column in columns] for row in body["data"])])
     else:
-        print_rows([[column, _cell(body.get(column))] for column in columns])
+        print_table([[column, _cell(body.get(column))] for column in columns])
 
 
 def _cell(value: object) -> str:

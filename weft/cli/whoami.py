@@ -19,10 +19,10 @@ def whoami(tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSO
     facts |= {name: own.get(name) for name in ("name", "scopes", "expires_at")}
     show(facts, False, list(facts))
     rows = [
-        [holder, name, str(used), str(me["limits"][holder].get(name, "-"))]
+        (holder, name, str(used), str(me["limits"][holder].get(name, "-")))
         for holder, counts in me.get("used", {}).items()
         for name, used in counts.items()
     ]
     if rows:
         typer.echo("")
-        print_table(("LIMIT OF", "LIMIT", "USED", "ALLOWED"), rows, ("USED", "ALLOWED"))
+        print_table([("LIMIT OF", "LIMIT", "USED", "ALLOWED"), *rows], ("USED", "ALLOWED"))

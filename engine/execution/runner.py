@@ -46,7 +46,8 @@ class ModelRunner:
     ) -> None:
         self._decoder = decoder
         self._arena = arena
-        self._mover = PageMover(arena, slab)
+        self._slab = slab
+        self._is_gpu = arena.device.type == "cuda"
         self._kv = KvViews.of(arena)
         self._lora = lora
         self._check_lease = check_lease
@@ -65,7 +66,7 @@ class ModelRunner:
         """
         if plan.is_empty:
             raise EngineError(f"step {plan.step} has nothing to do")
-        self._mover.check(plan)
+        self._check_pages(plan)
         batch = (
             build_batch(plan, self._arena.geometry, self._arena.num_pages, self._decoder.device)
             if plan.chunks
@@ -73,7 +74,7 @@ class ModelRunner:
         )
         for adapter in batch.adapters.values() if batch is not None else ():
             self._check_lease(adapter)
-        moved = self._mover.carry_out(plan)
+        moved = self.move_pages(plan)
         try:
             return self._compute(plan, batch) if batch is not None else []
         finally:
@@ -132,21 +133,7 @@ class ModelRunner:
             hidden = hidden.index_select(0, torch.tensor(padded, device=hidden.device))
         return self._decoder.logits(hidden)[: len(rows)]
 
-
-class PageMover:
-    """Carries out what a plan says about pages, in the order of the steps' own work.
-
-    Args:
-        arena: The device pages.
-        slab: The host pages; pinned where the device is a GPU.
-    """
-
-    def __init__(self, arena: Arena, slab: HostSlab) -> None:
-        self._arena = arena
-        self._slab = slab
-        self._is_gpu = arena.device.type == "cuda"
-
-    def check(self, plan: StepPlan) -> None:
+    def _check_pages(self, plan: StepPlan) -> None:
         """Verify that the plan's pages exist.
 
         Raises:
@@ -158,7 +145,7 @@ class PageMover:
         _check(plan.zero_pages + device_pages, 1, self._arena.num_pages, "page")
         _check((move.host_page for move in moves), 0, self._slab.num_pages, "host page")
 
-    def carry_out(self, plan: StepPlan) -> torch.cuda.Event | None:
+    def move_pages(self, plan: StepPlan) -> torch.cuda.Event | None:
         """Move the pages.
 
         Returns:

@@ -293,14 +293,7 @@ class FairOrder:
             self.queue(state)
 
     def check(self) -> set[str]:
-        """Verify the counts of all shares.
-
-        Returns:
-            Ids of all requests.
-
-        Raises:
-            EngineError: A share counts other requests than it has.
-        """
+        """Verify the counts of all shares, and return the ids of all requests; see `Share.check`."""
         return self.root.check()[2]
 
     def _slack(self, share: Share) -> float:

@@ -17,9 +17,9 @@ from typing import Literal
 from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.request import GenerationRequest
 from weft.engine.scheduling.plan import PageCopy, PageMove, PlanBuilder
-from weft.engine.scheduling.request_limits import check_fits
+from weft.engine.scheduling.request_limits import kv_tokens
 from weft.engine.scheduling.request_state import RequestPages, RequestState, SwappedBlocks
-from weft.errors import EngineError, PageAccountingError
+from weft.errors import EngineError, NeverFitsError, PageAccountingError
 from weft.memory.block_table import BlockTable
 from weft.memory.eviction import Evictor, PageCosts
 from weft.memory.geometry import PageGeometry
@@ -123,10 +123,25 @@ class KvPages:
     def check_fits(self, request: GenerationRequest, adapter_pages: int | None) -> None:
         """Refuse what even the empty pool could not hold; `adapter_pages` is None while unknown.
 
+        The beams of a beam search share the full blocks of its prompt, if blocks are shared.
+
         Raises:
             NeverFitsError: With the numbers.
         """
-        check_fits(request, self.geometry, self.pool.capacity, adapter_pages, shares_blocks=self._is_sharing)
+        width, num_tokens = (1 if request.beam is None else request.beam.width), kv_tokens(request)
+        num_shared = (len(request.prompt_token_ids) - 1) // self.geometry.page_tokens if self._is_sharing else 0
+        num_blocks = num_shared + width * (self.geometry.blocks(num_tokens) - num_shared)
+        num_pages = num_blocks * self.geometry.num_groups
+        if num_pages + (adapter_pages or 0) <= self.pool.capacity:
+            return
+        adapter_part = f" and {adapter_pages} pages for its adapter" if adapter_pages else ""
+        beam_part = f" in {width} beams" if request.beam is not None else ""
+        raise NeverFitsError(
+            f"The request needs {num_pages} pages for {num_tokens} tokens{beam_part}{adapter_part}, but the pool has "
+            f"{self.pool.capacity} pages in all. Shorten the prompt, lower max_tokens, or give the server a larger "
+            "memory.gib.",
+            param="max_tokens",
+        )
 
     @property
     def num_available(self) -> int:

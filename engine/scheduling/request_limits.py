@@ -1,12 +1,11 @@
-"""Whether a request can be served at all: by the model's limits, and by an empty pool. Knows nothing of the queue."""
+"""Whether the model can compute a request at all. Knows nothing of pages and of the queue."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from weft.engine.request import GenerationRequest
-from weft.errors import ContextLengthError, InvalidRequestError, NeverFitsError
-from weft.memory.geometry import PageGeometry
+from weft.errors import ContextLengthError, InvalidRequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,39 +52,6 @@ def check_limits(request: GenerationRequest, limits: ModelLimits) -> None:
             f"max_tokens must be at least the {len(generated)} tokens generated already, got {params.max_tokens}.",
             param="max_tokens",
         )
-
-
-def kv_pages(request: GenerationRequest, geometry: PageGeometry, *, shares_blocks: bool) -> int:
-    """Most pages of a request; the beams of a beam search share the full blocks of its prompt, if blocks are shared."""
-    width = 1 if request.beam is None else request.beam.width
-    num_shared = (len(request.prompt_token_ids) - 1) // geometry.page_tokens if shares_blocks else 0
-    num_blocks = num_shared + width * (geometry.blocks(kv_tokens(request)) - num_shared)
-    return num_blocks * geometry.num_groups
-
-
-def check_fits(
-    request: GenerationRequest,
-    geometry: PageGeometry,
-    pool_pages: int,
-    adapter_pages: int | None,
-    *,
-    shares_blocks: bool,
-) -> None:
-    """Refuse what even an empty pool of `pool_pages` pages could not hold; `adapter_pages` is None while unknown.
-
-    Raises:
-        NeverFitsError: With the numbers.
-    """
-    num_pages = kv_pages(request, geometry, shares_blocks=shares_blocks)
-    if num_pages + (adapter_pages or 0) <= pool_pages:
-        return
-    adapter_part = f" and {adapter_pages} pages for its adapter" if adapter_pages else ""
-    beam_part = f" in {request.beam.width} beams" if request.beam is not None else ""
-    raise NeverFitsError(
-        f"The request needs {num_pages} pages for {kv_tokens(request)} tokens{beam_part}{adapter_part}, but the pool "
-        f"has {pool_pages} pages in all. Shorten the prompt, lower max_tokens, or give the server a larger memory.gib.",
-        param="max_tokens",
-    )
 
 
 def _check_vocabulary(param: str, token_ids: list[int] | dict[int, float], vocab_size: int) -> None:

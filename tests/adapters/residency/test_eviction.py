@@ -198,19 +198,6 @@ def test_cached_prefixes_make_way_for_an_adapter_that_is_wanted(tmp_path: Path) 
     parts.prefixes.check([])
 
 
-def test_no_adapter_is_placed_in_what_running_requests_may_need(tmp_path: Path) -> None:
-    parts, (ref, *_), pages = prepare(tmp_path)
-    held = parts.cache_blocks(None, parts.pool.num_free - pages - 3)
-    parts.residency.reserve_pages = 4
-    parts.residency.hold(ref)
-    parts.settle()
-    assert (parts.residency.waiting_reason(ref.digest), parts.pool.num_free) == ("NO_ROOM", pages + 3)
-    parts.prefixes.release(held, 0)  # what can be evicted is room to grow as well
-    parts.settle()
-    assert parts.residency.state(ref.digest) == "device"
-    assert len(parts.prefixes) == len(held)
-
-
 def test_a_larger_adapter_waits_while_a_slot_alone_would_not_do(tmp_path: Path) -> None:
     parts, (idle, large, _), pages = prepare(tmp_path, slots=1)
     parts.load(idle)

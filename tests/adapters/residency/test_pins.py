@@ -99,17 +99,6 @@ def test_a_pinned_adapter_takes_what_is_idle_and_nothing_that_is_in_use(tmp_path
     assert on_device(parts, [running, idle, pinned]) == [True, False, True]
 
 
-def test_a_pinned_adapter_leaves_running_requests_room_to_grow(tmp_path: Path) -> None:
-    parts, (ref, *_), pages = prepare(tmp_path)
-    parts.residency.reserve_pages = parts.pool.capacity - pages + 1
-    parts.residency.pin(ref, True)
-    parts.settle()
-    assert parts.residency.state(ref.digest) == "host"
-    parts.residency.reserve_pages -= 1
-    parts.settle()
-    assert parts.residency.state(ref.digest) == "device"
-
-
 def test_without_room_a_pinned_adapter_is_not_read_over_and_over(tmp_path: Path) -> None:
     parts, (ref, *_), _ = prepare(tmp_path, slab_pages=0)
     parts.residency.reserve_pages = parts.pool.capacity - 1

@@ -53,15 +53,6 @@ def test_an_adapter_goes_from_the_store_to_the_device_and_back_to_the_host(tmp_p
     residency.check()
 
 
-def test_the_arena_holds_exactly_the_checkpoint_after_load_eviction_and_reload(tmp_path: Path) -> None:
-    parts, refs, _ = prepare(tmp_path, num_pages=40)
-    for _ in range(2):
-        for ref in refs:
-            assert parts.matches(parts.load(ref), parts.loras[ref.digest])
-        parts.evict_all()
-    assert parts.residency.loads == {"stored>device:ok": 3, "host>device:ok": 3}
-
-
 def test_without_room_an_adapter_waits_with_nothing_and_evicts_nothing_in_vain(tmp_path: Path) -> None:
     parts, (first, second, _), pages = prepare(tmp_path)
     kv = parts.pool.allocate(parts.pool.num_free - pages, "kv")

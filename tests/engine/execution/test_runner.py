@@ -13,7 +13,7 @@ import torch
 from step_driver import StepDriver
 from tiny_models import ALL_LINEAR, make_adapter, make_model
 from weft.adapters.lora.step import LoraStep, PagedLora
-from weft.engine.execution.runner import PageMover
+from weft.engine.execution.runner import ModelRunner
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduling.plan import PageCopy, PageMove, StepPlan
 from weft.errors import EngineError, PageAccountingError, StaleSlotError
@@ -236,7 +236,7 @@ def test_a_step_ends_after_its_copies_to_the_host_even_when_it_fails(
         events.append("computed")
         return torch.zeros(2, driver.spec.hidden_size) if not is_broken else torch.zeros(1 // 0)
 
-    monkeypatch.setattr(PageMover, "carry_out", lambda *_: Copies())
+    monkeypatch.setattr(ModelRunner, "move_pages", lambda *_: Copies())
     monkeypatch.setattr(driver.decoder, "forward", forward)
     with pytest.raises(ZeroDivisionError) if is_broken else nullcontext():
         driver.run([driver.request(prompt(2))])

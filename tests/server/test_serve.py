@@ -56,23 +56,6 @@ def test_base_and_adapter_answer_as_they_were_trained(server: WeftServer) -> Non
     assert acme.get("/v1/adapters/pirate").json()["pages"] == uploaded.json()["pages"]
 
 
-def test_logprobs_of_prompt_and_answer_come_from_the_model(server: WeftServer) -> None:
-    body = {
-        "model": "weft-demo",
-        "prompt": "We are open",
-        "echo": True,
-        "logprobs": 2,
-        "max_tokens": 3,
-        "temperature": 0,
-    }
-    choice = server.tenant("acme").post("/v1/completions", json=body).json()["choices"][0]
-    logprobs = choice["logprobs"]
-    assert logprobs["token_logprobs"][0] is None
-    assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
-    assert all(2 <= len(top) <= 3 for top in logprobs["top_logprobs"][1:])
-    assert choice["text"].startswith("We are open")
-
-
 def test_the_engine_and_its_metrics_are_shown(server: WeftServer) -> None:
     engine = server.engine()
     assert engine["num_steps"] > 0

@@ -49,19 +49,6 @@ async def test_an_upload_is_there_for_the_next_request(api: Api) -> None:
     assert shown.model_copy(update={"usage": None}) == body
 
 
-async def test_identical_bytes_are_the_same_version(api: Api) -> None:
-    client = await api.tenant("acme")
-    first = await upload(client, "pirate")
-    again = await upload(client, "pirate")
-    assert (first.status_code, again.status_code) == (201, 200)
-    assert first.json() == again.json()
-    other = await upload(client, "pirate", sound(alpha=8))
-    assert (other.status_code, other.json()["version"]) == (201, 2)
-    versions = VersionList.model_validate((await client.get("/v1/adapters/pirate/versions")).json())
-    assert [version.version for version in versions.data] == [2, 1]
-    assert len(api.files()) == 1
-
-
 @pytest.mark.parametrize(
     ("written", "shown"),
     [("0.21.2", "0.21.2"), ("0.99.0.dev0@abc", "0.99.0.dev0@abc"), ("<b>", None), ("1" * 65, None), (None, None)],

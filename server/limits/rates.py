@@ -74,7 +74,7 @@ async def _read_month(services: Services, share: Share, month: datetime) -> None
             account.arrived = None
 
 
-class Admitted:
+class Admitted(CallerDependency):
     """Dependency: a caller with the scope `infer`, within the limits.
 
     Args:
@@ -85,12 +85,12 @@ class Admitted:
     """
 
     def __init__(self, tokens: int) -> None:
+        super().__init__("infer")
         self._tokens = tokens
-        self._acting = CallerDependency("infer")
 
     async def __call__(self, request: Request, tenant: TenantQuery = None) -> Caller:
         """Called by FastAPI for each request. One dependency does all: each costs as much as the rest of a refusal."""
-        services, caller = services_of(request), await self._acting(request, tenant)
+        services, caller = services_of(request), await super().__call__(request, tenant)
         shares = await shares_of(services, caller)
         reservation_of(request).admit(shares, services.monotonic, services.metrics.limited, self._tokens)
         return caller

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from weft.adapters.residency.residency import Residency
 
 NUM_LOADS = 32
-"""Of each adapter, loads that count for how long they take."""
+"""The last so many loads of each adapter count in its load times."""
 PERCENT = 95
 """Share of the last loads that `LoadTimes.p95_s` covers."""
 

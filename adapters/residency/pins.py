@@ -1,4 +1,4 @@
-"""Which adapters their owners want kept on the device, and which of these may be kept.
+"""Which adapters are pinned to the device, and which of these may be kept there.
 
 Pins keep at most a share of the slots and pages, so one tenant's pins cannot keep all others out. Adapters pinned
 first have precedence.
@@ -53,7 +53,7 @@ class Pins:
         return digest in self._pinned
 
     def add(self, ref: AdapterRef, *, is_here: bool) -> None:
-        """Pin an adapter; one whose load failed is tried again.
+        """Pin an adapter; if its load failed before, it is tried again.
 
         Args:
             ref: The adapter.

@@ -42,7 +42,7 @@ class StartMeasures:
     Args:
         decoder: The base model.
         arena: Its pages, none of them in use yet.
-        pool: Whose pages these are; every measurement gives back what it takes.
+        pool: The pool of these pages; every measurement gives back what it takes.
         max_tokens: The longest prompt that the model takes.
         clock: Monotonic seconds.
     """

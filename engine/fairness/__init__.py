@@ -1,1 +1,1 @@
-"""Whose turn it is: shares of lanes, tenants and adapters, and the order inside them."""
+"""The order of requests: shares of lanes, tenants and adapters, and the order inside each share."""

@@ -74,8 +74,8 @@ class FairOrder:
         self._rows_by_share: dict[Share, ChildRows] = {}
         """What is known of the rows of a share's children, as long as no row has changed hands."""
         self._settled: dict[Share, RequestState | None] = {}
-        """The row of a tenant that has the worst priority; None for an adapter none of whose rows makes way. As long
-        as no row has changed hands."""
+        """By tenant: its row with the worst priority. By adapter: None if none of its rows makes way. Valid until a row
+        changes hands."""
         self._num_prioritized = 0
         """Requests with a priority of their own."""
         self.num_queued = 0

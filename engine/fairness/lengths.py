@@ -40,7 +40,7 @@ class Lengths:
         """Take in the length of an answer that ended by itself or at its bound, never that of an aborted one.
 
         Args:
-            tenant: Whose request it was.
+            tenant: The tenant that sent the request.
             adapter: The adapter's digest; None is the base model.
             tokens: Generated tokens; less than one counts as one.
         """

@@ -18,7 +18,7 @@ from weft.engine.scheduling.request_state import RequestState
 from weft.errors import EngineError
 
 MAX_IDLE_SHARES = 4096
-"""Of more idle shares than this, only those with a counter ahead of all active ones are remembered."""
+"""If there are more idle shares than this, only those with a counter ahead of all active ones are remembered."""
 ShareT = TypeVar("ShareT", bound="Share")
 
 

@@ -69,7 +69,7 @@ class PrefixHit:
     swapped: SwappedBlocks | None = None
     """Host pages that go on where the cached blocks end."""
     leader: RequestState | None = None
-    """Whose pages for the blocks after the cached ones are copied."""
+    """The request that has the blocks after the cached ones; their pages are copied."""
 
 
 class KvPages:

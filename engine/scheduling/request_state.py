@@ -93,9 +93,9 @@ class RequestState:
     num_cached: int = 0
     """Prompt tokens that it found in the prefix cache when it first started."""
     leader: RequestState | None = None
-    """The request whose pages it is going to share: with the same prompt, or the beam that it continues."""
+    """It is going to share the pages of this request: one with the same prompt, or the beam that it continues."""
     num_shared: int = 0
-    """Tokens, from the first one on, whose keys and values it takes from the leader."""
+    """It takes the keys and values of so many tokens, from the first one on, from the leader."""
     beam: Beam | None = None
     """None for all but beam searches."""
     lease: SlotLease | None = None
@@ -123,13 +123,13 @@ class RequestState:
     share: Flow = field(init=False, repr=False)
     """Its place in the fair order, from when it enters that."""
     queue_key: tuple[float, ...] = ()
-    """By which the fair order sorted it when it was queued."""
+    """Its sort key in the queue of its share."""
     has_row: bool = False
     """Whether it is in the steps. One that runs without a row is paused: it keeps its pages."""
     paused_s: float = 0.0
     """When it was paused."""
     level: int | None = None
-    """Of the multi-level feedback queue."""
+    """Its level in the multi-level feedback queue; None before it was queued."""
     level_below_front: int = 0
     """The level to return to after a turn at the front."""
     level_units: float = 0.0
@@ -140,17 +140,17 @@ class RequestState:
     sent_prompt_logprobs: bool = False
     sent_first_output: bool = False
     next_chunk: Chunk | None = None
-    """What it computes next if that is one token for which its pages have room; None where that is to be found out."""
+    """Its next chunk, if that is one token and its pages have room for it; None if the next plan must find out."""
     num_prompt: int = field(init=False)
     """Tokens in the prompt."""
     tenant: str = field(init=False)
-    """Whom it is served for."""
+    """Id of the tenant that it is served for."""
     digest: str | None = field(init=False)
     """Its adapter; None is the base."""
     request_id: str = field(init=False)
-    """The id its client gave it."""
+    """The id that its client gave it."""
     rank: int = field(init=False)
-    """Of its adapter; 0 is the base."""
+    """Rank of its adapter; 0 is the base model."""
     in_batch_lane: bool = field(init=False)
     """Whether it gives way to interactive requests."""
 

@@ -82,7 +82,7 @@ class WaitingQueue:
 
     @property
     def request_ids(self) -> KeysView[str]:
-        """Who waits."""
+        """Ids of the requests that wait."""
         return self._states.keys()
 
     def add(self, state: RequestState) -> None:
@@ -109,7 +109,7 @@ class WaitingQueue:
     def overdue(self) -> list[RequestState]:
         """Those that were overtaken as often as may be, the oldest first: nobody behind them may be admitted now.
 
-        One whose adapter is yet to be read keeps nobody else waiting: pages would not help it.
+        A request keeps nobody else waiting while its adapter is still to be read: pages would not help it.
         """
         overdue = [state for state in self._overdue.values() if not self.is_unread(state)]
         return sorted(overdue, key=lambda state: state.age_key)

@@ -115,7 +115,7 @@ class Scheduler:
             ContextLengthError: Prompt and output are longer than the model takes.
             NeverFitsError: Even the empty pool is too small, as far as is known.
         """
-        # Those for whom there is a row only wait for the next plan.
+        # Requests that will get a free row wait for the next plan only.
         num_free_rows = max(self._config.max_running - self.table.num_rows, 0)
         if len(self.table.waiting) >= self._config.max_waiting + num_free_rows:
             raise QueueFullError(

@@ -135,11 +135,8 @@ def test_top_tables_and_their_links(signed_in: Page, server: WeftServer, history
 
 def test_device_pages_are_all_pages_of_the_engine(signed_in: Page, server: WeftServer) -> None:
     pages = signed_in.get_by_role("region", name="Device pages")
-    shown = dict(
-        pages.locator(".legend li").evaluate_all(
-            "all => all.map((one) => [one.dataset.series, Number(one.dataset.total)])"
-        )
-    )
+    parts = "all => all.map((one) => [one.dataset.series, Number(one.dataset.total)])"
+    shown = dict(pages.locator(".legend li").evaluate_all(parts))
     engine = server.engine()
     assert sum(shown.values()) == engine["ready"]["memory"]["num_pages"]
     assert shown["adapter"] == engine["pages"]["adapter"]

@@ -33,8 +33,7 @@ def test_the_list_shows_what_each_tenant_used(page: Page, server: WeftServer) ->
     for name in ("atelier", "harbour"):
         used = server.admin.get("/v1/usage", params={"tenant": name}).json()["totals"]
         for column in ("requests", "prompt_tokens", "completion_tokens"):
-            cell = row(page, name).locator(f"[data-column={column}]")
-            expect(cell).to_have_text(f"{used[column]:,}")
+            expect(row(page, name).locator(f"[data-column={column}]")).to_have_text(f"{used[column]:,}")
 
 
 def test_a_tenant_is_made_with_limits_and_deleted_by_its_name(page: Page, server: WeftServer) -> None:

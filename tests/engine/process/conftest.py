@@ -1,0 +1,67 @@
+"""One engine process for the tests of its client and of its restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from engine_client import (
+    ADAPTERS,
+    DEMO,
+    Engine,
+)
+from weft.adapters.blobs.local import LocalBlobs
+from weft.adapters.checkpoint.reader import read_checkpoint
+from weft.adapters.ref import AdapterRef, content_digest
+from weft.config import Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
+from weft.engine.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="package")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    return Config(
+        model=ModelConfig(path=str(DEMO / "weft-demo"), device="cpu", dtype="float32", threads=1),
+        memory=MemoryConfig(gib=0.05, host_gib=0.05),
+        scheduler=SchedulerConfig(max_running=8, step_tokens=64),
+        registry=RegistryConfig(blob_url=str(tmp_path_factory.mktemp("blobs"))),
+    )
+
+
+@pytest.fixture(scope="package")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(DEMO / "weft-demo")
+
+
+@pytest.fixture(scope="package")
+def prompt(tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.chat_prompt([{"role": "user", "content": "Where are you?"}])
+
+
+@pytest.fixture(scope="package")
+def refs(config: Config) -> dict[str, AdapterRef]:
+    blobs = LocalBlobs(config.blob_dir)
+    found = {}
+    for name in ADAPTERS:
+        source = DEMO / "adapters" / name
+        weights = source / "adapter_model.safetensors"
+        spec = read_checkpoint((source / "adapter_config.json").read_bytes(), weights, None, 64).spec
+        with blobs.create() as writer:
+            writer.write(weights.read_bytes())
+            sha256 = writer.commit()
+        found[name] = AdapterRef(
+            tenant_id="t",
+            adapter_id=name,
+            version=1,
+            digest=content_digest(spec, sha256),
+            weights_sha256=sha256,
+            config=spec,
+        )
+    return found
+
+
+@pytest.fixture(scope="package")
+def engine(config: Config) -> Iterator[Engine]:
+    engine = Engine(config)
+    yield engine
+    engine.close()

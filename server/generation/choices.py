@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weft.server.services import Engine
 
 
-def best_choices(candidates: Sequence[Choice], steps: Iterable[Step], n: int) -> list[Choice]:
+def best_choices(candidates: Sequence[Choice], steps: Iterable[ChoiceStep], n: int) -> list[Choice]:
     """The `n` candidates of each prompt with the highest log-probability per token, best first.
 
     Candidates of a beam search come best first by its own score. Where there are no more than `n`, all are returned as
@@ -74,7 +74,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ChoiceStep:
     """What one output of the engine adds to a choice."""
 
     choice: Choice
@@ -110,7 +110,7 @@ class Generation:
         self._may_grow = may_grow
         self._num_wanted = len(choices)
         """Tokens of output so far, and one more of each choice that has not finished."""
-        self._arrived: Inbox[Step | BaseException | None] = Inbox()
+        self._arrived: Inbox[ChoiceStep | BaseException | None] = Inbox()
         self._cut: BaseException | None = None
         self._pumps: dict[str, asyncio.Task[None]] = {}
         """By request of the engine."""
@@ -147,7 +147,7 @@ class Generation:
                 self._engine.abort(request_id)
         await asyncio.wait(self._pumps.values(), timeout=LAST_OUTPUT_S)
 
-    async def steps(self) -> AsyncIterator[list[Step]]:
+    async def steps(self) -> AsyncIterator[list[ChoiceStep]]:
         """Steps of all choices in order of arrival, those together that have arrived, until every choice has finished.
 
         Raises:
@@ -156,7 +156,7 @@ class Generation:
         unfinished = len(self.choices)
         while unfinished:
             arrived = await self._arrived.take()
-            together = [each for each in arrived if isinstance(each, Step)]
+            together = [each for each in arrived if isinstance(each, ChoiceStep)]
             if together and self._cut is None:
                 unfinished -= sum(step.delta.finish_reason is not None for step in together)
                 yield together
@@ -201,7 +201,7 @@ class Generation:
 
     def _pass_on(self, choice: Choice, output: RequestOutput) -> None:
         delta = choice.text.push(self._within_limits(output))
-        self._arrived.put(Step(choice=choice, output=output, delta=delta, num_tokens=choice.text.num_tokens))
+        self._arrived.put(ChoiceStep(choice=choice, output=output, delta=delta, num_tokens=choice.text.num_tokens))
         if delta.finish_reason is not None:
             self._num_wanted -= 1
             if self.admission is not None:

@@ -23,7 +23,7 @@ from weft.registry.records import ServiceClass, UsageEvent
 if TYPE_CHECKING:
     from weft.engine.request import AdapterState
     from weft.server.auth.callers import Caller
-    from weft.server.generation.choices import Choice, Step
+    from weft.server.generation.choices import Choice, ChoiceStep
     from weft.server.limits.reservation import LimitReservation
     from weft.server.model_name import ResolvedModel
     from weft.server.services import Services
@@ -107,7 +107,7 @@ class Meter:
             completion_tokens=sum(self._tokens.values()),
         )
 
-    def observe(self, step: Step) -> None:
+    def observe(self, step: ChoiceStep) -> None:
         """Note the times of a step, when it comes from the engine."""
         now = self._services.monotonic()
         if self._ttft_s is None:
@@ -121,7 +121,7 @@ class Meter:
             self._services.metrics.next_token(now - last)
         self._last_token_s[step.choice.index] = now
 
-    def deliver(self, step: Step) -> None:
+    def deliver(self, step: ChoiceStep) -> None:
         """Count a step as delivered: it is part of the next write."""
         choice, num_prompt = step.choice, len(step.choice.prompt.token_ids)
         if choice.request.choice_index == 0 and choice.index not in self._tokens:  # the first step of a prompt

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from weft.engine.request import TokenLogprobs
     from weft.engine.text.tokenizer import Tokenizer
-    from weft.server.generation.choices import Choice, Step
+    from weft.server.generation.choices import Choice, ChoiceStep
     from weft.server.generation.schemas import ChatBody, CompletionBody
 
 LEAST = -9999.0
@@ -61,18 +61,18 @@ class ResponseFormat(ABC):
     chunk_object: str
     id_prefix: str
 
-    def part(self, step: Step) -> Part:
+    def part(self, step: ChoiceStep) -> Part:
         """What a step says; called once per step, in order."""
         delta = step.delta
         text, logprobs = self.text(step), self.logprobs(step)
         return Part(text=text, logprobs=logprobs, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
 
-    def text(self, step: Step) -> str:
+    def text(self, step: ChoiceStep) -> str:
         """The text that a step adds to its choice."""
         return step.delta.text
 
     @abstractmethod
-    def logprobs(self, step: Step) -> dict[str, list[object]] | None:
+    def logprobs(self, step: ChoiceStep) -> dict[str, list[object]] | None:
         """The log-probabilities of a step's tokens; None where the client asked for none."""
 
     def whole_choice(self, choice: Choice, part: Part) -> JsonObject:
@@ -101,7 +101,7 @@ class CompletionFormat(ResponseFormat):
         self._tokenizer = tokenizer
         self._echoed: dict[int, str] = {}
 
-    def text(self, step: Step) -> str:
+    def text(self, step: ChoiceStep) -> str:
         """The step's text, after the prompt's own where that is echoed."""
         if not self._body.echo or step.choice.index in self._echoed:
             return step.delta.text
@@ -110,7 +110,7 @@ class CompletionFormat(ResponseFormat):
         self._echoed[step.choice.index] = echo
         return echo + step.delta.text
 
-    def logprobs(self, step: Step) -> dict[str, list[object]] | None:
+    def logprobs(self, step: ChoiceStep) -> dict[str, list[object]] | None:
         """Parallel lists over the step's tokens, after those of an echoed prompt."""
         if self._body.logprobs is None:
             return None
@@ -171,7 +171,7 @@ class ChatFormat(ResponseFormat):
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         self._tokenizer = tokenizer
 
-    def logprobs(self, step: Step) -> dict[str, list[object]] | None:
+    def logprobs(self, step: ChoiceStep) -> dict[str, list[object]] | None:
         """An entry for each new token."""
         if self._num_top is None:
             return None

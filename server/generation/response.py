@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import EngineError, WeftError
-from weft.server.generation.choices import Generation, Step, best_choices
+from weft.server.generation.choices import ChoiceStep, Generation, best_choices
 from weft.server.generation.openai_format import JsonObject, Part, ResponseFormat, joined
 from weft.server.generation.schemas import StreamOptions
 from weft.server.http import sse
@@ -51,9 +51,9 @@ class WholeAnswer:
         """The state of the adapter is added with the first step."""
         self._plan = plan
         self._parts: dict[int, list[Part]] = {}
-        self._steps: list[Step] = []
+        self._steps: list[ChoiceStep] = []
 
-    async def collect(self, steps: AsyncIterator[list[Step]]) -> None:
+    async def collect(self, steps: AsyncIterator[list[ChoiceStep]]) -> None:
         """Take all steps; raises what ends them early."""
         async for together in steps:
             for step in together:
@@ -111,7 +111,7 @@ class GenerationResponse(Response):
             if self._generation.admission is not None:
                 self._generation.admission.end()
 
-    async def _whole(self, steps: AsyncIterator[list[Step]], send: Send, is_gone: Callable[[], bool]) -> None:
+    async def _whole(self, steps: AsyncIterator[list[ChoiceStep]], send: Send, is_gone: Callable[[], bool]) -> None:
         answer = WholeAnswer(self._plan)
         await answer.collect(steps)
         if is_gone():
@@ -122,7 +122,7 @@ class GenerationResponse(Response):
         await _send_start(send, response.status_code, dict(response.headers))
         await send({"type": "http.response.body", "body": response.body, "more_body": False})
 
-    async def _stream(self, steps: AsyncIterator[list[Step]], send: Send, is_gone: Callable[[], bool]) -> None:
+    async def _stream(self, steps: AsyncIterator[list[ChoiceStep]], send: Send, is_gone: Callable[[], bool]) -> None:
         first = await anext(steps)
         await _send_start(send, 200, {**self._plan.headers, **_state_header(first[0]), **sse.HEADERS})
         try:
@@ -136,12 +136,12 @@ class GenerationResponse(Response):
             raise
 
     async def _send_steps(
-        self, first: list[Step], steps: AsyncIterator[list[Step]], send: Send, is_gone: Callable[[], bool]
+        self, first: list[ChoiceStep], steps: AsyncIterator[list[ChoiceStep]], send: Send, is_gone: Callable[[], bool]
     ) -> None:
         """Send all steps that have arrived in one write, one event per step. A slow client gets more in each write."""
         opened: set[int] = set()
         ends: list[Part] = []
-        together: list[Step] | None = first
+        together: list[ChoiceStep] | None = first
         while together is not None:
             payload = b""
             for step in together:
@@ -162,7 +162,7 @@ class GenerationResponse(Response):
             self._meter.mark()
             together = await anext(steps, None)
 
-    def _chunks(self, step: Step, part: Part, opened: set[int]) -> bytes:
+    def _chunks(self, step: ChoiceStep, part: Part, opened: set[int]) -> bytes:
         payload = b""
         if step.choice.index not in opened:
             opened.add(step.choice.index)
@@ -203,7 +203,7 @@ async def _send_start(send: Send, status: int, headers: dict[str, str]) -> None:
     await send({"type": "http.response.start", "status": status, "headers": encoded})
 
 
-def _state_header(step: Step) -> dict[str, str]:
+def _state_header(step: ChoiceStep) -> dict[str, str]:
     state = step.output.adapter_state
     return {} if state is None or state == "base" else {"x-weft-adapter-state": state}
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import structlog
@@ -36,6 +37,7 @@ structlog.configure(processors=[structlog.dev.ConsoleRenderer(exception_formatte
 
 ADMIN_KEY = "weft-admin-key-of-the-tests-0123456789"
 BASE = "demo"
+Client = httpx.AsyncClient
 
 
 @dataclass
@@ -116,6 +118,11 @@ async def eventually(condition: Callable[[], object], within_s: float = 60.0) ->
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {within_s} s")
         await asyncio.sleep(0.005)
+
+
+async def connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    address = urlsplit(url)
+    return await asyncio.open_connection(address.hostname, address.port)
 
 
 def new_client(key: str | None, url: str, transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from api_server import BASE, Api, eventually
+from api_server import BASE, Api, Client, eventually
 from fake_engine import BASE_TEXT, demo_tokenizer
 from weft.engine.sampling_params import BeamParams
 from weft.server.generation.schemas import ChatView, CompletionView
@@ -25,22 +25,16 @@ def num_tokens(index: int) -> int:
     return len(demo_tokenizer().encode(said(index), add_special_tokens=False)) + 1
 
 
-async def complete(api: Api, **fields: Any) -> CompletionView:
-    client = await api.tenant("acme")
-    answer = await client.post("/v1/completions", json={"model": BASE, "prompt": "x", "max_tokens": 60, **fields})
+async def complete(acme: Client, **fields: Any) -> CompletionView:
+    answer = await acme.post("/v1/completions", json={"model": BASE, "prompt": "x", "max_tokens": 60, **fields})
     assert answer.status_code == 200, answer.text
     return CompletionView.model_validate_json(answer.content)
 
 
-async def test_the_best_of_each_prompt_are_returned_and_all_are_billed(api: Api) -> None:
+async def test_the_best_of_each_prompt_are_returned_and_all_are_billed(api: Api, acme: Client) -> None:
     api.engine.logprob = lambda request: LOGPROBS[request.choice_index]
-    body = await complete(api, prompt=["x", "y"], n=2, best_of=4)
-    assert [(choice.index, choice.text) for choice in body.choices] == [
-        (0, said(1)),
-        (1, said(3)),
-        (2, said(1)),
-        (3, said(3)),
-    ]
+    body = await complete(acme, prompt=["x", "y"], n=2, best_of=4)
+    assert [(choice.index, choice.text) for choice in body.choices] == list(enumerate([said(1), said(3)] * 2))
     assert all(choice.logprobs is None for choice in body.choices)
     assert body.usage.completion_tokens == 2 * sum(num_tokens(index) for index in range(4))
     totals = await api.usage_totals()
@@ -52,39 +46,38 @@ async def test_the_best_of_each_prompt_are_returned_and_all_are_billed(api: Api)
     assert {request.params.logprobs for request in api.engine.requests} == {0}
 
 
-async def test_the_mean_counts_and_not_the_sum(api: Api) -> None:
+async def test_the_mean_counts_and_not_the_sum(api: Api, acme: Client) -> None:
     """A long answer of likely tokens goes before a short one of less likely ones."""
     api.engine.write = lambda request: "yes " * (20 if request.choice_index else 1)
     api.engine.logprob = lambda request: -0.2 if request.choice_index else -0.3
-    body = await complete(api, best_of=2)
+    body = await complete(acme, best_of=2)
     assert [choice.text for choice in body.choices] == ["yes " * 20]
 
 
-async def test_logprobs_are_those_of_the_returned_ones(api: Api) -> None:
+async def test_logprobs_are_those_of_the_returned_ones(api: Api, acme: Client) -> None:
     api.engine.logprob = lambda request: LOGPROBS[request.choice_index]
-    body = await complete(api, best_of=3, n=1, logprobs=2)
+    body = await complete(acme, best_of=3, n=1, logprobs=2)
     assert body.choices[0].logprobs is not None
     assert set(body.choices[0].logprobs.token_logprobs) == {-0.1}
     assert {request.params.logprobs for request in api.engine.requests} == {2}
 
 
-async def test_as_many_candidates_as_choices_are_returned_as_they_come(api: Api) -> None:
+async def test_as_many_candidates_as_choices_are_returned_as_they_come(api: Api, acme: Client) -> None:
     api.engine.logprob = lambda request: LOGPROBS[request.choice_index]
-    body = await complete(api, n=3, best_of=3)
+    body = await complete(acme, n=3, best_of=3)
     assert [choice.text for choice in body.choices] == [said(0), said(1), said(2)]
     assert {request.params.logprobs for request in api.engine.requests} == {None}
 
 
 @pytest.mark.parametrize("fields", [{"n": 2, "best_of": 3}, {"n": 3}])
-async def test_a_beam_search_is_one_request_to_the_engine(api: Api, fields: dict[str, int]) -> None:
+async def test_a_beam_search_is_one_request_to_the_engine(api: Api, acme: Client, fields: dict[str, int]) -> None:
     api.engine.cached = lambda _: 1
     search = {"use_beam_search": True, "length_penalty": 0.5, "early_stopping": "never", "temperature": 0, "top_k": -1}
-    body = await complete(api, prompt=["x", "y"], **search, **fields)
+    body = await complete(acme, prompt=["x", "y"], **search, **fields)
     beam = BeamParams(width=3, length_penalty=0.5, early_stopping="never")
     assert [request.beam for request in api.engine.requests] == [beam, beam]
-    n = fields["n"]
-    assert [choice.text for choice in body.choices] == [said(index) for index in range(n)] * 2
-    assert [choice.index for choice in body.choices] == list(range(2 * n))
+    texts = [said(index) for index in range(fields["n"])] * 2
+    assert [(choice.index, choice.text) for choice in body.choices] == list(enumerate(texts))
     assert {choice.finish_reason for choice in body.choices} == {"stop"}
     assert body.usage.completion_tokens == 2 * sum(num_tokens(index) for index in range(3))
     assert body.usage.prompt_tokens_details.cached_tokens == 2
@@ -94,17 +87,14 @@ async def test_a_beam_search_is_one_request_to_the_engine(api: Api, fields: dict
 
 @pytest.mark.parametrize(
     ("fields", "returned"),
-    [
-        ({"best_of": 4}, [1]),
-        ({"use_beam_search": True, "n": 2, "logprobs": True, "top_logprobs": 1}, [0, 1]),
-    ],
+    [({"best_of": 4}, [1]), ({"use_beam_search": True, "n": 2, "logprobs": True, "top_logprobs": 1}, [0, 1])],
 )
 async def test_chat_takes_both_and_shows_logprobs_if_asked(
-    api: Api, fields: dict[str, Any], returned: list[int]
+    api: Api, acme: Client, fields: dict[str, Any], returned: list[int]
 ) -> None:
     api.engine.logprob = lambda request: LOGPROBS[request.choice_index]
     chat = {"model": BASE, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 60, **fields}
-    answer = await (await api.tenant("acme")).post("/v1/chat/completions", json=chat)
+    answer = await acme.post("/v1/chat/completions", json=chat)
     choices = ChatView.model_validate_json(answer.content).choices
     assert [choice.message.content for choice in choices] == [said(index) for index in returned]
     lengths = [choice.logprobs and len(choice.logprobs.content) for choice in choices]
@@ -112,19 +102,20 @@ async def test_chat_takes_both_and_shows_logprobs_if_asked(
 
 
 @pytest.mark.parametrize("fields", [{"best_of": 4}, {"use_beam_search": True, "best_of": 4}])
-async def test_limits_reserve_all_candidates_and_settle_what_was_billed(api: Api, fields: dict[str, Any]) -> None:
-    client = await api.tenant("acme")
+async def test_limits_reserve_all_candidates_and_settle_what_was_billed(
+    api: Api, acme: Client, fields: dict[str, Any]
+) -> None:
     await api.admin.patch("/v1/tenants/acme", json={"limits": {"tokens_per_minute": 4 * 60 + 10}})
-    refused = await client.post("/v1/completions", json={"model": BASE, "prompt": "x", "max_tokens": 70, **fields})
+    refused = await acme.post("/v1/completions", json={"model": BASE, "prompt": "x", "max_tokens": 70, **fields})
     assert refused.status_code == 429
-    body = await complete(api, **fields)
-    used = (await client.get("/v1/me")).json()["used"]["tenant"]["tokens_per_minute"]
+    body = await complete(acme, **fields)
+    used = (await acme.get("/v1/me")).json()["used"]["tenant"]["tokens_per_minute"]
     assert used == body.usage.total_tokens
 
 
-async def test_a_client_that_leaves_ends_the_search(api: Api) -> None:
+async def test_a_client_that_leaves_ends_the_search(api: Api, acme: Client) -> None:
     api.engine.token_s = 30.0
-    asking = asyncio.create_task(complete(api, use_beam_search=True, n=2))
+    asking = asyncio.create_task(complete(acme, use_beam_search=True, n=2))
     await eventually(lambda: len(api.engine.running) == 1)
     asking.cancel()
     await eventually(lambda: not api.engine.running)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from api_server import ADMIN_KEY, BASE, Api, eventually, new_client
+from api_server import ADMIN_KEY, BASE, Api, Client, connect, eventually, new_client
 from api_server import api as open_api
 from fake_engine import demo_tokenizer
 from raw_http import head_of, upload_head
@@ -30,12 +30,6 @@ pytestmark = pytest.mark.anyio
 LONG = {"model": BASE, "prompt": "x", "max_tokens": 200, "ignore_eos": True}
 
 
-@pytest.fixture
-async def url(api: Api) -> AsyncIterator[str]:
-    async with api.listening() as address:
-        yield address
-
-
 async def wait_until_idle(api: Api) -> None:
     await eventually(lambda: not api.engine.running and not api.services.drain.num_running)
 
@@ -46,26 +40,25 @@ def head(key: str, length: int, path: str = "/v1/completions", method: str = "PO
     return head_of(method, path, key, Content_Type="application/json", Content_Length=str(length))
 
 
-async def raw(url: str, data: bytes, read: int = 65536, wait_s: float = 60.0) -> bytes:
-    host, port = url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+async def raw(url: str, data: bytes) -> bytes:
+    reader, writer = await connect(url)
     try:
         writer.write(data)
         await writer.drain()
-        return await asyncio.wait_for(reader.read(read), wait_s)
+        return await asyncio.wait_for(reader.read(65536), 60)
     finally:
         writer.close()
 
 
 @pytest.mark.parametrize(("mark_s", "first", "most"), [(1e9, range(128, 150), 1), (0.0, range(1, 20), 199)])
 async def test_a_stream_leaves_a_mark_each_so_many_tokens_or_seconds(
-    api: Api, monkeypatch: pytest.MonkeyPatch, mark_s: float, first: range, most: int
+    api: Api, acme: Client, monkeypatch: pytest.MonkeyPatch, mark_s: float, first: range, most: int
 ) -> None:
     marks: list[int] = []
     monkeypatch.setattr(metering, "MARK_S", mark_s)
     monkeypatch.setattr(api.services.registry.usage, "progress", lambda event: marks.append(event.completion_tokens))
     api.engine.token_s = 0.0001  # one by one
-    answer = await (await api.tenant("acme")).post("/v1/completions", json={**LONG, "stream": True})
+    answer = await acme.post("/v1/completions", json={**LONG, "stream": True})
     assert answer.text.count("data: {") == 200
     assert marks[0] in first
     assert 1 <= len(marks) <= most
@@ -112,36 +105,9 @@ async def cut(api: Api, url: str, when: Callable[[], object], **fields: Any) -> 
     return {name: event[f"{name}_tokens"] for name in ("prompt", "cached", "completion")}
 
 
-async def test_a_request_cut_in_its_prompt_pays_for_the_part_that_was_computed(api: Api, url: str) -> None:
-    api.engine.token_s, api.engine.chunk_tokens = 0.05, 2
-    api.engine.cached = lambda _: 6
-    billed = await cut(api, url, lambda: work_of(api) >= 14, prompt=[7] * 200, max_tokens=50)
-    assert 14 <= billed["prompt"] == work_of(api) < 200
-    assert (billed["cached"], billed["completion"]) == (6, 0)
-
-
 def work_of(api: Api) -> int:
     """Prompt tokens computed for the only request."""
     return sum(work.prompt_tokens for work in api.engine.work.values())
-
-
-async def test_a_request_cut_in_the_queue_costs_nothing(api: Api, url: str) -> None:
-    api.engine.token_s = 30
-    api.engine.cached = lambda _: 6
-    billed = await cut(api, url, lambda: api.engine.running, prompt=[7] * 20)
-    assert billed == {"prompt": 0, "cached": 0, "completion": 0}
-
-
-async def test_choices_that_are_cut_pay_their_prompt_once_and_each_its_output(api: Api, url: str) -> None:
-    api.engine.token_s = 0.005
-    prompts = [[7] * 9, [8] * 5]
-
-    def has_run() -> bool:
-        return len(api.engine.work) == 6 and all(work.output_tokens >= 3 for work in api.engine.work.values())
-
-    billed = await cut(api, url, has_run, prompt=prompts, n=3)
-    assert billed["prompt"] == 9 + 5
-    assert billed["completion"] == sum(work.output_tokens for work in api.engine.work.values()) >= 18
 
 
 async def test_a_silent_engine_is_waited_for_in_bounds_and_what_it_said_is_billed(
@@ -257,8 +223,7 @@ async def test_a_client_that_stalls_is_answered_408(
 
 async def test_a_client_that_trickles_is_answered_408(tmp_path: Path) -> None:
     async with open_api(tmp_path, pace=Pace(grace_s=0.1, bytes_per_s=1e6)) as api, api.listening() as url:
-        host, port = url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await connect(url)
         writer.write(head(await api.key("acme"), 900))
         reading = asyncio.create_task(reader.read(100))
         while not reading.done():

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from urllib.parse import urlsplit
 
 import pytest
 
-from api_server import BASE, Api, eventually, new_client
+from api_server import BASE, Api, connect, eventually, new_client
+from raw_http import head_of
 from weft.server.http.wire import MAX_HEAD_BYTES, BoundedProtocol
 
 pytestmark = pytest.mark.anyio
@@ -22,13 +22,11 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]
 
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\n"
-CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
 
 
 async def exchange(url: str, *pieces: bytes) -> tuple[bytes, dict[str, dict[str, str]]]:
     """Send, and read until the server closes; the status line, and the body as JSON."""
-    address = urlsplit(url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    reader, writer = await connect(url)
     with contextlib.suppress(ConnectionError):
         for piece in pieces:
             writer.write(piece)
@@ -52,24 +50,21 @@ async def exchange(url: str, *pieces: bytes) -> tuple[bytes, dict[str, dict[str,
     ],
     ids=["many headers", "an endless header", "an endless path", "a long path", "empty lines"],
 )
-async def test_a_long_head_is_431_and_the_end(api: Api, pieces: tuple[bytes, ...]) -> None:
-    async with api.listening() as url:
-        status, body = await exchange(url, *pieces)
-        assert status == b"HTTP/1.1 431 Request Header Fields Too Large"
-        assert body["error"]["code"] == "headers_too_large"
-        assert str(MAX_HEAD_BYTES) in body["error"]["message"]
+async def test_a_long_head_is_431_and_the_end(url: str, pieces: tuple[bytes, ...]) -> None:
+    status, body = await exchange(url, *pieces)
+    assert status == b"HTTP/1.1 431 Request Header Fields Too Large"
+    assert body["error"]["code"] == "headers_too_large"
+    assert str(MAX_HEAD_BYTES) in body["error"]["message"]
 
 
 @pytest.mark.parametrize("endless", [b"0\r\nX: ", b"1;x="], ids=["trailer", "chunk extension"])
-async def test_what_surrounds_a_chunk_is_bounded_too(api: Api, endless: bytes) -> None:
-    key = await api.key("acme")
-    head = CHUNKED + b"Authorization: Bearer %b\r\n\r\n" % key.encode()
-    async with api.listening() as url:
-        await asyncio.wait_for(exchange(url, head, endless, *[b"y" * 65536] * 16), 60)
+async def test_what_surrounds_a_chunk_is_bounded_too(api: Api, url: str, endless: bytes) -> None:
+    head = head_of("POST", "/v1/completions", await api.key("acme"), Transfer_Encoding="chunked")
+    await asyncio.wait_for(exchange(url, head, endless, *[b"y" * 65536] * 16), 60)
 
 
-async def test_a_head_up_to_the_limit_and_long_bodies_pass(api: Api) -> None:
-    async with api.listening() as url, new_client(await api.key("acme"), url) as client:
+async def test_a_head_up_to_the_limit_and_long_bodies_pass(api: Api, url: str) -> None:
+    async with new_client(await api.key("acme"), url) as client:
         for _ in range(2):
             wide = await client.get("/v1/models", headers={"x-wide": "y" * (MAX_HEAD_BYTES - 1024)})
             assert wide.status_code == 200
@@ -77,25 +72,25 @@ async def test_a_head_up_to_the_limit_and_long_bodies_pass(api: Api) -> None:
             assert (await client.post("/v1/completions", json=body)).status_code == 200
 
 
-async def test_what_is_not_http_gets_an_error_in_the_usual_shape(api: Api) -> None:
-    async with api.listening() as url:
-        status, body = await exchange(url, b"\x16\x03\x01\x02\x00\x01\r\n\r\n")
+async def test_what_is_not_http_gets_an_error_in_the_usual_shape(url: str) -> None:
+    status, body = await exchange(url, b"\x16\x03\x01\x02\x00\x01\r\n\r\n")
     assert (status, body["error"]["code"]) == (b"HTTP/1.1 400 Bad Request", "invalid_http")
 
 
-async def test_a_head_has_its_time(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_head_has_its_time(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BoundedProtocol, "head_s", 0.5)
-    async with api.listening() as url:
-        status, body = await exchange(url, HEAD)
-        assert (status, body["error"]["code"]) == (b"HTTP/1.1 408 Request Timeout", "request_timeout")
-        assert await exchange(url) == (b"", {})
-        status, _ = await exchange(url, HEAD + b"\r\n" + HEAD)
-        assert status == b"HTTP/1.1 200 OK"
+    status, body = await exchange(url, HEAD)
+    assert (status, body["error"]["code"]) == (b"HTTP/1.1 408 Request Timeout", "request_timeout")
+    assert await exchange(url) == (b"", {})
+    status, _ = await exchange(url, HEAD + b"\r\n" + HEAD)
+    assert status == b"HTTP/1.1 200 OK"
 
 
-async def test_the_time_of_a_head_does_not_run_for_what_follows_it(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_time_of_a_head_does_not_run_for_what_follows_it(
+    api: Api, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(BoundedProtocol, "head_s", 0.5)
-    async with api.listening() as url, new_client(await api.key("acme"), url) as client:
+    async with new_client(await api.key("acme"), url) as client:
         for _ in range(2):
             assert (await client.get("/health")).status_code == 200
             await asyncio.sleep(0.8)
@@ -109,7 +104,7 @@ async def test_the_time_of_a_head_does_not_run_for_what_follows_it(api: Api, mon
 @pytest.mark.parametrize("framing", ["Content-Length: 1073741824", "Transfer-Encoding: chunked"])
 @pytest.mark.parametrize("who", ["nobody", "somebody wrong", "somebody who may not"])
 async def test_of_a_gigabyte_that_is_refused_little_is_read(
-    api: Api, who: str, framing: str, monkeypatch: pytest.MonkeyPatch
+    api: Api, url: str, who: str, framing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = {"nobody": "", "somebody wrong": "weft_0123456789ab_" + "x" * 43}
     key = keys.get(who) or await api.key("acme", "infer")
@@ -125,17 +120,15 @@ async def test_of_a_gigabyte_that_is_refused_little_is_read(
         whole(self, data)
 
     monkeypatch.setattr(BoundedProtocol, "data_received", data_received)
-    async with api.listening() as url:
-        address = urlsplit(url)
-        reader, writer = await asyncio.open_connection(address.hostname, address.port)
-        writer.write(head)
-        answer = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
-        with contextlib.suppress(ConnectionError):
-            for _ in range(1 << 14):
-                writer.write(piece)
-                await writer.drain()
-        refusal = await asyncio.wait_for(answer, 60)
-        writer.close()
+    reader, writer = await connect(url)
+    writer.write(head)
+    answer = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
+    with contextlib.suppress(ConnectionError):
+        for _ in range(1 << 14):
+            writer.write(piece)
+            await writer.drain()
+    refusal = await asyncio.wait_for(answer, 60)
+    writer.close()
     assert refusal.split()[1] == (b"403" if who.endswith("may not") else b"401")
     assert (b"connection: close" in refusal.lower()) or who.endswith("may not")
     # One read takes what came before anybody looked. Behind the answer to a known key a little more is dropped.

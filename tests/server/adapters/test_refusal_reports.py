@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from api_adapters import upload
-from api_server import Api
+from api_server import Api, Client
 from bad_upload import Upload
 from fake_engine import DEMO_MODEL, demo_ready
 from lora_files import config_bytes, q_and_v, tensor, weights_bytes
-from piecewise_client import CONFIG, WEIGHTS, code, complete, send_all
+from piecewise_client import CONFIG, WEIGHTS, code, complete, put, send_all
 from weft.cli import make_app
 from weft.server.http.bodies import ErrorView
 
@@ -42,33 +42,30 @@ async def run(*arguments: str) -> Any:
     return await asyncio.to_thread(lambda: CliRunner().invoke(make_app(), arguments, env=environ))
 
 
-def saved(folder: Path, files: Upload) -> Path:
-    folder.mkdir()
-    (folder / CONFIG).write_bytes(files.config)
-    (folder / WEIGHTS).write_bytes(files.weights)
-    return folder
-
-
-async def test_a_form_in_pieces_and_its_replay_say_the_same(api: Api) -> None:
-    client = await api.tenant("acme")
-    refused = await upload(client, "pirate", bad())
+async def test_a_form_in_pieces_and_its_replay_say_the_same(api: Api, acme: Client) -> None:
+    refused = await upload(acme, "pirate", bad())
     assert code(refused) == (422, "config.feature_unsupported")
     error = ErrorView.model_validate_json(refused.content).error
     assert places(refused.json()["error"]) == EXPECTED
     first = error.findings[0]
     assert (error.code, error.param, error.message) == (first.code, first.param, f"{first.message} {first.hint}")
-    upload_id = await send_all(client, bad())
-    in_pieces = await complete(client, upload_id)
+    upload_id = await send_all(acme, bad())
+    in_pieces = await complete(acme, upload_id)
     assert (in_pieces.status_code, in_pieces.content) == (422, refused.content)
-    view = (await client.get(f"/v1/uploads/{upload_id}")).json()
+    view = (await acme.get(f"/v1/uploads/{upload_id}")).json()
     assert (view["state"], view["result"]) == ("rejected", refused.json()["error"])
-    again = await complete(client, upload_id)
+    again = await complete(acme, upload_id)
     assert (again.status_code, again.content) == (422, refused.content)
-    assert api.files() == []
+    assert code(await put(acme, upload_id, CONFIG, bad().config)) == (409, "upload.ended")
+    staged = (api.services.config.server.data_dir / "uploads").rglob("*")
+    assert (api.files(), [path for path in staged if path.is_file()]) == ([], [])
 
 
 async def test_validate_and_push_print_the_same_numbered_list(api: Api, tmp_path: Path) -> None:
-    folder, key = saved(tmp_path / "mine", bad()), await api.key("acme")
+    folder, key = tmp_path / "mine", await api.key("acme")
+    folder.mkdir()
+    (folder / CONFIG).write_bytes(bad().config)
+    (folder / WEIGHTS).write_bytes(bad().weights)
     found = await run("adapter", "validate", str(folder), "--model", str(DEMO_MODEL))
     assert found.exit_code == 2
     lines = found.stderr.splitlines()

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from api_adapters import sound, upload
-from api_server import Api, eventually
+from api_server import Api, Client, connect, eventually
 from api_server import api as open_api
 from piecewise_client import CONFIG, WEIGHTS, announce, code, complete, facts, put, send_all
 from postgres_server import KINDS, database_of
@@ -28,6 +27,7 @@ from weft.server.garbage import Sweeper
 from weft.server.http.body import Pace
 
 pytestmark = pytest.mark.anyio
+GOOD = sound()
 
 
 @pytest.fixture(params=KINDS)
@@ -39,43 +39,37 @@ def staged(api: Api) -> list[Path]:
     return sorted(path for path in (api.services.config.server.data_dir / "uploads").rglob("*") if path.is_file())
 
 
-async def test_files_in_pieces_become_the_same_adapter_as_in_one_form(api: Api) -> None:
-    client, rival, files = await api.tenant("acme"), await api.tenant("rival"), sound()
-    made = await announce(client, files, description="arr")
+async def test_files_in_pieces_become_the_same_adapter_as_in_one_form(api: Api, acme: Client, rival: Client) -> None:
+    made = await announce(acme, GOOD, description="arr")
     assert made.status_code == 201, made.text
     view = UploadView.model_validate_json(made.content)
     assert (view.name, view.tenant, view.state, view.missing) == ("pirate", "acme", "uploading", [CONFIG, WEIGHTS])
-    assert code(await complete(client, view.id)) == (409, "upload.incomplete")
-    assert (await put(client, view.id, CONFIG, files.config)).json()["missing"] == [WEIGHTS]
-    half = len(files.weights) // 2
-    first = await put(client, view.id, WEIGHTS, files.weights[:half], 0, len(files.weights))
+    assert code(await complete(acme, view.id)) == (409, "upload.incomplete")
+    assert (await put(acme, view.id, CONFIG, GOOD.config)).json()["missing"] == [WEIGHTS]
+    half = len(GOOD.weights) // 2
+    first = await put(acme, view.id, WEIGHTS, GOOD.weights[:half], 0, len(GOOD.weights))
     assert first.json()["files"][WEIGHTS]["received"] == half
-    incomplete = await complete(client, view.id)
+    incomplete = await complete(acme, view.id)
     assert code(incomplete) == (409, "upload.incomplete")
     assert f"{WEIGHTS} from byte {half}" in incomplete.json()["error"]["message"]
-    again = await put(client, view.id, WEIGHTS, files.weights[:half], 0, len(files.weights))
+    again = await put(acme, view.id, WEIGHTS, GOOD.weights[:half], 0, len(GOOD.weights))
     assert code(again) == (409, "upload.offset_mismatch")
     assert f"byte {half}" in again.json()["error"]["message"]
-    rest = await put(client, view.id, WEIGHTS, files.weights[half:], half, len(files.weights))
+    rest = await put(acme, view.id, WEIGHTS, GOOD.weights[half:], half, len(GOOD.weights))
     assert rest.json()["missing"] == []
-    done = await complete(client, view.id)
+    done = await complete(acme, view.id)
     assert done.status_code == 201, done.text
     body = AdapterView.model_validate_json(done.content)
     assert (body.name, body.version, body.description, body.aliases) == ("pirate", 1, "arr", {"default": 1})
-    twice = await complete(client, view.id)
+    twice = await complete(acme, view.id)
     assert (twice.status_code, twice.content) == (200, done.content)
-    shown = UploadView.model_validate((await client.get(f"/v1/uploads/{view.id}")).json())
+    shown = UploadView.model_validate((await acme.get(f"/v1/uploads/{view.id}")).json())
     assert (shown.state, shown.missing, shown.result) == ("ready", [], done.json())
     assert (len(api.files()), staged(api)) == (1, [])
     in_one_form = (await upload(rival, "pirate")).json()
-    assert {**in_one_form, "id": 0, "tenant": 0, "created_at": 0, "description": 0} == {
-        **done.json(),
-        "id": 0,
-        "tenant": 0,
-        "created_at": 0,
-        "description": 0,
-    }
-    used = await client.post("/v1/completions", json={"model": "pirate", "prompt": "x"})
+    own = {"id": 0, "tenant": 0, "created_at": 0, "description": 0}
+    assert {**in_one_form, **own} == {**done.json(), **own}
+    used = await acme.post("/v1/completions", json={"model": "pirate", "prompt": "x"})
     assert used.headers["x-weft-adapter"] == "acme/pirate@1"
 
 
@@ -83,62 +77,50 @@ async def begin_to_send(
     api: Api, url: str, key: str, upload_id: str, num_bytes: int
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Send so many bytes of the weights, and leave the request open."""
-    weights = sound().weights
-    host, port = url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    head = head_of("PUT", f"/v1/uploads/{upload_id}/files/{WEIGHTS}", key, Content_Length=str(len(weights)))
-    writer.write(head + weights[:num_bytes])
+    reader, writer = await connect(url)
+    head = head_of("PUT", f"/v1/uploads/{upload_id}/files/{WEIGHTS}", key, Content_Length=str(len(GOOD.weights)))
+    writer.write(head + GOOD.weights[:num_bytes])
     await writer.drain()
     await eventually(api.services.intake.streams.total)
     return reader, writer
 
 
-async def test_a_broken_connection_keeps_what_arrived(api: Api) -> None:
-    key, files = await api.key("acme"), sound()
-    client = api.client(key)
-    upload_id = (await announce(client, files)).json()["id"]
-    half = len(files.weights) // 2
-    async with api.listening() as url:
-        _, writer = await begin_to_send(api, url, key, upload_id, half)
-        writer.close()
-        await eventually(lambda: not api.services.intake.streams.total())
-    received = (await client.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"]
+async def test_a_broken_connection_keeps_what_arrived(api: Api, acme: Client, url: str) -> None:
+    upload_id = (await announce(acme, GOOD)).json()["id"]
+    half = len(GOOD.weights) // 2
+    _, writer = await begin_to_send(api, url, await api.key("acme"), upload_id, half)
+    writer.close()
+    await eventually(lambda: not api.services.intake.streams.total())
+    received = (await acme.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"]
     assert received == half
-    await put(client, upload_id, WEIGHTS, files.weights[half:], half, len(files.weights))
-    await put(client, upload_id, CONFIG, files.config)
-    assert (await complete(client, upload_id)).status_code == 201
+    await put(acme, upload_id, WEIGHTS, GOOD.weights[half:], half, len(GOOD.weights))
+    await put(acme, upload_id, CONFIG, GOOD.config)
+    assert (await complete(acme, upload_id)).status_code == 201
 
 
-async def test_wrong_pieces_are_refused(api: Api) -> None:
-    client, files = await api.tenant("acme"), sound()
-    upload_id = (await announce(client, files)).json()["id"]
-    path, size = f"/v1/uploads/{upload_id}/files/{WEIGHTS}", len(files.weights)
-    for given in (
-        "bytes 0-1",
-        "bytes 5-4/9",
-        f"bytes 0-{size}/{size}",
-        f"bytes 0-1/{size + 1}",
-        "lines 0-1/2",
-        "x" * 99,
-    ):
-        answer = await client.put(path, content=b"xy", headers={"content-range": given})
+async def test_wrong_pieces_are_refused(acme: Client) -> None:
+    upload_id = (await announce(acme, GOOD)).json()["id"]
+    path, size = f"/v1/uploads/{upload_id}/files/{WEIGHTS}", len(GOOD.weights)
+    other_sizes = (f"bytes 0-{size}/{size}", f"bytes 0-1/{size + 1}")
+    for given in ("bytes 0-1", "bytes 5-4/9", *other_sizes, "lines 0-1/2", "x" * 99):
+        answer = await acme.put(path, content=b"xy", headers={"content-range": given})
         assert code(answer) == (400, "invalid_value"), given
-    assert code(await put(client, upload_id, WEIGHTS, files.weights + b"x")) == (413, "upload.too_large")
-    assert code(await put(client, upload_id, "other.bin", b"x")) == (404, "not_found")
+    assert code(await put(acme, upload_id, WEIGHTS, GOOD.weights + b"x")) == (413, "upload.too_large")
+    assert code(await put(acme, upload_id, "other.bin", b"x")) == (404, "not_found")
 
     async def chunked() -> AsyncIterator[bytes]:
-        yield files.weights
+        yield GOOD.weights
         yield b"x"
 
-    beyond = await client.put(path, content=chunked())
+    beyond = await acme.put(path, content=chunked())
     assert code(beyond) == (413, "upload.too_large")
-    assert (await client.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"] <= size
+    assert (await acme.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"] <= size
 
 
 async def test_an_announcement_is_checked_at_once(tmp_path: Path) -> None:
     async with open_api(tmp_path, max_upload_bytes=100_000) as api:
-        client, files = await api.tenant("acme"), sound()
-        manifest = {CONFIG: facts(files.config), WEIGHTS: facts(files.weights)}
+        client = await api.tenant("acme")
+        manifest = {CONFIG: facts(GOOD.config), WEIGHTS: facts(GOOD.weights)}
         big = {**manifest[WEIGHTS], "size": 100_001}
         for body, expected in (
             ({"files": {**manifest, WEIGHTS: big}}, (413, "upload.too_large")),
@@ -157,52 +139,35 @@ async def test_an_announcement_is_checked_at_once(tmp_path: Path) -> None:
         assert UploadList.model_validate((await client.get("/v1/uploads")).json()).data == []
 
 
-async def test_bytes_that_were_not_announced_must_be_sent_again(api: Api) -> None:
-    client, files = await api.tenant("acme"), sound()
-    upload_id = (await announce(client, files)).json()["id"]
+async def test_bytes_that_were_not_announced_must_be_sent_again(api: Api, acme: Client) -> None:
+    upload_id = (await announce(acme, GOOD)).json()["id"]
     other = sound(alpha=8)
-    await put(client, upload_id, CONFIG, files.config)
-    await put(client, upload_id, WEIGHTS, bytes([*files.weights[:-1], files.weights[-1] ^ 1]))
-    assert code(await complete(client, upload_id)) == (422, "upload.digest_mismatch")
-    view = (await client.get(f"/v1/uploads/{upload_id}")).json()
+    await put(acme, upload_id, CONFIG, GOOD.config)
+    await put(acme, upload_id, WEIGHTS, bytes([*GOOD.weights[:-1], GOOD.weights[-1] ^ 1]))
+    assert code(await complete(acme, upload_id)) == (422, "upload.digest_mismatch")
+    view = (await acme.get(f"/v1/uploads/{upload_id}")).json()
     assert (view["state"], view["missing"]) == ("uploading", [WEIGHTS])
     assert api.files() == []
-    await put(client, upload_id, WEIGHTS, files.weights)
-    await put(client, upload_id, CONFIG, other.config.ljust(len(files.config))[: len(files.config)])
-    assert code(await complete(client, upload_id)) == (422, "upload.digest_mismatch")
-    await put(client, upload_id, CONFIG, files.config)
-    assert (await complete(client, upload_id)).status_code == 201
+    await put(acme, upload_id, WEIGHTS, GOOD.weights)
+    await put(acme, upload_id, CONFIG, other.config.ljust(len(GOOD.config))[: len(GOOD.config)])
+    assert code(await complete(acme, upload_id)) == (422, "upload.digest_mismatch")
+    await put(acme, upload_id, CONFIG, GOOD.config)
+    assert (await complete(acme, upload_id)).status_code == 201
 
 
-async def test_the_form_may_announce_a_digest_too(api: Api) -> None:
-    client, files = await api.tenant("acme"), sound()
-    digest = facts(files.weights)["sha256"]
-    assert code(await upload(client, "a", sha256="0" * 64)) == (422, "upload.digest_mismatch")
-    assert code(await upload(client, "a", sha256="no digest")) == (400, "invalid_value")
+async def test_the_form_may_announce_a_digest_too(api: Api, acme: Client) -> None:
+    digest = facts(GOOD.weights)["sha256"]
+    assert code(await upload(acme, "a", sha256="0" * 64)) == (422, "upload.digest_mismatch")
+    assert code(await upload(acme, "a", sha256="no digest")) == (400, "invalid_value")
     assert api.files() == []
-    assert (await upload(client, "a", sha256=f"sha256:{digest}")).status_code == 201
-    assert (await upload(client, "a", sha256=digest)).status_code == 200
+    assert (await upload(acme, "a", sha256=f"sha256:{digest}")).status_code == 201
+    assert (await upload(acme, "a", sha256=digest)).status_code == 200
 
 
-async def test_a_refused_adapter_ends_the_upload(api: Api) -> None:
-    client, good = await api.tenant("acme"), sound()
-    bad = replace(good, weights=b"PK\x03\x04" + b"x" * 100)
-    upload_id = await send_all(client, bad)
-    refused = await complete(client, upload_id)
-    assert code(refused) == (422, "weights.not_safetensors")
-    view = (await client.get(f"/v1/uploads/{upload_id}")).json()
-    assert (view["state"], view["result"]) == ("rejected", refused.json()["error"])
-    assert (await complete(client, upload_id)).json() == refused.json()
-    assert code(await put(client, upload_id, CONFIG, good.config)) == (409, "upload.ended")
-    assert (api.files(), staged(api)) == ([], [])
-    assert (await complete(client, await send_all(client, good))).status_code == 201
-
-
-async def test_own_weights_need_not_be_sent_again_but_others_must(api: Api) -> None:
-    acme, rival = await api.tenant("acme"), await api.tenant("rival")
+async def test_own_weights_need_not_be_sent_again_but_others_must(api: Api, acme: Client, rival: Client) -> None:
     assert (await upload(acme, "pirate")).status_code == 201
     loud = sound(alpha=8)
-    assert loud.weights == sound().weights
+    assert loud.weights == GOOD.weights
     own, foreign = await announce(acme, loud, "loud"), await announce(rival, loud, "loud")
     assert own.json()["missing"] == [CONFIG]
     assert foreign.json()["missing"] == [CONFIG, WEIGHTS]
@@ -224,9 +189,8 @@ async def test_own_weights_need_not_be_sent_again_but_others_must(api: Api) -> N
     assert (await acme.get(f"/v1/uploads/{later['id']}")).json()["missing"] == [CONFIG, WEIGHTS]
 
 
-async def test_another_tenants_upload_looks_like_none(api: Api) -> None:
-    acme, rival = await api.tenant("acme"), await api.tenant("rival")
-    upload_id = await send_all(acme, sound())
+async def test_another_tenants_upload_looks_like_none(api: Api, acme: Client, rival: Client) -> None:
+    upload_id = await send_all(acme, GOOD)
     with api.services.intake.writing(upload_id, CONFIG, WEIGHTS):
         for method, path in (
             ("GET", "/v1/uploads/{}"),
@@ -243,47 +207,34 @@ async def test_another_tenants_upload_looks_like_none(api: Api) -> None:
     admin = api.admin
     assert code(await admin.get(f"/v1/uploads/{upload_id}")) == (400, "invalid_value")
     assert (await admin.get(f"/v1/uploads/{upload_id}?tenant=acme")).status_code == 200
-    assert (await announce(admin, sound(), "b", tenant="acme")).json()["tenant"] == "acme"
+    assert (await announce(admin, GOOD, "b", tenant="acme")).json()["tenant"] == "acme"
 
 
-async def test_nobody_writes_beside_another(api: Api) -> None:
-    client, files = await api.tenant("acme"), sound()
-    upload_id, tenant_id = await send_all(client, files), (await api.services.registry.tenants.get_tenant("acme")).id
+async def test_nobody_writes_beside_another(api: Api, acme: Client) -> None:
+    upload_id, tenant_id = await send_all(acme, GOOD), (await api.services.registry.tenants.get_tenant("acme")).id
     with api.services.intake.writing(upload_id, WEIGHTS):
         for answer in (
-            await put(client, upload_id, WEIGHTS, files.weights),
-            await complete(client, upload_id),
-            await client.delete(f"/v1/uploads/{upload_id}"),
+            await put(acme, upload_id, WEIGHTS, GOOD.weights),
+            await complete(acme, upload_id),
+            await acme.delete(f"/v1/uploads/{upload_id}"),
         ):
             assert code(answer) == (409, "upload.busy")
             assert int(answer.headers["retry-after"]) >= 1
     with api.services.intake.stream(tenant_id), api.services.intake.stream(tenant_id):
-        refused = await put(client, upload_id, WEIGHTS, files.weights)
+        refused = await put(acme, upload_id, WEIGHTS, GOOD.weights)
         assert code(refused) == (429, "upload.too_many")
         assert int(refused.headers["retry-after"]) >= 1
-    assert (await put(client, upload_id, WEIGHTS, files.weights)).status_code == 200
-    answers = await asyncio.gather(*(complete(client, upload_id) for _ in range(5)))
+    assert (await put(acme, upload_id, WEIGHTS, GOOD.weights)).status_code == 200
+    answers = await asyncio.gather(*(complete(acme, upload_id) for _ in range(5)))
     assert sorted(answer.status_code for answer in answers) == [201, 409, 409, 409, 409]
-    assert (await complete(client, upload_id)).status_code == 200
+    assert (await complete(acme, upload_id)).status_code == 200
 
 
-async def test_an_upload_that_expires_while_somebody_is_at_it_keeps_its_files(api: Api) -> None:
-    upload_id = await send_all(await api.tenant("acme"), sound())
-    api.ahead = timedelta(hours=25)
-    sweeper = Sweeper(api.services)
-    with api.services.intake.writing(upload_id, WEIGHTS):
-        assert (await sweeper.sweep())["staged"] == 0
-        assert len(staged(api)) == 2
-    assert (await sweeper.sweep())["staged"] == 1
-    assert staged(api) == []
-
-
-async def test_a_deleted_or_expired_upload_is_gone_with_its_files(api: Api) -> None:
-    client, files = await api.tenant("acme"), sound()
-    deleted, old, ready = [await send_all(client, files, name) for name in ("a", "b", "c")]
-    assert (await complete(client, ready)).status_code == 201
-    assert (await client.delete(f"/v1/uploads/{deleted}")).status_code == 204
-    assert (await client.get(f"/v1/uploads/{deleted}")).status_code == 404
+async def test_a_deleted_or_expired_upload_is_gone_with_its_files_once_nobody_writes(api: Api, acme: Client) -> None:
+    deleted, old, ready = [await send_all(acme, GOOD, name) for name in ("a", "b", "c")]
+    assert (await complete(acme, ready)).status_code == 201
+    assert (await acme.delete(f"/v1/uploads/{deleted}")).status_code == 204
+    assert (await acme.get(f"/v1/uploads/{deleted}")).status_code == 404
     assert {path.parent.name for path in staged(api)} == {old}
     sweeper = Sweeper(api.services)
     stray = api.services.config.server.data_dir / "uploads" / ("upl_" + "a" * 26)
@@ -292,38 +243,38 @@ async def test_a_deleted_or_expired_upload_is_gone_with_its_files(api: Api) -> N
     swept = {"uploads": 0, "answers": 0, "batches": 0, "files": 0, "staged": 1, "temporary": 0, "blobs": 0}
     assert await sweeper.sweep() == swept
     api.ahead = timedelta(hours=25)
-    assert (await client.get(f"/v1/uploads/{old}")).status_code == 404
-    assert (await sweeper.sweep())["uploads"] == 2
+    assert (await acme.get(f"/v1/uploads/{old}")).status_code == 404
+    with api.services.intake.writing(old, WEIGHTS):
+        swept = await sweeper.sweep()
+        assert (swept["uploads"], swept["staged"], len(staged(api))) == (2, 0, 2)
+    assert (await sweeper.sweep())["staged"] == 1
     assert staged(api) == []
-    assert (await client.get("/v1/adapters/c")).status_code == 200
+    assert (await acme.get("/v1/adapters/c")).status_code == 200
     assert len(api.files()) == 1
 
 
-async def test_a_full_disk_keeps_what_was_received(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, files = await api.tenant("acme"), sound()
-    upload_id, size = (await announce(client, files)).json()["id"], len(files.weights)
-    await put(client, upload_id, WEIGHTS, files.weights[:1000], 0, size)
+async def test_a_full_disk_keeps_what_was_received(acme: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload_id, size = (await announce(acme, GOOD)).json()["id"], len(GOOD.weights)
+    await put(acme, upload_id, WEIGHTS, GOOD.weights[:1000], 0, size)
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr("weft.server.adapters.resumable_upload.os.write", full)
-        answer = await put(client, upload_id, WEIGHTS, files.weights[1000:], 1000, size)
+        answer = await put(acme, upload_id, WEIGHTS, GOOD.weights[1000:], 1000, size)
         assert code(answer) == (507, "storage.full")
-    assert (await client.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"] == 1000
-    assert (await put(client, upload_id, WEIGHTS, files.weights[1000:], 1000, size)).status_code == 200
+    assert (await acme.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"] == 1000
+    assert (await put(acme, upload_id, WEIGHTS, GOOD.weights[1000:], 1000, size)).status_code == 200
 
 
-async def test_a_shutdown_cuts_a_file_and_keeps_what_came(api: Api) -> None:
-    key, files = await api.key("acme"), sound()
-    upload_id = (await announce(api.client(key), files)).json()["id"]
-    async with api.listening() as url:
-        reader, writer = await begin_to_send(api, url, key, upload_id, 1000)
-        await asyncio.sleep(0.1)
-        assert await api.services.drain.drain(0.1) == 1
-        assert b" 503 " in await reader.readline()
-        writer.close()
+async def test_a_shutdown_cuts_a_file_and_keeps_what_came(api: Api, acme: Client, url: str) -> None:
+    upload_id = (await announce(acme, GOOD)).json()["id"]
+    reader, writer = await begin_to_send(api, url, await api.key("acme"), upload_id, 1000)
+    await asyncio.sleep(0.1)
+    assert await api.services.drain.drain(0.1) == 1
+    assert b" 503 " in await reader.readline()
+    writer.close()
     assert api.services.staged.sizes(upload_id)[WEIGHTS] == 1000
 
 
@@ -355,11 +306,11 @@ async def test_the_sweeper_runs_by_itself_and_ends_cleanly(api: Api, monkeypatch
 
 async def test_a_file_that_stalls_is_given_up_and_kept(tmp_path: Path) -> None:
     async with open_api(tmp_path, pace=Pace(stall_s=0.2)) as api:
-        client, files = await api.tenant("acme"), sound()
-        upload_id = (await announce(client, files)).json()["id"]
+        client = await api.tenant("acme")
+        upload_id = (await announce(client, GOOD)).json()["id"]
 
         async def stalling() -> AsyncIterator[bytes]:
-            yield files.weights[:1000]
+            yield GOOD.weights[:1000]
             await asyncio.sleep(5)
             yield b"x"
 
@@ -368,25 +319,23 @@ async def test_a_file_that_stalls_is_given_up_and_kept(tmp_path: Path) -> None:
         assert (await client.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"] == 1000
 
 
-async def test_a_tenant_has_so_many_uploads_open(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tenant_has_so_many_uploads_open(acme: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.registry.uploads.MAX_OPEN", 2)
-    client, files = await api.tenant("acme"), sound()
-    first = await send_all(client, files, "a")
-    second = (await announce(client, files, "b")).json()["id"]
-    assert code(await announce(client, files, "c")) == (409, "upload.too_many_open")
-    listed = await client.get("/v1/uploads?limit=1")
+    first = await send_all(acme, GOOD, "a")
+    second = (await announce(acme, GOOD, "b")).json()["id"]
+    assert code(await announce(acme, GOOD, "c")) == (409, "upload.too_many_open")
+    listed = await acme.get("/v1/uploads?limit=1")
     assert ([one["id"] for one in listed.json()["data"]], listed.json()["next"]) == ([first], first)
-    rest = await client.get(f"/v1/uploads?limit=1&after={first}")
+    rest = await acme.get(f"/v1/uploads?limit=1&after={first}")
     assert ([one["id"] for one in rest.json()["data"]], rest.json()["next"]) == ([second], None)
-    assert (await complete(client, first)).status_code == 201
-    assert (await announce(client, files, "c")).status_code == 201
+    assert (await complete(acme, first)).status_code == 201
+    assert (await announce(acme, GOOD, "c")).status_code == 201
 
 
 async def test_an_upload_that_another_server_rejects_meanwhile_is_no_adapter(
-    api: Api, monkeypatch: pytest.MonkeyPatch
+    api: Api, acme: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = await api.tenant("acme")
-    upload_id = await send_all(client, sound())
+    upload_id = await send_all(acme, GOOD)
     owner, validate = await api.services.registry.tenants.get_tenant("acme"), api.services.validator.validate
 
     async def validate_while_another_rejects(*arguments: Any) -> VersionFacts:
@@ -394,6 +343,6 @@ async def test_an_upload_that_another_server_rejects_meanwhile_is_no_adapter(
         return await validate(*arguments)
 
     monkeypatch.setattr(api.services.validator, "validate", validate_while_another_rejects)
-    assert code(await complete(client, upload_id)) == (409, "upload.ended")
-    assert (await client.get("/v1/adapters")).json()["data"] == []
+    assert code(await complete(acme, upload_id)) == (409, "upload.ended")
+    assert (await acme.get("/v1/adapters")).json()["data"] == []
     assert api.files() == []

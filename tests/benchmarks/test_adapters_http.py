@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from weft.benchmarks.main import main
 from weft.benchmarks.qwen_shape import NUM_SMALL, base_config, make_small_adapters
 from weft.engine.model.spec import base_shape, read_spec
 
-SMALL = ["--seconds", "1", "--span-s", "0.5", "--in-flight", "4", "--output-tokens", "4", "--set", "model.threads=1"]
+SMALL = "--seconds 1 --span-s 0.5 --in-flight 4 --output-tokens 4 --set model.threads=1"
 
 
 def test_small_adapters_are_for_the_shape_and_made_once(tmp_path: Path) -> None:
@@ -38,12 +38,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_small_run_weighs_cold_and_warm_against_the_control(cache: Path, tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    arguments = ["--counts", "", "--tight", "6", *SMALL, "--cache", str(cache), "--json", str(path)]
-    assert main("adapters-http", arguments) == 0
-    result: dict[str, Any] = json.loads(path.read_text())
-    arm = result["arms"]["tight"]
+def test_a_small_run_weighs_cold_and_warm_against_the_control(
+    cache: Path, measure: Callable[..., dict[str, Any]]
+) -> None:
+    arm = measure("adapters-http", f"--counts= --tight 6 {SMALL}", "--cache", str(cache))["arms"]["tight"]
     assert arm["settings"]["served"][0].startswith("memory.gib=0.0")
     served, control = arm["runs"]["served"], arm["runs"]["control"]
     assert served["cold"]["states"]["stored"] > 0
@@ -56,6 +54,6 @@ def test_a_small_run_weighs_cold_and_warm_against_the_control(cache: Path, tmp_p
 
 @pytest.mark.slow
 def test_a_control_without_room_is_refused(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--counts", "6", "--tight", "0", *SMALL, "--cache", str(cache), "--set", "adapter.slots=2"]
-    assert main("adapters-http", arguments) == 1
+    arguments = f"--counts 6 --tight 0 {SMALL} --set adapter.slots=2".split()
+    assert main("adapters-http", [*arguments, "--cache", str(cache)]) == 1
     assert "The control needs all 6 adapters on the device" in capsys.readouterr().err

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from weft.benchmarks.main import main
 from weft.benchmarks.pool.batching import MODES, Batches
 
 
@@ -33,12 +32,9 @@ def test_batches_start_when_they_are_full_and_none_runs(
         assert batches.sizes == [admitted][: admitted > 0]
 
 
-def test_three_generations_answer_the_same_requests(tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    small = ["--requests", "12", "--repeats", "1", "--files", "8", "--max-running", "4", "--loads", "0.5"]
-    small += ["--lengths", "4", "16", "--window-ms", "20", "--cache", str(tmp_path)]
-    assert main("batching", [*small, "--json", str(path)]) == 0
-    result: dict[str, Any] = json.loads(path.read_text())
+def test_three_generations_answer_the_same_requests(tmp_path: Path, measure: Callable[..., dict[str, Any]]) -> None:
+    small = "--requests 12 --repeats 1 --files 8 --max-running 4 --loads 0.5 --lengths 4 16 --window-ms 20"
+    result = measure("batching", small, "--cache", str(tmp_path))
     assert tuple(result["modes"]) == MODES
     for found in result["modes"].values():
         assert found["0.5"]["requests/s"]["median"] == pytest.approx(result["saturated_requests_per_s"] / 2, rel=1e-3)

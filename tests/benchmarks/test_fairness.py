@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from weft.benchmarks.http import fairness
 from weft.benchmarks.http.fairness import make_result
-from weft.benchmarks.main import main
 
 
 def run(ttft_ms: list[float], *rates: float, step_ms: float = 10.0, kept: float = 1.0) -> dict[str, Any]:
@@ -63,14 +61,12 @@ def test_weights_hold_within_five_percent(heavy: float, ok: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_small_run_tells_of_every_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_run_tells_of_every_arm(
+    measure: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fairness, "TURNS", 2)
-    path = tmp_path / "r.json"
-    small = ["--seconds", "0.2", "--repeats", "1", "--streams", "4", "--many", "2", "--flood-tokens", "30"]
-    settings = ["--set=memory.gib=0.05", "--set=memory.host_gib=0.05", "--set=model.threads=1"]
-    arguments = [*small, "--quiet-tokens", "2", "--pause-ms", "10", "--json", str(path)]
-    assert main("fairness", [*arguments, *settings]) == 0
-    result: dict[str, Any] = json.loads(path.read_text())
+    small = "--seconds 0.2 --repeats 1 --streams 4 --many 2 --flood-tokens 30 --quiet-tokens 2 --pause-ms 10"
+    result = measure("fairness", f"{small} --set=memory.gib=0.05 --set=memory.host_gib=0.05 --set=model.threads=1")
     assert set(result["arms"]) == {"alone", "one", "all", "hundred", "same", "weights"}
     for name, arm in result["arms"].items():
         assert (arm["requests"] > 0) == (name != "weights")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,15 +20,13 @@ CPU = torch.device("cpu")
 
 
 def test_every_operation_is_timed_beside_its_floor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    measure: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(kernels, "MODELS", (SMALL,))
     monkeypatch.setattr(kernels, "CALLS", 2)
     monkeypatch.setattr(kernels, "PROMPT_TOKENS", 32)
     monkeypatch.setattr(kernels, "measure_machine", lambda _: Machine(1e10, 1e11, 0.0))
-    path = tmp_path / "r.json"
-    assert main("kernels", ["--model", "small", "--device", "cpu", "--rows", "2,8", "--json", str(path)]) == 0
-    operations = json.loads(path.read_text())["operations"]
+    operations = measure("kernels", "--model small --device cpu --rows 2,8")["operations"]
     assert all(found["us"] > 0 and found["floor_us"] > 0 for found in operations.values())
     for name in (
         "SiLU and product, 2 rows",
@@ -68,7 +65,7 @@ def test_the_arena_holds_the_adapters_of_every_mix(model: ModelShape) -> None:
     assert largest < pages < 2 * max(largest, 512)
 
 
-def test_each_mix_is_timed_before_the_next_takes_its_slots(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_mix_is_timed_before_the_next_takes_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, int] = {}
     benches: list[KernelBench] = []
 

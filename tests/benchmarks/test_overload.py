@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +24,6 @@ from weft.benchmarks.http.overload import (
     plan_visits,
     vary_lengths,
 )
-from weft.benchmarks.main import main
 
 OPTIONS = argparse.Namespace(seed=0, seconds=60.0, output_tokens=2, ttft_s=10.0, tpot_ms=100.0)
 
@@ -141,14 +138,10 @@ def test_what_was_not_measured_reaches_no_goal() -> None:
 
 
 @pytest.mark.slow
-def test_a_small_run_tells_of_every_phase(tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
+def test_a_small_run_tells_of_every_phase(measure: Callable[..., dict[str, Any]]) -> None:
     small = "--factors 1,4 --seconds 1 --capacity-seconds 1 --settle-s 30 --output-tokens 4 --in-flight 4"
-    settings = ["--set=memory.gib=0.05", "--set=memory.host_gib=0.05", "--set=model.threads=1"]
-    full = "--set=scheduler.max_waiting=1"
-    assert main("overload", [*small.split(), *settings, full, "--json", str(path)]) == 0
-    result: dict[str, Any] = json.loads(path.read_text())
-    assert result["hardware"]["cores"] >= 1
+    settings = "--set=memory.gib=0.05 --set=memory.host_gib=0.05 --set=model.threads=1 --set=scheduler.max_waiting=1"
+    result = measure("overload", f"{small} {settings}")
     assert result["capacity_requests_per_s"] > 0
     assert [phase["times"] for phase in result["phases"]] == [1, 4]
     for phase in result["phases"]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from real_models import real_config
 from weft.adapters.base_shape import MODULE_PATHS
-from weft.benchmarks.main import main
 from weft.benchmarks.model_shapes import ALL_LINEAR, MODELS, QUERY_AND_VALUE, ModelShape
 from weft.benchmarks.pool.page_waste import KINDS, waste_of
 from weft.engine.model.spec import base_shape, read_spec
@@ -47,11 +48,10 @@ def test_small_adapters_waste_at_most_a_fifth_or_fill_the_least_pages(model: Mod
 
 
 def test_the_command_prints_the_table_and_writes_the_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    measure: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main("waste", ["--json", str(tmp_path / "waste.json")]) == 0
+    result = measure("waste", "")
     printed = capsys.readouterr().out
     assert "all linear, rank 128" in printed
-    result = json.loads((tmp_path / "waste.json").read_text())
     assert len(result["adapters"]) == len(MODELS) * len(KINDS)
     assert json.loads(printed.splitlines()[-1])["adapters"] == result["adapters"]

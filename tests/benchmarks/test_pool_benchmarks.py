@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 
 from weft.adapters.blobs.local import LocalBlobs
 from weft.adapters.checkpoint.reader import check_weights
-from weft.benchmarks.main import main
 from weft.benchmarks.pool import unified
 from weft.benchmarks.pool.pool_run import PoolEngine, pool_engine
 from weft.benchmarks.pool.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
@@ -29,6 +27,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.fixture
+def quick(cache: Path, measure: Callable[..., dict[str, Any]]) -> Callable[[str, str], dict[str, Any]]:
+    """Run a benchmark of the pool once."""
+    return lambda name, options: measure(name, f"--repeats 1 --files {NUM_FILES} {options}", "--cache", str(cache))
+
+
 @pytest.fixture(scope="module")
 def shape(cache: Path) -> PoolShape:
     return make_pool_shape(cache, NUM_FILES)
@@ -36,26 +40,15 @@ def shape(cache: Path) -> PoolShape:
 
 @pytest.fixture
 def make_engine(shape: PoolShape) -> Iterator[Callable[[int, int], PoolEngine]]:
-    engines: list[PoolEngine] = []
     with contextlib.ExitStack() as stack:
 
         def make(room: int, count: int) -> PoolEngine:
             memory = shape.memory(room * shape.mean_pages + 16, 400)
-            engines.append(stack.enter_context(pool_engine(shape, count, memory, max_running=2, costs=COSTS)))
-            return engines[-1]
+            engine = stack.enter_context(pool_engine(shape, count, memory, max_running=2, costs=COSTS))
+            stack.callback(engine.core.check)
+            return engine
 
         yield make
-        for engine in engines:
-            engine.core.check()
-
-
-def quick(name: str, cache: Path, tmp_path: Path, arguments: str) -> dict[str, Any]:
-    path = tmp_path / "result.json"
-    small = ["--repeats", "1", "--files", str(NUM_FILES), *arguments.split()]
-    assert main(name, [*small, "--cache", str(cache), "--json", str(path)]) == 0
-    result: dict[str, Any] = json.loads(path.read_text())
-    assert result["hardware"]["cores"] >= 1
-    return result
 
 
 def test_every_adapter_is_a_version_of_its_own_that_the_base_accepts(shape: PoolShape) -> None:
@@ -108,13 +101,9 @@ def test_a_request_that_fails_is_an_error_and_not_a_sample(shape: PoolShape, tmp
         engine.run([TimedRequest(0.0, 0, 3, 2)], in_flight=1)
 
 
-def test_adapter_count(cache: Path, tmp_path: Path) -> None:
-    result = quick(
-        "adapters",
-        cache,
-        tmp_path,
-        "--counts 2 16 --requests 12 --lengths 4 24 --room 4 --max-running 4 --in-flight 8",
-    )
+def test_adapter_count(quick: Callable[[str, str], dict[str, Any]]) -> None:
+    options = "--counts 2 16 --requests 12 --lengths 4 24 --room 4 --max-running 4 --in-flight 8"
+    result = quick("adapters", options)
     assert [row["adapters"] for row in result["table"]] == [2, 16]
     assert set(result["output_tokens_per_s"]) == {"2", "16"}
     assert set(result["ratios"]) == {"16 / 2"}
@@ -123,13 +112,9 @@ def test_adapter_count(cache: Path, tmp_path: Path) -> None:
     assert facts["16"]["evictions per request, adapter"] > 0
 
 
-def test_cliff(cache: Path, tmp_path: Path) -> None:
-    result = quick(
-        "cliff",
-        cache,
-        tmp_path,
-        "--actives 2 8 --room 4 --requests 12 --input-tokens 8 --output-tokens 8 --max-running 4",
-    )
+def test_cliff(quick: Callable[[str, str], dict[str, Any]]) -> None:
+    options = "--actives 2 8 --room 4 --requests 12 --input-tokens 8 --output-tokens 8 --max-running 4"
+    result = quick("cliff", options)
     assert set(result["adapters"]) == {"2", "8"}
     found = result["adapters"]["8"]
     assert any(name.startswith("loads") for name in found["facts"]["small"])
@@ -159,10 +144,9 @@ def test_the_halves_of_a_split_pool_never_help_each_other_out(shape: PoolShape) 
         assert pages["adapter"] == 0
 
 
-def test_unified(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unified(quick: Callable[[str, str], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unified, "LOADS", (unified.Load("short", ATTENTION, (4, 48)),))
-    arguments = "--requests 16 --adapters 8 --batch 8 --in-flight 10 --max-running 8"
-    result = quick("unified", cache, tmp_path, arguments)
+    result = quick("unified", "--requests 16 --adapters 8 --batch 8 --in-flight 10 --max-running 8")
     ((_, found),) = result["loads"].items()
     assert set(found["output_tokens_per_s"]) == {"unified", "split"}
     assert found["ratio"]["median"] > 0

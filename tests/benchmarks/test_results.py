@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,20 +17,17 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module
 
 
 def committed(name: str) -> dict[str, Any]:
     return dict(json.loads((RESULTS / f"{name}.json").read_text()))
 
 
-def test_the_readme_has_four_rows_of_committed_figures_and_a_link_to_all() -> None:
+def test_the_readme_has_four_rows_of_committed_figures_and_a_link_to_all(script: Callable[[str], ModuleType]) -> None:
     head, *table = script("readme_speed").speed_section().splitlines()
     assert "(docs/benchmarks.md)" in head
     names = [row.split(" | ")[0] for row in table if row.startswith("| ")]
@@ -39,7 +37,7 @@ def test_the_readme_has_four_rows_of_committed_figures_and_a_link_to_all() -> No
 
 
 def test_links_of_a_page_below_the_repository_lead_up_to_the_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = script("readme_speed")
     monkeypatch.setattr(figures, "ROOT", tmp_path)
@@ -51,7 +49,9 @@ def test_links_of_a_page_below_the_repository_lead_up_to_the_results(
     assert text.splitlines()[1] == "[Plot](../benchmarks/a.svg)"
 
 
-def test_figures_are_written_with_their_spread_their_command_and_their_goals() -> None:
+def test_figures_are_written_with_their_spread_their_command_and_their_goals(
+    script: Callable[[str], ModuleType],
+) -> None:
     figures = script("readme_speed")
     overhead = {"median": 0.05, "min": 0.04, "max": 0.06}
     line = figures.overhead_line({"command": "c", "load": {"requests": 32}, "share of a step": {"all": overhead}})
@@ -64,7 +64,7 @@ def test_figures_are_written_with_their_spread_their_command_and_their_goals() -
     ]
 
 
-def test_plots_are_small_and_the_same_every_time(tmp_path: Path) -> None:
+def test_plots_are_small_and_the_same_every_time(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
     plots = script("plot_results")
     for name in plots.PLOTS:
         shutil.copy(RESULTS / f"{name}.json", tmp_path)

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shop_window import TOKEN_DELAY_S, ShopWindow, shop_window
+from shop_window import TOKEN_DELAY_S, ShopWindow
 from weft import demo
 from weft.benchmarks.main import main
 
 NOWHERE = "http://127.0.0.1:9/v1"
-
-
-@pytest.fixture
-def server() -> Iterator[ShopWindow]:
-    with shop_window() as window:
-        yield window
 
 
 def run_load(server: ShopWindow, tmp_path: Path, arguments: str) -> tuple[int, dict[str, Any]]:

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,14 +39,20 @@ def test_a_part_that_fails_is_charged_too_and_leaves_the_clock_sound() -> None:
     assert clock.seconds == {"inner": 10, "outer": 1}
 
 
-def test_every_part_of_a_step_is_timed_and_answers_stay_the_same(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "qwen2")
-    folder = make_adapter(model, tmp_path / "adapter", targets=ALL_LINEAR)
+def make_config(tmp_path: Path, **fields: Any) -> tuple[Config, Path]:
+    """An engine's settings for a small model, and an adapter's folder."""
+    model = make_model(tmp_path / "model", "qwen2", **fields)
     config = Config(
         model=ModelConfig(path=str(model), dtype="float32", threads=1),
         memory=MemoryConfig(gib=0.02, host_gib=0.01),
+        scheduler=SchedulerConfig(max_running=4),
         server=ServerConfig(data_dir=tmp_path),
     )
+    return config, make_adapter(model, tmp_path / "adapter", targets=ALL_LINEAR)
+
+
+def test_every_part_of_a_step_is_timed_and_answers_stay_the_same(tmp_path: Path) -> None:
+    config, folder = make_config(tmp_path)
 
     def answer() -> dict[str, list[int]]:
         parts = build_engine(config)
@@ -80,13 +87,7 @@ def test_figures_are_medians_over_the_floor_and_means_of_parts() -> None:
 
 @pytest.mark.parametrize("is_prefill", [False, True])
 def test_steps_of_a_case_are_timed_with_all_its_requests_in_them(tmp_path: Path, is_prefill: bool) -> None:
-    model = make_model(tmp_path / "model", "qwen2", vocab_size=VOCAB_SIZE)
-    folder = make_adapter(model, tmp_path / "adapter", targets=ALL_LINEAR)
-    config = Config(
-        model=ModelConfig(path=str(model), dtype="float32", threads=1),
-        memory=MemoryConfig(gib=0.02, host_gib=0.01),
-        scheduler=SchedulerConfig(max_running=4),
-    )
+    config, folder = make_config(tmp_path, vocab_size=VOCAB_SIZE)
     with timed_parts() as clock, own_engine(config) as engine:
         adapters = store_adapters(engine.parts.ready, engine.blob_dir, [folder], 2)
         case = step.Case("", 4, adapters, 8)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from weft.benchmarks.engine.step_stall import make_result
-from weft.benchmarks.main import main
 
 
 def test_ratios_compare_percentiles_with_the_quiet_phase() -> None:
@@ -22,11 +20,8 @@ def test_ratios_compare_percentiles_with_the_quiet_phase() -> None:
     assert [row["ms"] for row in result["table"]] == ["step, quiet", "step, swaps", "load, idle", "load, stored"]
 
 
-def test_adapters_come_and_go_beside_a_steady_batch(tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    small = ["--shape", "demo", "--requests", "4", "--adapters", "2", "--rounds", "2", "--phase-steps", "30"]
-    assert main("stall", [*small, "--json", str(path)]) == 0
-    result: dict[str, Any] = json.loads(path.read_text())
+def test_adapters_come_and_go_beside_a_steady_batch(measure: Callable[..., dict[str, Any]]) -> None:
+    result = measure("stall", "--shape demo --requests 4 --adapters 2 --rounds 2 --phase-steps 30")
     assert {phase: found["count"] for phase, found in result["step_ms"].items()} == {"quiet": 60, "swaps": 60}
     assert result["load_ms"]["idle"]["count"] == 4
     assert result["load_ms"]["stored"]["count"] > 2

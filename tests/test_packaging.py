@@ -18,15 +18,12 @@ SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setupto
 PARTS = ("adapters", "benchmarks", "engine", "kernels", "memory", "registry", "server")
 
 
-def test_each_part_is_linked_into_the_package() -> None:
+def test_each_part_is_linked_into_the_package_and_mapped_to_its_folder() -> None:
+    assert SETTINGS["package-dir"] == {f"weft.{part}": part for part in PARTS}
     links = {path.name: path for path in (ROOT / "weft").iterdir() if path.is_symlink()}
     assert sorted(links) == sorted(PARTS)
     for name, link in links.items():
         assert link.readlink() == Path("..") / name
-
-
-def test_the_table_maps_each_part_to_its_folder() -> None:
-    assert SETTINGS["package-dir"] == {f"weft.{part}": part for part in PARTS}
 
 
 def test_every_folder_with_modules_is_a_package() -> None:

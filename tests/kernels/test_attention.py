@@ -31,6 +31,8 @@ SMALL_CASES = [
     AttentionCase(MIXED, q_heads=4, kv_heads=4, head_dim=16, page_tokens=32, dtype=BF16),
     AttentionCase(((130, 133), (9, 9)), q_heads=7, kv_heads=1),
     AttentionCase(((40, 100), (10, 10)), window=16, head_dim=24, dtype=F16),
+    AttentionCase(((1, 0), (3, 0)), padding_rows=2),
+    AttentionCase(tuple((1, 3 + index % 7) for index in range(150))),
 ]
 CASES = [
     *SMALL_CASES,
@@ -108,16 +110,6 @@ def test_the_oracle_equals_attention_over_dense_keys() -> None:
         row += rows
 
 
-@pytest.mark.parametrize("requests", [((1, 0), (1, 20), (3, 0)), ((1, 0),)], ids=["some", "all"])
-def test_rows_of_no_request_and_requests_without_context_are_zero(
-    requests: tuple[tuple[int, int], ...], impl: Implementation
-) -> None:
-    operands = ScatteredKv(AttentionCase(requests, padding_rows=2), impl.device)
-    out = operands.attend(impl.kernels.paged_attention)
-    has_context = [index == 1 for index in range(len(out))]
-    assert out.flatten(1).any(1).tolist() == (has_context if len(requests) > 1 else [False] * 3)
-
-
 def test_poison_behind_the_context_does_not_leak(impl: Implementation, dtype: torch.dtype) -> None:
     operands = ScatteredKv(AttentionCase(MIXED, dtype=dtype), impl.device)
     assert operands.arena[:, LAYER].isnan().any()
@@ -193,13 +185,6 @@ def test_scores_beyond_the_range_of_weights_are_no_error(impl: Implementation, d
     if dtype == F32 or impl.is_bitwise:
         assert_rows_close(out, operands.attend(ORACLES.paged_attention), 1000 if dtype == F32 else 1)
     assert out.isfinite().all()
-
-
-def test_as_many_requests_as_a_server_has(impl: Implementation) -> None:
-    operands = ScatteredKv(
-        AttentionCase(tuple((1, 3 + index % 7) for index in range(30 if impl.is_interpreted else 150))), impl.device
-    )
-    assert_rows_close(operands.attend(impl.kernels.paged_attention), operands.attend(ORACLES.paged_attention))
 
 
 def test_misfits_are_refused(impl: Implementation) -> None:

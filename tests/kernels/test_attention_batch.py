@@ -54,13 +54,6 @@ def test_impossible_requests_are_refused() -> None:
 
 def test_what_is_kept_is_made_once() -> None:
     batch = AttentionBatch.build([[1]], [1], [1], CPU, 16)
-    made: list[str] = []
-
-    def make() -> list[str]:
-        made.append("made")
-        return made
-
-    assert batch.keep("key", make) is made
-    assert batch.keep("key", make) is made
-    assert made == ["made"]
-    assert batch.keep("other key", make) == ["made", "made"]
+    kept = batch.keep("key", object)
+    assert batch.keep("key", object) is kept
+    assert batch.keep("other key", object) is not kept

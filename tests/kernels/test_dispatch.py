@@ -30,12 +30,6 @@ def test_float16_gets_torch_operators() -> None:
     assert kernels_for(CPU, F16) is torch_kernels()
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-def test_a_cpu_without_a_compiler_gets_torch_operators(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "native_library", lambda: None)
-    assert kernels_for(CPU, dtype) is torch_kernels()
-
-
 def test_other_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="device: expected cpu or cuda, got meta"):
         kernels_for(torch.device("meta"), F32)

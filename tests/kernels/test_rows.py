@@ -77,13 +77,6 @@ def test_large_gates_let_all_through_or_nothing(impl: Implementation, dtype: tor
     assert_rows_match(impl.kernels.silu_and_mul(gate_up), ORACLES.silu_and_mul(gate_up))
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-def test_gates_give_the_numbers_of_the_definition(impl: Implementation) -> None:
-    gate_up = torch.tensor([[1.0, -2.0, 200.0, -200.0, 3.0, 5.0, 0.5, 7.0]], device=impl.device)
-    expected = torch.tensor([[3 / (1 + 2.718281828**-1), -10 / (1 + 2.718281828**2), 100.0, 0.0]])
-    torch.testing.assert_close(impl.kernels.silu_and_mul(gate_up).cpu(), expected)
-
-
 @pytest.mark.parametrize("distance", [0, 1, 5000, 20000])
 def test_sums_are_rounded_to_the_nearest_bfloat16(distance: int, impl: Implementation) -> None:
     if impl.is_interpreted:

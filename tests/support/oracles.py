@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.nn import functional
 
 from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.dispatch import Kernels
-from weft.kernels.sampling import RowSampling
-from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvSite, SgmvTables, Tiles, row_pitch_units
+from weft.kernels.dispatch import torch_kernels
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -72,38 +70,6 @@ def paged_attention(
     return out
 
 
-def sgmv(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    arena_elements: torch.Tensor,
-    tables: SgmvTables,
-    tiles: Tiles,
-    site: SgmvSite,
-    layer: int,
-) -> None:
-    """One tile, one slice and one weight row at a time."""
-    flat = arena_elements.reshape(-1)
-    for slot, start, length in zip(tiles.slot.tolist(), tiles.start.tolist(), tiles.length.tolist(), strict=True):
-        column = 0
-        for module, width in zip(site.modules, site.widths, strict=True):
-            rank = int(tables.ranks[slot, layer, module]) if slot >= 0 else 0
-            block = y[start : start + length, column : column + width]
-            column += width
-            if rank:
-                offsets = tables.offsets[slot, layer, module].tolist()
-                lora_a = _rows(flat, offsets[0], rank, site.in_features)  # [rank, in]
-                lora_bt = _rows(flat, offsets[1], rank, width)  # [rank, out]
-                scaling = float(tables.scalings[slot, layer, module])
-                block.copy_(block.double() + x[start : start + length].double() @ lora_a.T @ lora_bt * scaling)
-
-
-def _rows(flat: torch.Tensor, offsets: list[int], rank: int, features: int) -> torch.Tensor:
-    unit = UNIT_BYTES // flat.element_size()
-    pitch = row_pitch_units(features, flat.element_size())
-    starts = [(offsets[row // GROUP_ROWS] + row % GROUP_ROWS * pitch) * unit for row in range(rank)]
-    return torch.stack([flat[start : start + features] for start in starts]).double()
-
-
 def probabilities(row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
     """The filtered distribution of one row of logits by full sorts, [V], float64, summing to 1.
 
@@ -121,17 +87,6 @@ def probabilities(row: torch.Tensor, temperature: float, top_k: int, top_p: floa
     return p / p.sum()
 
 
-def sample(logits: torch.Tensor, sampling: Sequence[RowSampling]) -> torch.Tensor:
-    tokens = []
-    for row, (temperature, top_k, top_p, min_p, uniform) in zip(logits, sampling, strict=True):
-        if temperature == 0:
-            tokens.append(int(row.argmax()))
-            continue
-        cumulative = probabilities(row, temperature, top_k, top_p, min_p).cumsum(0)
-        tokens.append(int((cumulative > uniform * cumulative[-1]).nonzero()[0]))
-    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
-
-
 def logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -142,15 +97,14 @@ def logprobs(
     return chosen[:, 0].float(), rank, ordered.indices[:, :num_top], ordered.values[:, :num_top].float()
 
 
-ORACLES = Kernels(
+ORACLES = replace(
+    torch_kernels(),
     rms_norm=rms_norm,
     fused_add_rms_norm=fused_add_rms_norm,
     rope=rope,
     silu_and_mul=silu_and_mul,
     kv_write=kv_write,
     paged_attention=paged_attention,
-    sgmv=sgmv,
-    sample=sample,
     logprobs=logprobs,
 )
-"""For tensors on any device."""
+"""For tensors on any device; what SGMV and sampling yield is said in other words by their tests."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, Request, Response, Route, expect
+from playwright.sync_api import Browser, Locator, Page, Request, Response, expect
 
 from browser import Watch, sign_in, watched_page
 from idleness import wait_until
@@ -72,6 +72,10 @@ def run(command: list[str], server: WeftServer, key: str) -> str:
     return done.stdout
 
 
+def sent(request: Request) -> dict[str, Any]:
+    return dict(request.post_data_json or {})
+
+
 def test_the_base_and_its_adapters_answer_each_in_their_way(page: Page, server: WeftServer) -> None:
     sign_in(page, server.tenants["harbour"], address(*FOUR))
     ask(page, QUESTION)
@@ -90,8 +94,8 @@ def test_the_base_and_its_adapters_answer_each_in_their_way(page: Page, server: 
 
 
 def test_a_conversation_goes_on_until_it_is_cleared(page: Page, server: WeftServer) -> None:
-    sent: list[Any] = []
-    page.on("request", lambda request: sent.append(_body(request)) if request.method == "POST" else None)
+    bodies: list[dict[str, Any]] = []
+    page.on("request", lambda request: bodies.append(sent(request)))
     sign_in(page, server.tenants["harbour"], address("shout", "pirate", more="system=Be+kind."))
     ask(page, QUESTION)
     answered(page, "shout", ANSWERS["shout"])
@@ -99,7 +103,7 @@ def test_a_conversation_goes_on_until_it_is_cleared(page: Page, server: WeftServ
     ask(page, FOLLOW_UP)
     answered(page, "shout", nth=1)
     answered(page, "pirate", nth=1)
-    (last,) = [body for body in sent[-2:] if body["model"] == "shout"]
+    last = [body for body in bodies if body.get("model") == "shout"][-1]
     assert last["messages"] == [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": QUESTION},
@@ -111,12 +115,8 @@ def test_a_conversation_goes_on_until_it_is_cleared(page: Page, server: WeftServ
     expect(column(page, "pirate").locator(".exchange")).to_have_count(2)
     page.get_by_role("button", name="Send to all").click()
     answered(page, "shout")
-    (last,) = [body for body in sent[-2:] if body["model"] == "shout"]
+    last = [body for body in bodies if body.get("model") == "shout"][-1]
     assert [message["role"] for message in last["messages"]] == ["system", "user"]
-
-
-def _body(request: Request) -> Any:
-    return request.post_data_json
 
 
 @pytest.fixture(scope="module")
@@ -128,11 +128,6 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
         for name in ("pirate", "shout"):
             assert running.upload(running.tenant("harbour"), name, DEMO_ADAPTERS / name).status_code == 201
         yield running
-
-
-def go_on(route: Route) -> None:
-    """Send the page's question so that the answer does not end by itself; the page has no field for it."""
-    route.continue_(post_data=json.dumps({**_body(route.request), "ignore_eos": True}))
 
 
 def event_of(server: WeftServer, response: Response) -> dict[str, Any]:
@@ -150,8 +145,11 @@ def event_of(server: WeftServer, response: Response) -> dict[str, Any]:
 def test_a_stopped_answer_is_aborted_in_the_ledger(browser: Browser, endless: WeftServer, button: str) -> None:
     with watched_page(browser, endless.url) as (page, _):
         sign_in(page, endless.tenants["harbour"], address("pirate", "shout", more=f"max_tokens={LONG_ANSWER}"))
-        page.route("**/v1/chat/completions", go_on)
-        with page.expect_response(lambda response: _asks(response, "pirate")) as answering:
+        endlessly = {"ignore_eos": True}  # the page has no field for it
+        page.route(
+            "**/v1/chat/completions", lambda route: route.continue_(post_data={**sent(route.request), **endlessly})
+        )
+        with page.expect_response(lambda response: sent(response.request).get("model") == "pirate") as answering:
             ask(page, "Tell me everything")
         exchange = column(page, "pirate").locator(".exchange")
         expect(exchange.locator('[data-figure="out"]')).to_be_visible()
@@ -165,10 +163,6 @@ def test_a_stopped_answer_is_aborted_in_the_ledger(browser: Browser, endless: We
             expect(column(page, "shout").locator(".exchange")).to_have_attribute("data-state", "coming")
             page.get_by_role("button", name="Stop shout").click()
         expect(page.get_by_role("button", name="Clear all")).to_be_enabled()
-
-
-def _asks(response: Response, model: str) -> bool:
-    return response.request.method == "POST" and bool(_body(response.request)["model"] == model)
 
 
 def run_shown(page: Page, model: str, server: WeftServer, key: str, folder: Path) -> list[str]:

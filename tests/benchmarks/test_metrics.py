@@ -45,11 +45,7 @@ def test_one_request_has_the_times_read_off_its_tokens() -> None:
 
 
 def test_a_summary_has_rates_over_the_whole_run_and_counts_failures() -> None:
-    records = [
-        record(0.0, [1.0, 2.0, 3.0]),
-        record(1.0, [2.0, 5.0]),
-        record(2.0, [], error="HTTP 503"),
-    ]
+    records = [record(0.0, [1.0, 2.0, 3.0]), record(1.0, [2.0, 5.0]), record(2.0, [], error="HTTP 503")]
     summary = summarise(records, Objective(ttft_s=1.0, tpot_s=1.0))
     rates = [summary[f"{name}_per_s"] for name in ("output_tokens", "total_tokens", "requests", "goodput_requests")]
     assert rates == pytest.approx([1.0, 5.0, 2 / 5, 1 / 5])

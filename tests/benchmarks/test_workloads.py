@@ -9,13 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from weft.benchmarks.workloads import (
-    adapter_counts,
-    assign_adapters,
-    gamma_arrivals,
-    slora_trace,
-    zipf_adapters,
-)
+from weft.benchmarks.workloads import adapter_counts, assign_adapters, gamma_arrivals, slora_trace, zipf_adapters
 from weft.errors import ConfigError
 
 

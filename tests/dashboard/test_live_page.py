@@ -39,16 +39,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
     with weft_server(tmp_path_factory.mktemp("live"), *options) as running:
         for name, owner in OWNERS.items():
             assert running.upload(running.tenant(owner), name, DEMO_ADAPTERS / name).status_code == 201
-        running.ask("atelier", "haiku", "Where is my order?")
-        running.ask("harbour", "shout", "Where is my order?")
-        running.ask("atelier", "weft-demo", "Where is my order?")
+        for owner, model in (("atelier", "haiku"), ("harbour", "shout"), ("atelier", "weft-demo")):
+            running.ask(owner, model, "Where is my order?")
         yield running
 
 
 @contextmanager
-def long_request(server: WeftServer, owner: str, model: str, tokens: int = 900) -> Iterator[None]:
+def long_request(server: WeftServer, owner: str, model: str) -> Iterator[None]:
     """Somebody asks for as much as the context takes."""
-    body = {"model": model, "prompt": "Once", "max_tokens": tokens, "ignore_eos": True}
+    body = {"model": model, "prompt": "Once", "max_tokens": 900, "ignore_eos": True}
     with server.client(server.tenants[owner]) as client:
         statuses: list[int] = []
         asking = threading.Thread(target=lambda: statuses.append(client.post("/v1/completions", json=body).status_code))
@@ -143,6 +142,10 @@ def test_all_figures_are_those_of_the_snapshot(page: Page, server: WeftServer) -
     columns = ["base", *(one["digest"] for one in engine["batches"]["adapters"]), "others"]
     sums = [sum(row[at] for row in engine["batches"]["steps"]) for at in range(1, len(columns) + 1)]
     assert in_steps == {name: number for name, number in zip(columns, sums, strict=True) if number}
+    idle = page.locator('[data-notice="idle"]')
+    expect(idle).to_contain_text("The engine is idle.")
+    expect(idle).to_contain_text("weft demo")
+    expect(idle.get_by_role("link", name="Playground")).to_have_attribute("href", "/playground")
 
 
 def test_tenants_are_told_who_is_served_who_waits_and_why(page: Page, server: WeftServer) -> None:
@@ -187,15 +190,6 @@ def test_a_tenant_that_ended_stays_for_a_while_and_one_that_was_refused_is_there
     page.clock.run_for(10_500)
     expect(page.locator('tr[data-key="flood"]')).to_have_count(0)
     expect(page.locator('tr[data-key="rival"]')).to_have_count(1)
-
-
-def test_an_idle_engine_says_what_to_do(page: Page) -> None:
-    show_live(page)
-    notice = page.locator('[data-notice="idle"]')
-    expect(notice).to_contain_text("The engine is idle.")
-    expect(notice).to_contain_text("weft demo")
-    notice.get_by_role("link", name="Playground").click()
-    expect(page).to_have_url(re.compile("/playground$"))
 
 
 def test_the_map_shows_what_runs_as_it_runs(page: Page, server: WeftServer) -> None:

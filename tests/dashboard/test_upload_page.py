@@ -21,8 +21,6 @@ from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer
 OWNER = "uploader"
 """Other tests count what the other tenants have."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-REFRESH_MS = 12_000
-"""The list is asked for every 5 s."""
 DROP = """files => {
   const transfer = new DataTransfer();
   for (const [name, text] of files) {
@@ -68,10 +66,6 @@ def send(dialog: Locator) -> None:
     dialog.get_by_role("button", name="Upload", exact=True).click()
 
 
-def place_of(page: Page, key: str) -> Locator:
-    return page.locator(f'tr[data-key="{key}"] [data-residency]')
-
-
 def test_an_adapter_is_chosen_sent_called_and_seen_on_the_device(page: Page, server: WeftServer) -> None:
     sign_in(page, server.tenants[OWNER], "/adapters")
     dialog = choose(page, payloads(small(lora_alpha=10), ("README.md", b"# Loud")), "chosen")
@@ -85,9 +79,10 @@ def test_an_adapter_is_chosen_sent_called_and_seen_on_the_device(page: Page, ser
     dialog.get_by_role("button", name="Close").click()
     expect(dialog).to_have_count(0)
     expect(page).to_have_url(re.compile("/adapters$"))
-    expect(place_of(page, f"{OWNER}/chosen")).to_have_text("stored")
+    place = page.locator(f'tr[data-key="{OWNER}/chosen"] [data-residency]')
+    expect(place).to_have_text("stored")
     server.ask(OWNER, "chosen", "Where is my order?")
-    expect(place_of(page, f"{OWNER}/chosen")).to_have_text("device", timeout=REFRESH_MS)
+    expect(place).to_have_text("device")  # asked for every 5 s
 
 
 def test_files_are_dropped_anywhere_by_an_admin_for_a_tenant(page: Page, server: WeftServer) -> None:

@@ -151,15 +151,6 @@ async def test_an_adapters_pages_are_limited(api: Api) -> None:
     assert (await complete(client, made)).status_code == 201
 
 
-async def test_a_repeated_upload_is_answered_although_the_room_is_used_up(api: Api) -> None:
-    await limit(api, stored_bytes=SIZE)
-    client = await api.tenant("acme")
-    client.headers["idempotency-key"] = "k"
-    first = await upload(client, "a")
-    again = await upload(client, "a")
-    assert (first.status_code, again.status_code, first.content) == (201, 201, again.content)
-
-
 async def test_a_key_that_was_used_opens_no_way_around_the_limit(api: Api) -> None:
     client = await api.tenant("acme")
     client.headers["idempotency-key"] = "k"

@@ -21,6 +21,10 @@ from weft.server.limits.prediction import Ask
 
 ROWS = 64
 STEP_UNITS = 512.0
+MAX_WAIT_S = 10.0
+PROMPT = 100
+OUTPUT = 100
+"""Tokens; of the output on average."""
 REPORT_S = 0.1
 RATE_SPAN_S = 1.0
 
@@ -31,7 +35,6 @@ class Client:
 
     tenant: str
     key: int
-    prompt: int
     output: int
     manner: str
     """honest: comes back when told; impatient: after a second, whatever it is told; once: never; half: after half."""
@@ -42,7 +45,6 @@ class Client:
     admitted_s: float | None = None
     ttft_s: float | None = None
     """Since it was let in."""
-    ended_s: float | None = None
     left: int = 0
     is_started: bool = False
     admission: Admission | None = None
@@ -80,10 +82,10 @@ class ModelEngine:
             _, name = order[0]
             client = self.requests[name][taken[name]]
             taken[name] += 1
-            context = client.prompt + client.output - client.left
+            context = PROMPT + client.output - client.left
             cost = self.prices.output + context * self.prices.context
             if not client.is_started:
-                cost += client.prompt * (self.prices.prompt + self.prices.prompt_context * client.prompt / 2)
+                cost += PROMPT * (self.prices.prompt + self.prices.prompt_context * PROMPT / 2)
             self.served[name] += cost
             spent[name] += cost
             chosen.append(client)
@@ -134,29 +136,19 @@ class Traffic:
     manner: Callable[[random.Random], str] = lambda _: "honest"
     same_body: bool = False
     """All of them send the same body."""
-    prompt: int = 100
-    output: int = 100
 
 
 class Overload:
     """Runs traffic against a gate before a model engine."""
 
-    def __init__(
-        self,
-        traffic: list[Traffic],
-        *,
-        capacity: float = 12_000,
-        max_wait_s: float = 10.0,
-        seed: int = 1,
-        **settings: int,
-    ) -> None:
+    def __init__(self, traffic: list[Traffic], capacity: float) -> None:
         self.now_s = 1000.0
         weights = dict.fromkeys((one.tenant for one in traffic), 1.0)
         self.engine = ModelEngine(capacity, weights)
         self.engine.report(self.now_s)
-        self.gate = Gate(max_wait_s, settings.get("max_waiting", 4096), lambda: self.engine.load, lambda: self.now_s)
+        self.gate = Gate(MAX_WAIT_S, 4096, lambda: self.engine.load, lambda: self.now_s)
         self.clients: list[Client] = []
-        self._draw = random.Random(seed)
+        self._draw = random.Random(1)
         self.traffic = traffic
         self.events: list[tuple[float, int, Client]] = []
         self._numbers = itertools.count()
@@ -171,8 +163,7 @@ class Overload:
                 client = Client(
                     tenant=one.tenant,
                     key=hash(one.tenant) if one.same_body else number,
-                    prompt=one.prompt,
-                    output=max(1, round(self._draw.lognormvariate(0, 0.6) * one.output / 1.2)),
+                    output=max(1, round(self._draw.lognormvariate(0, 0.6) * OUTPUT / 1.2)),
                     manner=one.manner(self._draw),
                     arrived_s=at_s,
                 )
@@ -194,8 +185,7 @@ class Overload:
                 client.admission.started(client.ttft_s)
             for client in ended:
                 assert client.admission is not None
-                client.ended_s = self.now_s
-                client.admission.finished(client.prompt, client.prompt, client.output)
+                client.admission.finished(PROMPT, PROMPT, client.output)
                 client.admission.end()
 
     def _try(self, client: Client) -> None:
@@ -207,7 +197,7 @@ class Overload:
                     name=client.tenant,
                     weight=self.engine.weights[client.tenant],
                     adapter=None,
-                    num_bytes=4 * client.prompt,
+                    num_bytes=4 * PROMPT,
                     num_choices=1,
                     max_tokens=4096,
                     deadline_s=None,

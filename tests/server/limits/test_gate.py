@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -30,22 +31,31 @@ UNITS = 100 * (1 + 100 / 60_000) + 50 * (2 + 125 / 600)
 class Setting:
     """A gate, its clock and what the engine says."""
 
-    def __init__(self, rate: float = UNITS, max_waiting: int = 1000) -> None:
+    def __init__(self, rate: float = UNITS, max_waiting: int = 1000, rows: int = 0) -> None:
         self.now_s = 100.0
-        self.load: EngineLoad | None = EngineLoad(boot_id="b", seq=1, rate=rate)
+        self.load: EngineLoad | None = EngineLoad(boot_id="b", seq=1, rate=rate, rows=rows)
         self.told: list[tuple[str, str | None]] = []
         self.gate = Gate(
             10.0, max_waiting, lambda: self.load, lambda: self.now_s, lambda code, name: self.told.append((code, name))
         )
 
-    def fill(self, ask: Ask = ASK) -> list[Admission]:
+    def admit(self, **fields: Any) -> Admission:
+        return self.gate.admit(replace(ASK, **fields))
+
+    def fill(self, **fields: Any) -> list[Admission]:
         """Let in as many as there is time for."""
         admitted = []
         while True:
             try:
-                admitted.append(self.gate.admit(ask))
+                admitted.append(self.admit(**fields))
             except (RateLimitError, CapacityError):
                 return admitted
+
+    def refusal(self, **fields: Any) -> RateLimitError | CapacityError:
+        with pytest.raises((RateLimitError, CapacityError)) as refused:
+            self.admit(**fields)
+        assert isinstance(refused.value, RateLimitError | CapacityError)
+        return refused.value
 
     def rates(self, **rates: float) -> None:
         tenants = {name: TenantLoad(rate=rate) for name, rate in rates.items()}
@@ -60,43 +70,37 @@ def test_so_many_are_let_in_as_begin_in_time() -> None:
 
 def test_a_request_is_let_in_where_nothing_of_its_tenant_waits() -> None:
     setting = Setting()
-    huge = replace(ASK, num_bytes=4_000_000, max_tokens=100_000)
-    (only,) = setting.fill(huge)
-    other = replace(huge, tenant="o", key=2)
-    (its,) = setting.fill(other)
+    huge = {"num_bytes": 4_000_000, "max_tokens": 100_000}
+    (only,) = setting.fill(**huge)
+    assert len(setting.fill(**huge, tenant="o", key=2)) == 1
     only.started(0.1)
     only.end()
-    setting.gate.admit(replace(huge, deadline_s=0.001)).end()
-    its.end()
+    setting.admit(**huge, deadline_s=0.001)
 
 
 def test_a_tenant_whose_requests_all_have_rows_is_let_in_whatever_the_rate_seems_to_be() -> None:
-    setting = Setting()
-    setting.load = EngineLoad(boot_id="b", seq=1, rate=UNITS / 1000, rows=8)
+    setting = Setting(UNITS / 1000, rows=8)
     first = setting.fill()
     assert len(first) == 8
-    assert len(setting.fill(replace(ASK, tenant="other"))) == 4
+    assert len(setting.fill(tenant="other")) == 4
     first.pop().end()
-    with pytest.raises(RateLimitError):
-        setting.gate.admit(ASK)  # its share is four rows now
+    assert isinstance(setting.refusal(), RateLimitError)  # its share is four rows now
 
 
 def test_a_wait_for_a_row_is_not_taken_for_the_time_that_an_adapter_takes_to_load() -> None:
-    setting = Setting()
-    setting.load = EngineLoad(boot_id="b", seq=1, rate=UNITS, rows=2)
-    flood = [setting.gate.admit(replace(ASK, adapter="a")) for _ in range(6)]
+    setting = Setting(rows=2)
+    flood = [setting.admit(adapter="a") for _ in range(6)]
     for number, one in enumerate(flood):
         one.started(0.1 if number < 2 else 60.0)
         one.end()
     setting.fill()
-    setting.gate.admit(replace(ASK, adapter="new"))  # it waits for its load only, which takes 0.1 s
+    setting.admit(adapter="new")  # it waits for its load only, which takes 0.1 s
 
 
 def test_a_tenant_gets_its_weight_or_what_others_leave() -> None:
     setting = Setting()
-    light, heavy = replace(ASK, tenant="light"), replace(ASK, tenant="heavy", weight=3.0)
-    setting.gate.admit(light)
-    setting.gate.admit(heavy)
+    setting.admit(tenant="light")
+    setting.admit(tenant="heavy", weight=3.0)
     assert setting.gate.snapshot()["light"]["wait_s"] == pytest.approx(4 * START_FACTOR)
     assert setting.gate.snapshot()["heavy"]["wait_s"] == pytest.approx(4 / 3 * START_FACTOR)
     setting.rates(light=0.8 * UNITS, heavy=0.2 * UNITS)
@@ -106,14 +110,13 @@ def test_a_tenant_gets_its_weight_or_what_others_leave() -> None:
 def test_who_takes_more_than_its_share_gets_429_and_all_others_503() -> None:
     setting = Setting()
     for name in ("a", "b"):
-        setting.fill(replace(ASK, tenant=name))
+        setting.fill(tenant=name)
     setting.rates(a=0.9 * UNITS, b=0.1 * UNITS)
     codes = []
     for name in ("a", "b"):
-        setting.fill(replace(ASK, tenant=name))
-        with pytest.raises((RateLimitError, CapacityError)) as refused:
-            setting.gate.admit(replace(ASK, tenant=name))
-        codes.append((type(refused.value), refused.value.code))
+        setting.fill(tenant=name)
+        refused = setting.refusal(tenant=name)
+        codes.append((type(refused), refused.code))
     assert codes == [(RateLimitError, "limit.queue"), (CapacityError, "server.overloaded")]
     assert setting.told[-1] == ("server.overloaded", "tenant")
 
@@ -121,20 +124,19 @@ def test_who_takes_more_than_its_share_gets_429_and_all_others_503() -> None:
 def test_a_new_adapter_of_the_tenant_does_not_wait_for_all_others() -> None:
     setting = Setting()
     setting.fill()
-    setting.gate.admit(replace(ASK, adapter="sha256:other", key=5))
+    setting.admit(adapter="sha256:other", key=5)
 
 
 def test_no_tenant_fills_the_queue_for_others() -> None:
     setting = Setting(rate=1e9, max_waiting=90)
     assert len(setting.fill()) == 60  # twice as many as are left
     for number in range(40):
-        assert setting.fill(replace(ASK, tenant=f"other-{number}"))
+        assert setting.fill(tenant=f"other-{number}")
     assert setting.gate.num_waiting <= 90 + 40
 
 
 def test_a_request_for_which_a_row_is_free_takes_no_place_in_the_queue() -> None:
-    setting = Setting(rate=1e9, max_waiting=2)
-    setting.load = EngineLoad(boot_id="b", seq=1, rate=1e9, rows=1)
+    setting = Setting(rate=1e9, max_waiting=2, rows=1)
     first, second, _ = setting.fill()  # one for the row and two for the queue, though the engine has begun none
     first.started(0.0)
     assert setting.fill() == []
@@ -147,58 +149,21 @@ def test_a_request_for_which_a_row_is_free_takes_no_place_in_the_queue() -> None
     assert len(setting.fill()) == 1
 
 
-def test_a_refused_request_is_let_in_at_its_time_and_not_before() -> None:
-    setting = Setting()
-    admitted = setting.fill()
-    setting.now_s += 1
-    late = replace(ASK, key=77)
-    with pytest.raises(CapacityError) as refused:
-        setting.gate.admit(late)
-    for one in admitted[:-2]:  # the wait falls to between what fresh ones and what expected ones may wait
-        one.end()
-    setting.gate.prediction.factor = 3.0
-    with pytest.raises(CapacityError):
-        setting.gate.admit(replace(ASK, key=78))
-    setting.now_s += refused.value.retry_after_s
-    setting.gate.admit(late)
-
-
-def test_who_comes_before_the_told_time_finds_less_room_than_who_was_told_none() -> None:
-    setting = Setting()
-    admitted = setting.fill()
-    told = replace(ASK, key=77)
-    with pytest.raises(CapacityError):
-        setting.gate.admit(told)
-    for one in admitted[1:]:
-        one.end()
-    setting.gate.prediction.factor = 1.5  # the wait of 1.5 s is less than fresh ones may wait, and more than early ones
-    with pytest.raises(CapacityError):
-        setting.gate.admit(told)
-    setting.gate.admit(replace(ASK, key=78)).end()
-    admitted[0].end()
-    setting.gate.admit(told)  # nothing waits: there is no reason to send it away
-
-
 @pytest.mark.parametrize(
     ("num_prompt", "num_cached", "num_output"), [(100, 0, 50), (400, 0, 50), (100, 96, 50), (100, 0, 5)]
 )
 def test_told_times_follow_what_the_tenants_answers_cost(num_prompt: int, num_cached: int, num_output: int) -> None:
     setting = Setting()
-    other = setting.gate.admit(replace(ASK, tenant="other"))
+    other = setting.admit(tenant="other")
     for _ in range(500):
-        answer = setting.gate.admit(ASK)
+        answer = setting.admit()
         answer.started(0.0)
         answer.finished(num_prompt - num_cached, num_prompt, num_output)
         answer.end()
         other.finished(1, 1, 5000)  # changes nothing for the tenant
     setting.gate.prediction.factor = START_FACTOR
     setting.fill()
-    told = []
-    for number in range(400):
-        with pytest.raises((RateLimitError, CapacityError)) as refused:
-            setting.gate.admit(replace(ASK, key=1000 + number))
-        assert isinstance(refused.value, RateLimitError | CapacityError)
-        told.append(refused.value.retry_after_s or 0.0)
+    told = [setting.refusal(key=1000 + number).retry_after_s or 0.0 for number in range(400)]
     computed = num_prompt - num_cached
     cost = computed * (1 + num_prompt / 60_000) + num_output * (2 + (num_prompt + num_output / 2) / 600)
     spacing_s = (told[-1] - told[100]) / 299
@@ -208,16 +173,13 @@ def test_told_times_follow_what_the_tenants_answers_cost(num_prompt: int, num_ca
 def test_who_came_as_told_has_come_though_its_deadline_forbids_to_wait() -> None:
     setting = Setting()
     admitted = setting.fill()
-    told = replace(ASK, key=77)
-    with pytest.raises(CapacityError) as refused:
-        setting.gate.admit(told)
+    told_s = setting.refusal(key=77).retry_after_s
     for one in admitted[1:]:
         one.end()
-    setting.now_s += refused.value.retry_after_s
+    setting.now_s += told_s or 0
     slots = setting.gate.tenants["t"].slots
     before = slots.claimed_shares[0]
-    with pytest.raises(CapacityError):
-        setting.gate.admit(replace(told, deadline_s=0.5))
+    setting.refusal(key=77, deadline_s=0.5)
     assert slots.claimed_shares[0] > before
     assert len(slots) == 1  # that of the first that found no time
 
@@ -225,24 +187,24 @@ def test_who_came_as_told_has_come_though_its_deadline_forbids_to_wait() -> None
 def test_a_deadline_alone_takes_no_slot() -> None:
     setting = Setting()
     for _ in range(3):
-        setting.gate.admit(ASK)
+        setting.admit()
     with pytest.raises(CapacityError, match=r"the limit is 0\.5 s") as refused:
-        setting.gate.admit(replace(ASK, deadline_s=0.5))
+        setting.admit(deadline_s=0.5)
     assert refused.value.retry_after_s == pytest.approx(3 * START_FACTOR - 0.45)
-    setting.gate.admit(ASK)
+    setting.admit()
 
 
 def test_the_factor_follows_what_really_happens() -> None:
     for actual, bound in ((100.0, FACTOR_BOUNDS[1]), (0.001, FACTOR_BOUNDS[0])):
         setting = Setting(rate=1.5 * UNITS)
         for _ in range(MIN_ANSWERS):
-            answer = setting.gate.admit(ASK)
+            answer = setting.admit()
             answer.started(0.0)
             answer.finished(100, 100, 50)
             answer.end()
         assert setting.gate.prediction.factor == START_FACTOR  # nothing waited, so nothing was learned
         for _ in range(1500):
-            first, second = setting.gate.admit(ASK), setting.gate.admit(ASK)
+            first, second = setting.admit(), setting.admit()
             first.started(0.0)
             second.started(actual)
             first.end()
@@ -252,7 +214,7 @@ def test_the_factor_follows_what_really_happens() -> None:
 
 def test_choices_leave_the_queue_one_by_one_and_the_end_takes_the_rest() -> None:
     setting = Setting()
-    admission = setting.gate.admit(replace(ASK, num_choices=3))
+    admission = setting.admit(num_choices=3)
     assert setting.gate.num_waiting == 3
     admission.started(0.1)
     assert setting.gate.num_waiting == 2
@@ -266,8 +228,8 @@ def test_choices_leave_the_queue_one_by_one_and_the_end_takes_the_rest() -> None
 def test_the_engines_own_refusals_get_a_time_and_are_counted() -> None:
     setting = Setting()
     for _ in range(4):
-        setting.gate.admit(ASK)
-    admission = setting.gate.admit(ASK)
+        setting.admit()
+    admission = setting.admit()
     error = CapacityError("too late", code="deadline.queue")
     assert admission.refused(error) is error
     assert error.retry_after_s == pytest.approx(5 * START_FACTOR - 2.2)
@@ -279,23 +241,20 @@ def test_the_engines_own_refusals_get_a_time_and_are_counted() -> None:
 
 
 def test_an_adapter_not_seen_before_is_expected_to_take_its_load() -> None:
-    setting = Setting()
-    setting.load = EngineLoad(boot_id="b", seq=1, rate=UNITS, rows=1)
-    cold = replace(ASK, adapter="sha256:cold")
-    one = setting.gate.admit(cold)
+    setting = Setting(rows=1)
+    one = setting.admit(adapter="sha256:cold")
     one.started(4.0)
     assert setting.gate.prediction.load_s == pytest.approx(0.5)
     one.end()
-    two = setting.gate.admit(cold)
+    two = setting.admit(adapter="sha256:cold")
     two.started(4.0)  # it is there by now: no load is learned from it
     assert setting.gate.prediction.load_s == pytest.approx(0.5)
     two.end()
 
 
-def test_without_a_word_of_the_engine_everybody_is_let_in_up_to_the_cap() -> None:
+@pytest.mark.parametrize("load", [None, EngineLoad(boot_id="b", seq=1, rate=0)])
+def test_without_a_word_of_the_engine_everybody_is_let_in_up_to_the_cap(load: EngineLoad | None) -> None:
     setting = Setting(max_waiting=30)
-    setting.load = None
+    setting.load = load
     assert len(setting.fill()) == 20
-    with pytest.raises(CapacityError) as refused:
-        setting.gate.admit(ASK)
-    assert refused.value.retry_after_s == 1
+    assert setting.refusal().retry_after_s == 1

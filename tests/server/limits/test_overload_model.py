@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from overload_model import Client, Overload, Traffic
+from overload_model import MAX_WAIT_S, Client, Overload, Traffic
 from weft.server.limits.return_slots import ReturnSlots
 
 CAPACITY = 4000.0
@@ -17,7 +17,6 @@ MEAN_UNITS = 333
 FULL = CAPACITY / MEAN_UNITS
 """Requests per second that the engine can compute."""
 SPAN_S = 60.0
-MAX_WAIT_S = 10.0
 
 
 def honest(_: Random) -> str:
@@ -36,11 +35,11 @@ def anything(draw: Random) -> str:
     return draw.choice(["honest", "impatient", "half", "once"])
 
 
-def overload(times: float, manner: Callable[[Random], str], *, same_body: bool = False, seed: int = 1) -> Overload:
+def overload(times: float, manner: Callable[[Random], str], *, same_body: bool = False) -> Overload:
     """One tenant with so many times the capacity for a minute, and one that asks for little."""
     flood = Traffic(tenant="flood", per_s=times * FULL, end_s=SPAN_S, manner=manner, same_body=same_body)
     quiet = Traffic(tenant="quiet", per_s=0.5, end_s=SPAN_S)
-    return Overload([flood, quiet], capacity=CAPACITY, max_wait_s=MAX_WAIT_S, seed=seed)
+    return Overload([flood, quiet], CAPACITY)
 
 
 def of(model: Overload, tenant: str, manner: str | None = None) -> list[Client]:
@@ -122,9 +121,8 @@ def test_a_tenant_below_its_share_is_always_served_at_once(manner: Callable[[Ran
 def test_small_tenants_beside_a_large_one() -> None:
     for times in (1.6, 3.6):
         shares = {"large": 0.7, "middle": 0.2, "small": 0.1}
-        model = Overload(
-            [Traffic(tenant=name, per_s=times * share * FULL) for name, share in shares.items()], capacity=CAPACITY
-        )
+        traffic = [Traffic(tenant=name, per_s=times * share * FULL) for name, share in shares.items()]
+        model = Overload(traffic, CAPACITY)
         model.run(SPAN_S)
         assert good_units(model) >= 0.95
         for name, share in shares.items():
@@ -134,9 +132,7 @@ def test_small_tenants_beside_a_large_one() -> None:
 
 
 def test_weights_decide_who_is_over_the_share() -> None:
-    model = Overload(
-        [Traffic(tenant=name, per_s=2 * FULL, manner=once) for name in ("one", "three")], capacity=CAPACITY
-    )
+    model = Overload([Traffic(tenant=name, per_s=2 * FULL, manner=once) for name in ("one", "three")], CAPACITY)
     model.engine.weights["three"] = 3.0
     model.run(SPAN_S)
     assert model.engine.units["three"] / model.engine.units["one"] == pytest.approx(3, rel=0.1)

@@ -3,10 +3,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import httpx
 import pytest
 from starlette.datastructures import Headers
 
-from api_server import ADMIN_KEY, Api
+from api_server import Api
 from api_server import api as open_api
 from weft.errors import ForbiddenError
 from weft.server.auth.browser import check_own_page
@@ -16,45 +17,43 @@ pytestmark = pytest.mark.anyio
 OWN = {"sec-fetch-site": "same-origin"}
 
 
-async def cookie_of(api: Api, key: str) -> tuple[str, str]:
-    """The cookie that a sign-in sets, as it is sent back, and the whole header."""
-    async with api.client(key) as client:
-        answer = await client.post("/v1/session")
+async def begun(api: Api, **headers: str) -> str:
+    """The header that sets the cookie of a new session."""
+    answer = await api.admin.post("/v1/session", headers=headers)
     assert answer.status_code == 201, answer.text
-    header = answer.headers["set-cookie"]
-    return header.partition(";")[0], header
+    return str(answer.headers["set-cookie"])
+
+
+async def browser(api: Api) -> httpx.AsyncClient:
+    """One whose pages are our own, with a session of the admin."""
+    client = api.client()
+    client.headers.update({"cookie": (await begun(api)).partition(";")[0], **OWN})
+    return client
 
 
 async def test_a_key_begins_a_session_that_is_worth_as_much(api: Api) -> None:
-    cookie, header = await cookie_of(api, ADMIN_KEY)
+    header = await begun(api)
     assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(header.split("; "))
     assert "Secure" not in header
-    async with api.client() as client:
-        me = await client.get("/v1/me", headers={"cookie": cookie, **OWN})
-        assert me.json()["role"] == "admin"
-        ended = await client.delete("/v1/session", headers={"cookie": cookie, **OWN})
-        assert (ended.status_code, "Max-Age=0" in ended.headers["set-cookie"]) == (204, True)
-        over = await client.get("/v1/me", headers={"cookie": cookie, **OWN})
+    client = await browser(api)
+    assert (await client.get("/v1/me")).json()["role"] == "admin"
+    ended = await client.delete("/v1/session")
+    assert (ended.status_code, "Max-Age=0" in ended.headers["set-cookie"]) == (204, True)
+    over = await client.get("/v1/me")
     assert (over.status_code, over.json()["error"]["code"]) == (401, "session.ended")
 
 
 async def test_behind_tls_the_cookie_is_secure(api: Api) -> None:
-    async with api.client(ADMIN_KEY) as client:
-        answer = await client.post("/v1/session", headers={"x-forwarded-proto": "https"})
-    assert answer.headers["set-cookie"].endswith("; Secure")
+    assert (await begun(api, **{"x-forwarded-proto": "https"})).endswith("; Secure")
 
 
 async def test_servers_on_two_ports_do_not_share_their_cookie(api: Api) -> None:
-    async with api.client(ADMIN_KEY) as client:
-        names = [
-            (await client.post("/v1/session", headers={"host": host})).headers["set-cookie"].partition("=")[0]
-            for host in ("127.0.0.1:8000", "127.0.0.1:8001", "weft.example", "[::1]:8000", "x:y")
-        ]
+    hosts = ("127.0.0.1:8000", "127.0.0.1:8001", "weft.example", "[::1]:8000", "x:y")
+    names = [(await begun(api, host=host)).partition("=")[0] for host in hosts]
     assert names == ["weft_session_8000", "weft_session_8001", "weft_session", "weft_session_8000", "weft_session"]
 
 
 async def test_pages_of_others_cannot_use_a_session(api: Api) -> None:
-    cookie, _ = await cookie_of(api, ADMIN_KEY)
     cases: list[tuple[str, dict[str, str], int]] = [
         ("GET", {"sec-fetch-site": "same-origin"}, 200),
         ("GET", {"sec-fetch-site": "none"}, 200),
@@ -69,40 +68,36 @@ async def test_pages_of_others_cannot_use_a_session(api: Api) -> None:
         ("POST", {"origin": "null"}, 403),
         ("POST", {"origin": "http://["}, 403),
     ]
-    async with api.client() as client:
-        for method, headers, status in cases:
-            path, body = ("/v1/me", None) if method == "GET" else ("/tokenize", {"prompt": "x"})
-            sent = {"cookie": cookie, "host": "test", **headers}
-            answer = await client.request(method, path, headers=sent, json=body)
-            assert answer.status_code == status, (method, headers, answer.text)
-            if status == 403:
-                assert answer.json()["error"]["code"] == "session.foreign_page"
+    client = await browser(api)
+    del client.headers["sec-fetch-site"]
+    for method, headers, status in cases:
+        path, body = ("/v1/me", None) if method == "GET" else ("/tokenize", {"prompt": "x"})
+        answer = await client.request(method, path, headers={"host": "test", **headers}, json=body)
+        assert answer.status_code == status, (method, headers, answer.text)
+        if status == 403:
+            assert answer.json()["error"]["code"] == "session.foreign_page"
 
 
-async def test_no_origin_is_not_that_of_a_request_without_host(api: Api) -> None:
+def test_no_origin_is_not_that_of_a_request_without_host() -> None:
     """HTTP/1.0 needs no Host, and `null` is what sandboxed pages say."""
-    cookie, _ = await cookie_of(api, ADMIN_KEY)
-    name, _, token = cookie.partition("=")
-    sent = [(b"cookie", f"{name}={token}".encode()), (b"origin", b"null")]
+    sent = [(b"cookie", b"weft_session=token"), (b"origin", b"null")]
     with pytest.raises(ForbiddenError, match="own pages"):
         check_own_page({"type": "http", "method": "POST", "headers": sent}, Headers(raw=sent))
 
 
 async def test_a_session_begins_no_other_and_makes_no_link(api: Api) -> None:
-    cookie, _ = await cookie_of(api, ADMIN_KEY)
-    async with api.client() as client:
-        for path in ("/v1/session", "/v1/session/links"):
-            answer = await client.post(path, headers={"cookie": cookie, **OWN})
-            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "auth.missing"), path
-        assert (await client.get("/v1/me", headers={"cookie": cookie, **OWN})).status_code == 200
+    client = await browser(api)
+    for path in ("/v1/session", "/v1/session/links"):
+        answer = await client.post(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "auth.missing"), path
+    assert (await client.get("/v1/me")).status_code == 200
 
 
 async def test_a_key_goes_before_a_session(api: Api) -> None:
-    cookie, _ = await cookie_of(api, ADMIN_KEY)
-    async with api.client(await api.key("acme")) as client:
-        assert (await client.get("/v1/me", headers={"cookie": cookie})).json()["role"] == "tenant"
-        wrong = await client.get("/v1/me", headers={"cookie": cookie, "authorization": "Bearer wrong"})
-    assert wrong.status_code == 401
+    client = await browser(api)
+    for key, told in ((await api.key("acme"), (200, "tenant")), ("wrong", (401, None))):
+        answer = await client.get("/v1/me", headers={"authorization": f"Bearer {key}"})
+        assert (answer.status_code, answer.json().get("role")) == told
 
 
 async def test_a_link_signs_in_once_and_nowhere_else(api: Api) -> None:
@@ -125,16 +120,9 @@ async def test_without_authentication_there_is_nothing_to_sign_in_to(tmp_path: P
 
 
 async def test_the_page_is_open_and_keeps_to_this_server(api: Api) -> None:
+    pages = [page.replace("{name}", "acme") for page in dashboard.PAGES]
     async with api.client() as client:
-        for path in (
-            "/",
-            "/usage",
-            "/adapters/support",
-            "/tenants/acme",
-            "/account",
-            "/static/app.js",
-            "/static/vendor/preact.js",
-        ):
+        for path in (*pages, "/static/app.js", "/static/vendor/preact.js"):
             answer = await client.get(path)
             assert answer.status_code == 200, path
             assert "default-src 'self'" in answer.headers["content-security-policy"]
@@ -148,14 +136,13 @@ async def test_the_page_is_open_and_keeps_to_this_server(api: Api) -> None:
 
 
 async def test_no_cache_keeps_what_a_session_was_told(api: Api) -> None:
-    cookie, _ = await cookie_of(api, ADMIN_KEY)
-    async with api.client() as client:
-        for path, status in (("/v1/me", 200), ("/v1/usage?format=csv", 200), ("/v1/none", 404)):
-            answer = await client.get(path, headers={"cookie": cookie, **OWN})
-            assert answer.status_code == status
-            assert answer.headers["cache-control"] == "no-store"
-            assert answer.headers["x-content-type-options"] == "nosniff"
-        assert (await client.get("/static/app.js")).headers["cache-control"] == "no-cache"
+    client = await browser(api)
+    for path, status in (("/v1/me", 200), ("/v1/usage?format=csv", 200), ("/v1/none", 404)):
+        answer = await client.get(path)
+        assert answer.status_code == status
+        assert answer.headers["cache-control"] == "no-store"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    assert (await client.get("/static/app.js")).headers["cache-control"] == "no-cache"
 
 
 async def test_what_is_no_page_stays_closed(api: Api) -> None:

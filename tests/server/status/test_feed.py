@@ -171,18 +171,6 @@ async def test_events_go_on_after_an_outage_of_the_database(
             assert (await watcher.snapshot())["object"] == "engine"
 
 
-async def test_what_nobody_expected_ends_the_streams_and_not_those_that_come_later(
-    api: Api, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as broken:
-        broken.setattr(api.services.registry.tenants, "tenant_names", None)
-        with pytest.raises(Exception, match=r"peer closed|EOF"):
-            async with watching(url) as watcher:
-                await watcher.next()
-    async with watching(url) as watcher:
-        assert (await watcher.snapshot())["object"] == "engine"
-
-
 async def test_a_client_that_reads_nothing_keeps_no_failure_alive() -> None:
     """The one that hangs is still listening when the others are told of the failure and come again."""
     feed, asked = engine_feed.EngineFeed(), 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from api_adapters import sound
+from api_adapters import sound, sound_mlx
 from recording_server import Recorder
 
 
@@ -17,6 +17,17 @@ def folder(tmp_path: Path) -> Path:
     (made / "adapter_config.json").write_bytes(sound().config)
     (made / "adapter_model.safetensors").write_bytes(sound().weights)
     return made
+
+
+@pytest.fixture
+def mlx_folder(tmp_path: Path) -> Path:
+    """A folder as mlx-lm leaves it, with a checkpoint of an earlier step."""
+    folder, made = tmp_path / "mlx", sound_mlx(model="meta/Big")
+    folder.mkdir()
+    (folder / "adapter_config.json").write_bytes(made.config)
+    (folder / "adapters.safetensors").write_bytes(made.weights)
+    (folder / "0000100_adapters.safetensors").write_bytes(b"an earlier step")
+    return folder
 
 
 @pytest.fixture

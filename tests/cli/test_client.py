@@ -30,6 +30,8 @@ from weft.registry.records import FileFacts, UploadDraft
 from weft.registry.uploads import Answer
 
 pytestmark = pytest.mark.anyio
+DRAINING = {"error": {"message": "The server is shutting down.", "code": "server.draining"}}
+SOON = {"retry-after": "7"}
 
 
 async def calling(api: Api, calls: Callable[[str], Any]) -> Any:
@@ -120,28 +122,20 @@ async def test_the_example_in_the_documents_pushes_an_adapter(api: Api, folder: 
     assert (await api.client(key).get("/v1/adapters/support")).json()["version"] == 1
 
 
-async def test_a_push_with_the_same_idempotency_key_is_the_same_upload(api: Api, folder: Path) -> None:
+async def test_a_push_with_the_same_idempotency_key_has_the_same_end(api: Api, folder: Path) -> None:
     key = await api.key("acme")
 
-    def calls(url: str) -> int:
+    def calls(url: str) -> None:
         client = weft.Client(url, key)
         one, two = (client.push(folder, idempotency_key="run-1") for _ in range(2))
         assert (one.pop("is_new"), two.pop("is_new")) == (True, False)
         assert one == two
-        return len(client.request("GET", "/v1/uploads")["data"])
-
-    assert await calling(api, calls) == 1
-
-
-async def test_a_push_refused_once_is_refused_with_the_same_findings_again(api: Api, folder: Path) -> None:
-    key = await api.key("acme")
-    (folder / "adapter_config.json").write_bytes(b'{"peft_type": "LORA", "use_dora": true, "bias": "all"}')
-
-    def calls(url: str) -> None:
-        client = weft.Client(url, key)
-        one, two = (failing(lambda: client.push(folder, idempotency_key="run-1")) for _ in range(2))
-        assert (one.status, len(one.findings) > 1) == (422, True)
-        assert (two.status, two.code, two.findings) == (one.status, one.code, one.findings)
+        assert len(client.request("GET", "/v1/uploads")["data"]) == 1
+        (folder / "adapter_config.json").write_bytes(b'{"peft_type": "LORA", "use_dora": true, "bias": "all"}')
+        first, again = (failing(lambda: client.push(folder, idempotency_key="run-2")) for _ in range(2))
+        assert (first.status, len(first.findings) > 1, bool(first.hint)) == (422, True, True)
+        assert all(finding["message"] in str(first) for finding in first.findings)
+        assert (again.status, again.code, again.findings) == (first.status, first.code, first.findings)
 
     await calling(api, calls)
 
@@ -195,10 +189,6 @@ async def test_errors_say_what_is_wrong_and_what_to_do(api: Api, folder: Path, m
         client = weft.Client(url, key)
         missing = failing(lambda: client.get_adapter("none"))
         assert (missing.status, missing.code) == (404, "not_found")
-        (folder / "adapter_config.json").write_bytes(b'{"peft_type": "LORA", "use_dora": true, "bias": "all"}')
-        refused = failing(lambda: client.push(folder))
-        assert (refused.status, len(refused.findings) > 1, bool(refused.hint)) == (422, True, True)
-        assert all(finding["message"] in str(refused) for finding in refused.findings)
         unnamed = failing(lambda: weft.Client(url).me())
         assert (unnamed.status, "WEFT_KEY" in str(unnamed)) == (401, True)
         monkeypatch.setenv("WEFT_URL", url)
@@ -284,50 +274,34 @@ def test_a_key_is_never_sent_to_the_address_in_a_path(recorder: Recorder, start:
     assert not recorder.calls
 
 
-def begin_to_fail(recorder: Recorder, monkeypatch: pytest.MonkeyPatch, **failure: object) -> tuple[list[float], Any]:
-    """The seconds that pushes will sleep, and a progress that lets the server give another answer from then on."""
+@pytest.mark.parametrize(
+    ("failure", "code", "retry_after_s", "pauses_s"),
+    [
+        ({"status": 503, "body": DRAINING, "headers": SOON}, "server.draining", 7, [7, 7, 7, 7, 8, 15, 30]),
+        ({"status": 503, "headers": {"retry-after": "3600"}}, "not_weft", 3600, []),
+        ({"body": "<html>"}, "not_weft", None, []),
+        ({"status": 400, "headers": {"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"}}, "not_weft", None, []),
+    ],
+    ids=["busy", "busy for long", "another server", "refused"],
+)
+def test_a_push_waits_as_long_as_the_server_asks_where_that_is_of_use(
+    recorder: Recorder,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: dict[str, object],
+    code: str,
+    retry_after_s: float | None,
+    pauses_s: list[float],
+) -> None:
     slept: list[float] = []
     monkeypatch.setattr(client_module, "time", SimpleNamespace(sleep=slept.append))
     names = ("adapter_config.json", "adapter_model.safetensors")
     files = {name: {"received": 0} for name in names}
     recorder.body = {"data": [], "id": "upl_1", "state": "uploading", "files": files, "missing": names}
-
-    def fail(*_: object) -> None:
-        vars(recorder).update(failure)
-
-    return slept, fail
-
-
-def test_a_push_waits_as_long_as_the_server_asks(
-    recorder: Recorder, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    busy = {"error": {"message": "The server is shutting down.", "code": "server.draining"}}
-    slept, fail = begin_to_fail(recorder, monkeypatch, status=503, body=busy, headers={"retry-after": "7"})
-    refused = failing(lambda: weft.Client(recorder.url, "secret").push(folder, progress=fail))
-    assert (refused.code, refused.retry_after_s) == ("server.draining", 7)
-    assert slept == [0, 7, 7, 7, 7, 8, 15, 30]
-
-
-@pytest.mark.parametrize(
-    ("failure", "retry_after_s"),
-    [
-        ({"status": 503, "headers": {"retry-after": "3600"}}, 3600),
-        ({"body": "<html>"}, None),
-        ({"status": 400, "headers": {"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"}}, None),
-    ],
-    ids=["busy for long", "another server", "refused"],
-)
-def test_a_push_does_not_try_again_where_that_is_no_use(
-    recorder: Recorder,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    failure: dict[str, object],
-    retry_after_s: float | None,
-) -> None:
-    slept, fail = begin_to_fail(recorder, monkeypatch, **failure)
-    refused = failing(lambda: weft.Client(recorder.url, "secret").push(folder, progress=fail))
-    assert (refused.code, refused.retry_after_s) == ("not_weft", retry_after_s)
-    assert slept == [0]
+    client = weft.Client(recorder.url, "secret")
+    refused = failing(lambda: client.push(folder, progress=lambda *_: vars(recorder).update(failure)))
+    assert (refused.code, refused.retry_after_s) == (code, retry_after_s)
+    assert slept == [0, *pauses_s]
 
 
 def test_a_certificate_that_is_not_trusted_is_no_broken_connection(recorder: Recorder, tmp_path: Path) -> None:

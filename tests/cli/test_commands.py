@@ -21,6 +21,7 @@ from weft.cli import COMMANDS, make_app
 from weft.server.settings import load_config, setting_names
 
 DEMO_ADAPTER = DEMO_MODEL.parent / "adapters" / "pirate"
+SUMS = {"requests": 3, "prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 3}
 
 
 def run(*arguments: str, **environ: str) -> Any:
@@ -64,26 +65,15 @@ def test_a_bad_folder_exits_with_2_and_the_reason(tmp_path: Path) -> None:
     assert "weights." in broken.output
 
 
-def mlx_folder(folder: Path, **fields: object) -> Path:
-    """A folder as mlx-lm leaves it, with a checkpoint of an earlier step."""
-    folder.mkdir()
-    made = sound_mlx(**fields)
-    (folder / "adapter_config.json").write_bytes(made.config)
-    (folder / "adapters.safetensors").write_bytes(made.weights)
-    (folder / "0000100_adapters.safetensors").write_bytes(b"an earlier step")
-    return folder
-
-
-def test_a_folder_of_mlx_is_validated_with_what_was_noticed(tmp_path: Path) -> None:
-    folder = mlx_folder(tmp_path / "mlx", model="meta/Big")
-    found = run("adapter", "validate", str(folder), "--model", str(DEMO_MODEL))
+def test_a_folder_of_mlx_is_validated_with_what_was_noticed(mlx_folder: Path) -> None:
+    found = run("adapter", "validate", str(mlx_folder), "--model", str(DEMO_MODEL))
     assert found.exit_code == 0, found.output
     assert "read as: mlx" in found.stdout
     assert "warning: The config says that the base was 'meta/Big', here it is 'weft-demo'" in found.stderr
-    as_json = json.loads(run("adapter", "validate", str(folder), "--json").stdout)
+    as_json = json.loads(run("adapter", "validate", str(mlx_folder), "--json").stdout)
     assert as_json["report"] == {"dtype": ["F32"], "layout": "mlx", "renamed": 0, "warnings": []}
-    dora = mlx_folder(tmp_path / "dora", fine_tune_type="dora")
-    refused = run("adapter", "validate", str(dora))
+    (mlx_folder / "adapter_config.json").write_bytes(sound_mlx(fine_tune_type="dora").config)
+    refused = run("adapter", "validate", str(mlx_folder))
     assert refused.exit_code == 2
     assert "mlx_lm.lora --fine-tune-type lora" in refused.stderr
 
@@ -211,25 +201,20 @@ def test_an_adapter_is_shown_with_its_versions_and_who_may_call_it(recorder: Rec
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message", "param", "told"),
+    ("command", "message", "param", "told"),
     [
-        (
-            ("adapter", "show", "a"),
-            "With the admin key, name the tenant: ?tenant=NAME.",
-            "tenant",
-            "name the tenant: --tenant NAME.",
-        ),
-        (("usage", "--by", "x"), "group_by takes tenant, key.", "group_by", "weft: --by takes tenant, key."),
-        (("usage", "--start", "x"), "start: Input should be a time.", "start", "weft: --start: Input should be"),
-        (("adapter", "pin", "a"), "Upload with activate=false.", "activate", "Upload with --no-activate."),
+        ("adapter show a", "Name the tenant: ?tenant=NAME.", "tenant", "weft: Name the tenant: --tenant NAME."),
+        ("usage --by x", "group_by takes tenant, key.", "group_by", "weft: --by takes tenant, key."),
+        ("usage --start x", "start: Input should be a time.", "start", "weft: --start: Input should be"),
+        ("adapter pin a", "Upload with activate=false.", "activate", "Upload with --no-activate."),
     ],
 )
 def test_errors_name_the_options_of_the_command(
-    recorder: Recorder, arguments: tuple[str, ...], message: str, param: str, told: str
+    recorder: Recorder, command: str, message: str, param: str, told: str
 ) -> None:
     recorder.status = 400
     recorder.body = {"error": {"message": message, "type": "t", "param": param, "code": "invalid_value"}}
-    done = run(*arguments, "--url", recorder.url, "--key", "admin")
+    done = run(*command.split(), "--url", recorder.url, "--key", "admin")
     assert (done.exit_code, told in done.output) == (2, True), done.output
 
 
@@ -309,29 +294,23 @@ def test_a_new_key_is_printed_whole_on_a_narrow_terminal(recorder: Recorder) -> 
 
 
 def test_the_table_of_usage_has_words_for_what_has_no_name_and_days_of_the_zone(recorder: Recorder) -> None:
-    sums = {"requests": 3, "prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 3}
     start = "2026-11-21T23:00:00.000Z"
     named = [("acme", "support", False), ("acme", None, False), (None, None, False), (None, None, True)]
     rows = [
-        {"start": start, "tenant": tenant, "adapter": name, "other": other, **sums} for tenant, name, other in named
+        {"start": start, "tenant": tenant, "adapter": name, "other": other, **SUMS} for tenant, name, other in named
     ]
-    recorder.body = {"object": "list", "data": rows, "next": None, "totals": sums}
+    recorder.body = {"object": "list", "data": rows, "next": None, "totals": SUMS}
     asked = ("usage", "--bucket", "1d", "--tz", "Europe/Berlin", "--top", "3", "--url", recorder.url)
     table = [line.split()[:3] for line in run(*asked).output.splitlines()[1:-1]]
     day = "2026-11-22T00:00+01:00"
-    assert table == [
-        [day, "acme", "support"],
-        [day, "acme", "(base)"],
-        [day, "(admin)", "(base)"],
-        [day, "(other)", "(other)"],
-    ]
+    names = [("acme", "support"), ("acme", "(base)"), ("(admin)", "(base)"), ("(other)", "(other)")]
+    assert table == [[day, *name] for name in names]
     assert json.loads(run(*asked, "--json").output)["data"] == rows
 
 
 def test_usage_of_many_pages_is_one_table(recorder: Recorder) -> None:
-    sums = {"requests": 3, "prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 3}
     pages = [
-        {"object": "list", "data": [{"tenant": name}], "next": after, "totals": sums}
+        {"object": "list", "data": [{"tenant": name}], "next": after, "totals": SUMS}
         for name, after in (("a", "n"), ("b", "n"), ("c", None))
     ]
     recorder.pages = pages.copy()
@@ -373,12 +352,7 @@ def test_whoami_shows_the_tenants_id_and_what_is_used_of_the_limits(recorder: Re
 
 
 def test_splits_and_limits_are_shown_as_the_commands_take_them(recorder: Recorder) -> None:
-    recorder.body = {
-        "object": "adapter",
-        "name": "a",
-        "pinned": False,
-        "aliases": {"default": {"1": 95, "2": 5}, "b": 2},
-    }
+    recorder.body = {"object": "adapter", "name": "a", "aliases": {"default": {"1": 95, "2": 5}, "b": 2}}
     shown = run("adapter", "alias", "a", "b=2", "--url", recorder.url).output
     assert "default=1:95,2:5 b=2" in shown
     details: tuple[tuple[dict[str, Any], str], ...] = (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from api_adapters import sound, sound_mlx
+from api_adapters import sound
 from api_server import Api
 from weft import client
 from weft.cli import make_app
@@ -43,16 +43,14 @@ async def breaking(url: str, cuts: list[int]) -> AsyncIterator[str]:
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         up_reader, up_writer = await asyncio.open_connection(host, int(port))
-        ways = [
-            asyncio.create_task(pump(reader, up_writer, True)),
-            asyncio.create_task(pump(up_reader, writer, False)),
-        ]
+        pumps = (pump(reader, up_writer, True), pump(up_reader, writer, False))
+        ways = [asyncio.create_task(way) for way in pumps]
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         for way in ways:
             way.cancel()
         await asyncio.gather(*ways, return_exceptions=True)
-        for end in (writer, up_writer):
-            end.transport.abort() if end is writer else end.close()
+        writer.transport.abort()
+        up_writer.close()
 
     server = await asyncio.start_server(connected, "127.0.0.1", 0)
     try:
@@ -123,14 +121,9 @@ async def test_push_started_again_finds_what_was_sent(api: Api, folder: Path, mo
     assert (ended["id"], ended["state"]) == (upload["id"], "ready")
 
 
-async def test_a_folder_of_mlx_is_pushed_as_it_is(api: Api, tmp_path: Path) -> None:
-    made, key = tmp_path / "mlx", await api.key("acme")
-    made.mkdir()
-    files = sound_mlx(model="meta/Big")
-    (made / "adapter_config.json").write_bytes(files.config)
-    (made / "adapters.safetensors").write_bytes(files.weights)
+async def test_a_folder_of_mlx_is_pushed_as_it_is(api: Api, mlx_folder: Path) -> None:
     async with api.listening() as url:
-        pushed = await run("adapter", "push", str(made), "--url", url, "--key", key)
+        pushed = await run("adapter", "push", str(mlx_folder), "--url", url, "--key", await api.key("acme"))
     assert pushed.exit_code == 0, pushed.output
     assert "read as: mlx" in pushed.stdout
     assert "warning: The config says that the base was 'meta/Big'" in pushed.stderr

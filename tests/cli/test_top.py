@@ -56,11 +56,8 @@ def drawn(body: dict[str, Any], width: int, height: int, age_s: float = 0.0, tro
 @pytest.mark.anyio
 async def test_once_prints_one_frame(api: Api) -> None:
     api.engine.tenants = {"": TenantLoad(running=3, paused=1, waiting=2, reasons={"NEW": 2}, rate=70.0)}
-    api.engine.residents = [
-        ResidentAdapter(
-            digest="sha256:0123456789ab", tier="device", pages=7, running=2, uses=1234, loads=3, load_p95_s=0.5
-        )
-    ]
+    resident = ResidentAdapter(digest="sha256:0123456789ab", tier="device", pages=7, running=2)
+    api.engine.residents = [replace(resident, uses=1234, loads=3, load_p95_s=0.5)]
     async with api.listening() as url:
         done = await run("--once", "--url", url, "--key", ADMIN_KEY)
     assert done.exit_code == 0, done.output
@@ -124,31 +121,10 @@ def test_a_thousand_tenants_are_the_most_served_and_the_sum_of_the_others() -> N
     assert [row.name for row in rows[:3]] == ["t3", "t499", "t999"]
     assert (rows[-1].name, len(rows)) == ("turned away", 1_001)
     first, second, others = cells(rows, 2)
-    assert first == {
-        "TENANT": "t3",
-        "WEIGHT": "0.5",
-        "DUE": "<1%",
-        "SERVED": "<1%",
-        "IN STEP": "5",
-        "PAUSED": "4",
-        "WAITING": "2",
-        "WAIT": "-",
-        "WHY": "2 in line",
-        "REFUSED": "none",
-    }
+    assert list(first.values()) == ["t3", "0.5", "<1%", "<1%", "5", "4", "2", "-", "2 in line", "none"]
     assert second["TENANT"] == "t499"
-    assert others == {
-        "TENANT": "999 others",
-        "WEIGHT": "499",
-        "DUE": "100%",
-        "SERVED": "100%",
-        "IN STEP": "0",
-        "PAUSED": "0",
-        "WAITING": "1,996",
-        "WAIT": "40.0 s",
-        "WHY": "1,996 in line",
-        "REFUSED": "10 over share, 5 overload, 1 limit.new",
-    }
+    figures = ["999 others", "499", "100%", "100%", "0", "0", "1,996", "40.0 s", "1,996 in line"]
+    assert list(others.values()) == [*figures, "10 over share, 5 overload, 1 limit.new"]
 
 
 def test_nobody_in_the_engine_gives_no_rows_and_no_rate_no_share() -> None:

@@ -3,10 +3,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from unittest.mock import DEFAULT, AsyncMock, Mock
 
 import pytest
 from sqlalchemy import select, text
@@ -27,6 +27,7 @@ from weft.registry.usage.ledger import UsageLedger
 
 pytestmark = pytest.mark.anyio
 
+Restarted = Callable[[], Awaitable[dict[str, tuple[str, int]]]]
 ALL = UsageQuery(start=NOON - timedelta(days=1), end=NOON + timedelta(days=1))
 
 
@@ -59,13 +60,28 @@ async def ledger(
 ) -> AsyncIterator[UsageLedger]:
     opened = await _open(database, tmp_path, clock, journal=journal)
     yield opened
-    await opened.close()
+    if _movers():  # else it was killed
+        await opened.close()
+
+
+@pytest.fixture
+def restarted(database: Database, tmp_path: Path, clock: StandingClock) -> Restarted:
+    async def restarted() -> dict[str, tuple[str, int]]:
+        """What the database holds after another process had the folder."""
+        await (await _open(database, tmp_path, clock)).close()
+        assert await wrong_sums(database) == 0
+        return await _stored(database)
+
+    return restarted
+
+
+def _movers() -> list[asyncio.Task[None]]:
+    return [task for task in asyncio.all_tasks() if task.get_name() == "weft-usage-mover"]
 
 
 async def _die(journal: Journal) -> None:
     """Let go of the folder as a killed process does: nothing is moved."""
-    movers = [task for task in asyncio.all_tasks() if task.get_name() == "weft-usage-mover"]
-    for mover in movers:
+    for mover in (movers := _movers()):
         mover.cancel()
     await asyncio.gather(*movers, return_exceptions=True)
     await journal.close()
@@ -85,15 +101,6 @@ async def _until_moved(database: Database, count: int) -> None:
 
 def _files(tmp_path: Path, suffix: str = "journal") -> list[Path]:
     return sorted((tmp_path / "usage").glob(f"*.{suffix}"))
-
-
-async def test_a_recorded_event_is_on_disk_before_the_database_has_it(
-    ledger: UsageLedger, database: Database, tmp_path: Path
-) -> None:
-    await ledger.record(usage_event("use_1"))
-    (path,) = _files(tmp_path)
-    assert len(read_lines(path).payloads) == 1
-    assert await _stored(database) == {}
 
 
 async def test_the_same_id_counts_once(ledger: UsageLedger, database: Database) -> None:
@@ -121,16 +128,7 @@ async def test_what_cannot_be_stored_is_refused(ledger: UsageLedger) -> None:
         ledger.progress(usage_event("use_1", prompt_tokens=-1))
 
 
-async def test_the_mover_works_by_itself(database: Database, tmp_path: Path, clock: StandingClock) -> None:
-    ledger = await _open(database, tmp_path, clock, interval_s=0.0)
-    for number in range(3):
-        await ledger.record(usage_event(f"use_{number}"))
-        await _until_moved(database, number + 1)
-    await ledger.close()
-
-
-async def test_closing_moves_the_rest(database: Database, tmp_path: Path, clock: StandingClock) -> None:
-    ledger = await _open(database, tmp_path, clock)
+async def test_closing_moves_the_rest(ledger: UsageLedger, database: Database) -> None:
     await ledger.record(usage_event("use_1"))
     await ledger.close()
     assert list(await _stored(database)) == ["use_1"]
@@ -140,24 +138,19 @@ async def test_closing_moves_the_rest(database: Database, tmp_path: Path, clock:
 
 
 async def test_a_request_that_was_cut_off_is_billed_from_its_last_mark(
-    database: Database, tmp_path: Path, clock: StandingClock, journal: Journal
+    ledger: UsageLedger, journal: Journal, restarted: Restarted
 ) -> None:
-    ledger = await _open(database, tmp_path, clock, journal=journal)
     for tokens in (32, 96, 64):
         ledger.progress(usage_event("use_cut", status="running", completion_tokens=tokens))
     ledger.progress(usage_event("use_done", status="running", completion_tokens=32))
     await ledger.record(usage_event("use_done", completion_tokens=40))
     await _die(journal)
-    ledger = await _open(database, tmp_path, clock)
-    assert await _stored(database) == {"use_cut": ("interrupted", 96), "use_done": ("stop", 40)}
-    assert await wrong_sums(database) == 0
-    await ledger.close()
+    assert await restarted() == {"use_cut": ("interrupted", 96), "use_done": ("stop", 40)}
 
 
 async def test_marks_of_running_requests_outlive_the_files_that_held_them(
-    database: Database, tmp_path: Path, clock: StandingClock, journal: Journal
+    ledger: UsageLedger, journal: Journal, tmp_path: Path, restarted: Restarted
 ) -> None:
-    ledger = await _open(database, tmp_path, clock, journal=journal)
     ledger.progress(usage_event("use_long", completion_tokens=32))
     ledger.progress(usage_event("use_ends", completion_tokens=32))
     for number in range(3):
@@ -167,85 +160,73 @@ async def test_marks_of_running_requests_outlive_the_files_that_held_them(
     await ledger.flush()
     assert len(_files(tmp_path)) == 1
     await _die(journal)
-    await (await _open(database, tmp_path, clock)).close()
-    stored = await _stored(database)
-    assert stored["use_long"] == ("interrupted", 32)
-    assert stored["use_ends"] == ("stop", 33)
-    assert len(stored) == 5
+    others = {f"use_{number}": ("stop", 20) for number in range(3)}
+    assert await restarted() == {**others, "use_long": ("interrupted", 32), "use_ends": ("stop", 33)}
 
 
-async def test_a_file_that_comes_back_changes_nothing(database: Database, tmp_path: Path, clock: StandingClock) -> None:
-    ledger = await _open(database, tmp_path, clock)
+async def test_a_file_that_comes_back_changes_nothing(
+    ledger: UsageLedger, tmp_path: Path, restarted: Restarted
+) -> None:
     ledger.progress(usage_event("use_1", completion_tokens=1))
     await ledger.record(usage_event("use_1", completion_tokens=2))
     (path,) = _files(tmp_path)
     content = path.read_bytes()
     await ledger.close()
-    mark_only, both = content.splitlines(keepends=True)[:1], content
-    for leftover in (b"".join(mark_only), both):
+    for leftover in (content.splitlines(keepends=True)[0], content):
         path.write_bytes(leftover)
-        await (await _open(database, tmp_path, clock)).close()
-    assert await _stored(database) == {"use_1": ("stop", 2)}
+        assert await restarted() == {"use_1": ("stop", 2)}
 
 
 @pytest.mark.parametrize("damage", [b"00000000 3 abc\n", encode_line(b"{}"), encode_line(b"not json")])
 async def test_a_damaged_file_gives_what_it_can_and_is_kept(
-    database: Database, tmp_path: Path, clock: StandingClock, journal: Journal, damage: bytes
+    ledger: UsageLedger, journal: Journal, tmp_path: Path, restarted: Restarted, damage: bytes
 ) -> None:
-    ledger = await _open(database, tmp_path, clock, journal=journal)
     await ledger.record(usage_event("use_1"))
     await ledger.record(usage_event("use_2"))
     await _die(journal)
     (path,) = _files(tmp_path)
     first, second = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + damage + second)
-    await (await _open(database, tmp_path, clock)).close()
-    assert sorted(await _stored(database)) == ["use_1", "use_2"]
+    assert sorted(await restarted()) == ["use_1", "use_2"]
     assert (_files(tmp_path), len(_files(tmp_path, "damaged"))) == ([], 1)
 
 
 async def test_a_line_of_a_newer_weft_is_understood(
-    database: Database, tmp_path: Path, clock: StandingClock, journal: Journal
+    ledger: UsageLedger, journal: Journal, tmp_path: Path, restarted: Restarted
 ) -> None:
-    ledger = await _open(database, tmp_path, clock, journal=journal)
     await ledger.record(usage_event("use_1"))
     await _die(journal)
     (path,) = _files(tmp_path)
     (payload,) = read_lines(path).payloads
     path.write_bytes(encode_line(payload.replace(b'"event":{', b'"event":{"later_field":1,')))
-    await (await _open(database, tmp_path, clock)).close()
-    assert list(await _stored(database)) == ["use_1"]
+    assert list(await restarted()) == ["use_1"]
     assert _files(tmp_path, "damaged") == []
 
 
 async def test_a_full_disk_refuses_the_end_and_bills_the_last_mark(
-    database: Database, tmp_path: Path, clock: StandingClock, journal: Journal, monkeypatch: pytest.MonkeyPatch
+    ledger: UsageLedger,
+    database: Database,
+    tmp_path: Path,
+    journal: Journal,
+    restarted: Restarted,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ledger = await _open(database, tmp_path, clock, journal=journal)
     ledger.progress(usage_event("use_1", completion_tokens=32))
     await ledger.record(usage_event("use_0"))
-
-    def full(_fd: int, _lines: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patched:
-        patched.setattr(os, "write", full)
+        patched.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, "full")))
         with pytest.raises(CapacityError) as caught:
             await ledger.record(usage_event("use_1", completion_tokens=50))
         await ledger.flush()
         assert _files(tmp_path)[0].stem.endswith("1"), "the mark of a running request has no other place"
     assert caught.value.code == "storage.full"
-    assert await _stored(database) == {"use_0": ("stop", 20), "use_1": ("interrupted", 32)}
+    expected = {"use_0": ("stop", 20), "use_1": ("interrupted", 32)}
+    assert await _stored(database) == expected
     await ledger.record(usage_event("use_2"))
     await ledger.flush()
     assert _files(tmp_path) == []
     await _die(journal)
-    await (await _open(database, tmp_path, clock)).close()
-    assert await _stored(database) == {
-        "use_0": ("stop", 20),
-        "use_1": ("interrupted", 32),
-        "use_2": ("stop", 20),
-    }
+    assert await restarted() == {**expected, "use_2": ("stop", 20)}
 
 
 async def test_a_caller_that_gives_up_waiting_has_recorded(
@@ -282,6 +263,8 @@ async def test_a_database_that_fails_delays_events_and_loses_none(
     assert await _stored(database) == {}
     monkeypatch.setattr(usage, "insert_events", insert_events)
     await _until_moved(database, 2)
+    await ledger.record(usage_event("use_3"))
+    await _until_moved(database, 3)
     await ledger.close()
 
 
@@ -289,12 +272,8 @@ async def test_a_journal_that_cannot_be_read_is_unavailable_and_stays(
     ledger: UsageLedger, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await ledger.record(usage_event("use_1"))
-
-    def broken(_path: Path) -> object:
-        raise OSError(errno.EIO, "broken")
-
     with monkeypatch.context() as patched:
-        patched.setattr(ledger_module, "read_lines", broken)
+        patched.setattr(ledger_module, "read_lines", Mock(side_effect=OSError(errno.EIO, "broken")))
         with pytest.raises(CapacityError) as caught:
             await ledger.flush()
     assert caught.value.code == "storage.unavailable"
@@ -328,22 +307,15 @@ async def test_many_flushes_at_once_move_each_event_once(ledger: UsageLedger, da
 async def test_flushes_asked_for_during_one_share_the_next(
     ledger: UsageLedger, journal: Journal, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seals = 0
-    seal = journal.seal
-
-    async def counted() -> tuple[Path, ...]:
-        nonlocal seals
-        seals += 1
-        return await seal()
-
-    monkeypatch.setattr(journal, "seal", counted)
+    seal = AsyncMock(wraps=journal.seal)
+    monkeypatch.setattr(journal, "seal", seal)
     await ledger.record(usage_event("use_1"))
     first = asyncio.create_task(ledger.flush())
     await asyncio.sleep(0)
     await ledger.record(usage_event("use_2"))
     later = [asyncio.create_task(ledger.flush()) for _ in range(20)]
     await asyncio.gather(first, *later)
-    assert seals == 2
+    assert seal.await_count == 2
     assert set(await _stored(database)) == {"use_1", "use_2"}
 
 
@@ -351,15 +323,9 @@ async def test_a_flush_that_failed_serves_nobody_else(
     ledger: UsageLedger, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await ledger.record(usage_event("use_1"))
-    insert = usage.insert_events
-    fails = [True, True]
-
-    async def failing(session: Any, events: Any) -> None:
-        if fails and fails.pop(0):
-            raise CapacityError("The database cannot answer now; try again.")
-        await insert(session, events)
-
-    monkeypatch.setattr(usage, "insert_events", failing)
+    away = CapacityError("The database cannot answer now; try again.")
+    insert = AsyncMock(wraps=usage.insert_events, side_effect=[away, away, DEFAULT])
+    monkeypatch.setattr(usage, "insert_events", insert)
     ended = await asyncio.gather(*(ledger.flush() for _ in range(3)), return_exceptions=True)
     assert [type(end) for end in ended] == [CapacityError, CapacityError, type(None)]
     assert set(await _stored(database)) == {"use_1"}
@@ -377,8 +343,7 @@ async def test_tokens_are_those_of_one_holder_and_of_whole_hours(ledger: UsageLe
         usage_event("use_other", prompt_tokens=1_000_000, **others),
     ):
         await ledger.record(event)
-    holders = ({"tenant_id": "ten_acme"}, {"key_id": "key_1"})
-    for holder in holders:
+    for holder in ({"tenant_id": "ten_acme"}, {"key_id": "key_1"}):
         assert await ledger.tokens(holder, NOON, NOON + 3 * hour) == 333
         assert await ledger.tokens(holder, NOON, NOON + 3 * hour, ["use_again", "use_other", "use_before"]) == 303
         assert await ledger.tokens(holder, NOON + 5 * hour, NOON + 6 * hour) == 0
@@ -386,19 +351,17 @@ async def test_tokens_are_those_of_one_holder_and_of_whole_hours(ledger: UsageLe
 
 
 async def test_a_replay_that_fails_lets_go_of_the_folder(
-    database: Database, tmp_path: Path, clock: StandingClock, journal: Journal
+    ledger: UsageLedger, database: Database, journal: Journal, restarted: Restarted
 ) -> None:
-    ledger = await _open(database, tmp_path, clock, journal=journal)
     await ledger.record(usage_event("use_1"))
     await _die(journal)
     async with database.write() as session:
         await session.execute(text("ALTER TABLE usage_rollups RENAME TO away"))
     with pytest.raises((CapacityError, ProgrammingError)):
-        await _open(database, tmp_path, clock)
+        await restarted()
     async with database.write() as session:
         await session.execute(text("ALTER TABLE away RENAME TO usage_rollups"))
-    await (await _open(database, tmp_path, clock)).close()
-    assert list(await _stored(database)) == ["use_1"]
+    assert list(await restarted()) == ["use_1"]
 
 
 async def test_closing_before_the_mover_was_started_is_safe(
@@ -411,10 +374,9 @@ async def test_closing_before_the_mover_was_started_is_safe(
 
 
 async def test_an_older_backup_gets_what_it_lacks_and_nothing_twice(
-    database: Database, other_database: Database, tmp_path: Path, clock: StandingClock
+    ledger: UsageLedger, database: Database, other_database: Database, tmp_path: Path, clock: StandingClock
 ) -> None:
     """The process died after the move and before the file went; then the database of a while ago was given back."""
-    ledger = await _open(database, tmp_path, clock)
     for number in range(3):
         await ledger.record(usage_event(f"use_{number}"))
     (path,) = _files(tmp_path)

@@ -6,9 +6,11 @@ import errno
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from sqlalchemy import select
@@ -24,19 +26,15 @@ from weft.registry.usage import write as usage
 
 pytestmark = pytest.mark.anyio
 
-DAY = UsageQuery(start=NOON - timedelta(days=1), end=NOON + timedelta(days=1))
-
-
-async def _insert(database: Database, *events: UsageEvent) -> None:
-    async with database.write() as session:
-        await usage.insert_events(session, events)
+BY_KEY = UsageQuery(start=NOON - timedelta(days=2), end=NOON + timedelta(days=2), group_by=("key",))
 
 
 async def test_the_summary_tells_all_use_and_the_last(database: Database) -> None:
     later = NOON + timedelta(hours=30)
-    await _insert(database, usage_event("use_1", at=later), usage_event("use_2"), usage_event("use_3", adapter_id=None))
-    await _insert(database, usage_event("use_4", at=later - timedelta(minutes=1)))
-    async with database.read() as session:
+    async with database.write() as session:
+        first = [usage_event("use_1", at=later), usage_event("use_2"), usage_event("use_3", adapter_id=None)]
+        await usage.insert_events(session, first)
+        await usage.insert_events(session, [usage_event("use_4", at=later - timedelta(minutes=1))])
         found = await usage.summary(session, ["adp_support", "adp_unused", ""])
     assert list(found) == ["adp_support"]
     assert (found["adp_support"].requests, found["adp_support"].last_used_at) == (3, later)
@@ -63,11 +61,7 @@ async def test_the_summary_tells_all_use_and_the_last(database: Database) -> Non
 )
 def test_an_event_that_cannot_be_stored_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError):
-        usage.checked_event(usage_event(**{"event_id": "use_1", **_renamed(changes)}))
-
-
-def _renamed(changes: dict[str, Any]) -> dict[str, Any]:
-    return {"event_id" if name == "id" else name: value for name, value in changes.items()}
+        usage.checked_event(replace(usage_event("use_1"), **changes))
 
 
 def test_the_clients_own_id_never_costs_an_event() -> None:
@@ -80,10 +74,6 @@ def test_times_of_any_zone_are_kept_in_utc() -> None:
     checked = usage.checked_event(usage_event("use_1", at=datetime(2026, 5, 1, 14, tzinfo=paris)))
     assert checked.at == NOON
     assert checked.at.tzinfo is UTC
-
-
-BY_KEY = UsageQuery(start=NOON - timedelta(days=2), end=NOON + timedelta(days=2), group_by=("key",))
-TABLES = (UsageEventRow, UsageLatencyRow, UsageRollupRow, UsageAdapterRow)
 
 
 def _events(key_id: str | None, count: int) -> Iterator[UsageEvent]:
@@ -102,34 +92,23 @@ async def _requests(registry: Registry) -> dict[str | None, int]:
     return {row.key_id: row.requests for row in (await registry.usage.query(BY_KEY)).rows}
 
 
-async def _keys_in_tables(registry: Registry) -> list[set[str]]:
-    async with registry.database.read() as session:
-        return [set(await session.scalars(select(table.key_id))) for table in TABLES]
-
-
-async def test_the_usage_of_keys_is_erased_and_all_other_stays(registry: Registry) -> None:
+async def test_the_usage_of_keys_is_erased_with_an_audit_and_all_other_stays(registry: Registry) -> None:
     for key_id, count in (("key_1", 7), ("key_2", 5), ("key_3", 4), (None, 3)):
         for event in _events(key_id, count):
             await registry.usage.record(event)
-    assert await registry.usage.erase({"key_1", "key_3", "key_unheard_of"}) == 11
-    assert await _keys_in_tables(registry) == [{"key_2", ""}] * len(TABLES)
+    assert await registry.usage.erase(["key_3", "key_1", "key_3", "key_unheard_of"]) == 11
+    async with registry.database.read() as session:
+        for table in (UsageEventRow, UsageLatencyRow, UsageRollupRow, UsageAdapterRow):
+            assert set(await session.scalars(select(table.key_id))) == {"key_2", ""}
     assert await _requests(registry) == {None: 3, "key_2": 5}
     assert (await registry.usage.summary(["adp_support"]))["adp_support"].requests == 8
     assert await wrong_sums(registry.database) == 0
-    day, holder = timedelta(days=1), {"tenant_id": "ten_acme"}
-    midnight = NOON - timedelta(hours=12)
-    assert await registry.usage.tokens(holder, midnight, midnight + day) == 8 * 30
-
-
-async def test_the_audit_log_tells_what_went(registry: Registry) -> None:
-    for event in (*_events("key_1", 2), *_events("key_2", 3)):
-        await registry.usage.record(event)
-    await registry.usage.erase(["key_2", "key_1", "key_2", "key_unheard_of"])
-    entries = [(entry.actor, entry.action, entry.tenant, entry.target) for entry in await registry.list_audit()]
-    assert entries == [("admin", "usage.erase", "acme", f"key_{number}") for number in (2, 1)]
-    assert [dict(entry.detail) for entry in await registry.list_audit()] == [{"events": 3}, {"events": 2}]
+    assert await registry.usage.tokens({"tenant_id": "ten_acme"}, BY_KEY.start, BY_KEY.end) == 8 * 30
     assert await registry.usage.erase([]) == 0
-    assert len(await registry.list_audit()) == 2
+    audit = await registry.list_audit()
+    assert [(entry.actor, entry.action, entry.tenant, entry.target, entry.detail) for entry in audit] == [
+        ("admin", "usage.erase", "acme", key_id, {"events": count}) for key_id, count in (("key_3", 4), ("key_1", 7))
+    ]
 
 
 async def test_what_the_journal_held_is_erased_for_good(
@@ -152,12 +131,8 @@ async def test_nothing_is_erased_while_the_journal_would_bring_it_back(
     """On a full disk a file stays for its marks, and the ends in it are moved again with them."""
     registry.usage.progress(usage_event("use_running", key_id="key_2"))
     await registry.usage.record(usage_event("use_1", key_id="key_1"))
-
-    def full(_fd: int, _lines: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patched:
-        patched.setattr(os, "write", full)
+        patched.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, "full")))
         with pytest.raises(CapacityError) as caught:
             await registry.usage.erase(["key_1"])
     assert caught.value.code == "storage.unavailable"

@@ -8,6 +8,7 @@ import pytest
 from postgres_server import KINDS, database_of
 from registry_samples import StandingClock
 from weft.registry.db.database import Database
+from weft.registry.db.models import TenantRow
 from weft.registry.registry import Registry
 
 
@@ -34,3 +35,13 @@ async def registry(tmp_path: Path, clock: StandingClock, database_url: str | Non
     opened = await Registry.open(database_url, tmp_path, "admin-secret", clock=clock, monotonic=clock.monotonic)
     yield opened
     await opened.close()
+
+
+@pytest.fixture
+async def acme(registry: Registry) -> TenantRow:
+    return await registry.tenants.create_tenant("acme")
+
+
+@pytest.fixture
+async def other(registry: Registry) -> TenantRow:
+    return await registry.tenants.create_tenant("other")

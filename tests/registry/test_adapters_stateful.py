@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from postgres_server import database_of
 from registry_samples import facts, publish_version
-from weft.errors import InvalidRequestError, NotFoundError
+from weft.errors import InvalidRequestError, NotFoundError, WeftError
 from weft.registry.registry import Registry
 
 TENANTS = st.sampled_from(["acme", "other"])
@@ -117,7 +118,7 @@ class AdapterMachine(RuleBasedStateMachine):
             assert (found.tenant_id, version.version) == (self.ids[tenant], wanted)
             assert version.digest == facts(adapter.versions[wanted]).digest
         else:
-            self._fails(question, NotFoundError)
+            assert self._fails(question, NotFoundError).code == "model_not_found"
 
     @rule(caller=TENANTS, name=NAMES, pin=st.sampled_from(["", "@1", f"@{facts('x').digest}"]))
     def reach_for_another_tenants_adapter(self, caller: str, name: str, pin: str) -> None:
@@ -150,12 +151,10 @@ class AdapterMachine(RuleBasedStateMachine):
     def _contents(self) -> set[str]:
         return {content for adapter in self.expected.values() for content in adapter.versions.values()}
 
-    def _fails(self, change: Any, error: type[Exception]) -> None:
-        try:
+    def _fails(self, change: Any, error: type[WeftError]) -> WeftError:
+        with pytest.raises(error) as caught:
             self.runner.run(change)
-        except error:
-            return
-        raise AssertionError(f"expected {error.__name__}")
+        return caught.value
 
 
 class PostgresMachine(AdapterMachine):
@@ -163,8 +162,6 @@ class PostgresMachine(AdapterMachine):
 
 
 for machine in (AdapterMachine, PostgresMachine):
-    machine.TestCase.settings = settings(
-        max_examples=8, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
+    machine.TestCase.settings = settings(max_examples=8, stateful_step_count=20)
 TestAdapters = AdapterMachine.TestCase
 TestAdaptersInPostgres = PostgresMachine.TestCase

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from datetime import timedelta
 
 import pytest
@@ -12,7 +11,7 @@ from usage_sums import wrong_sums
 from weft.config import BatchConfig
 from weft.errors import ConflictError, ForbiddenError, NotFoundError
 from weft.registry.batches import LEASE_S, LineResult, new_file
-from weft.registry.db.models import BatchRow, FileRow
+from weft.registry.db.models import BatchRow, FileRow, TenantRow
 from weft.registry.records import UsageQuery
 from weft.registry.registry import Registry
 
@@ -30,10 +29,10 @@ async def _file(registry: Registry, tenant_id: str, clock: StandingClock, size: 
     return file
 
 
-async def _batch(registry: Registry, clock: StandingClock, tenant: str = "acme") -> BatchRow:
-    tenant_id = (await registry.tenants.create_tenant(tenant)).id
-    file = await _file(registry, tenant_id, clock)
-    return await registry.batches.create(tenant_id, "key_1", file.id, "/v1/completions", {"a": "b"})
+@pytest.fixture
+async def batch(registry: Registry, acme: TenantRow, clock: StandingClock) -> BatchRow:
+    file = await _file(registry, acme.id, clock)
+    return await registry.batches.create(acme.id, "key_1", file.id, "/v1/completions", {"a": "b"})
 
 
 def _result(batch: BatchRow, line: int, *, is_error: bool = False) -> LineResult:
@@ -42,24 +41,21 @@ def _result(batch: BatchRow, line: int, *, is_error: bool = False) -> LineResult
 
 
 async def _billed(registry: Registry) -> int:
-    query = UsageQuery(start=NOON - timedelta(days=1), end=NOON + timedelta(days=1), group_by=("service_class",))
+    query = UsageQuery(start=NOON - timedelta(days=1), end=NOON + timedelta(days=1))
     return (await registry.usage.query(query)).totals.requests
 
 
 async def test_results_and_usage_of_a_line_are_written_once_by_the_owner_only(
-    registry: Registry, clock: StandingClock
+    registry: Registry, batch: BatchRow
 ) -> None:
-    batch = await _batch(registry, clock)
     (held,) = await registry.batches.claim("a")
     assert held.id == batch.id
     assert await registry.batches.enter(batch.id, "b", "in_progress", total=3) is None
     assert (await registry.batches.enter(batch.id, "a", "in_progress", total=3)) is not None
     assert await registry.batches.add_results("b", [_result(batch, 1)]) == frozenset()
     assert await _billed(registry) == 0
-    assert await registry.batches.add_results("a", [_result(batch, 1), _result(batch, 2, is_error=True)]) == {
-        (batch.id, 1),
-        (batch.id, 2),
-    }
+    first_two = [_result(batch, 1), _result(batch, 2, is_error=True)]
+    assert await registry.batches.add_results("a", first_two) == {(batch.id, 1), (batch.id, 2)}
     assert await registry.batches.add_results("a", [_result(batch, 2), _result(batch, 3)]) == {(batch.id, 3)}
     assert await registry.batches.done_lines(batch.id) == {1, 2, 3}
     (second,) = await registry.batches.results(batch.id, 1, 1)
@@ -77,9 +73,8 @@ async def test_results_and_usage_of_a_line_are_written_once_by_the_owner_only(
 
 
 async def test_a_batch_is_taken_over_only_when_its_owner_is_silent_or_leaves_it(
-    registry: Registry, clock: StandingClock
+    registry: Registry, batch: BatchRow, clock: StandingClock
 ) -> None:
-    await _batch(registry, clock)
     assert len(await registry.batches.claim("a")) == 1
     assert await registry.batches.claim("b") == ()
     assert len(await registry.batches.claim("a")) == 1
@@ -90,8 +85,7 @@ async def test_a_batch_is_taken_over_only_when_its_owner_is_silent_or_leaves_it(
     assert len(await registry.batches.claim("a")) == 1
 
 
-async def test_an_input_that_is_needed_stays(registry: Registry, clock: StandingClock) -> None:
-    batch = await _batch(registry, clock)
+async def test_an_input_that_is_needed_stays(registry: Registry, batch: BatchRow, clock: StandingClock) -> None:
     with pytest.raises(ConflictError) as refused:
         await registry.files.delete(batch.tenant_id, batch.input_file_id)
     assert refused.value.code == "file.in_use"
@@ -109,34 +103,32 @@ async def test_an_input_that_is_needed_stays(registry: Registry, clock: Standing
         await registry.batches.get(batch.tenant_id, batch.id)
 
 
-async def test_a_batch_that_has_ended_cannot_be_cancelled(registry: Registry, clock: StandingClock) -> None:
-    batch = await _batch(registry, clock)
+async def test_a_batch_that_has_ended_cannot_be_cancelled_and_is_hidden_from_others(
+    registry: Registry, batch: BatchRow, other: TenantRow
+) -> None:
     await registry.batches.claim("a")
     await registry.batches.enter(batch.id, "a", "failed", errors={"object": "list", "data": []})
     with pytest.raises(ConflictError):
         await registry.batches.cancel(batch.tenant_id, batch.id)
-    other = (await registry.tenants.create_tenant("rival")).id
-    calls: list[Callable[[], Awaitable[object]]] = [
-        lambda: registry.batches.get(other, batch.id),
-        lambda: registry.batches.cancel(other, batch.id),
-        lambda: registry.files.get(other, batch.input_file_id),
-        lambda: registry.batches.create(other, None, batch.input_file_id, "/v1/completions", {}),
-    ]
-    for call in calls:
+    for call in (
+        registry.batches.get(other.id, batch.id),
+        registry.batches.cancel(other.id, batch.id),
+        registry.files.get(other.id, batch.input_file_id),
+        registry.batches.create(other.id, None, batch.input_file_id, "/v1/completions", {}),
+    ):
         with pytest.raises(NotFoundError):
-            await call()
+            await call
 
 
-async def test_files_are_bounded_and_paged(registry: Registry, clock: StandingClock) -> None:
-    tenant_id = (await registry.tenants.create_tenant("acme")).id
+async def test_files_are_bounded_and_paged(registry: Registry, acme: TenantRow, clock: StandingClock) -> None:
     for _ in range(3):
-        await _file(registry, tenant_id, clock, 300)
+        await _file(registry, acme.id, clock, 300)
         clock.now += timedelta(seconds=1)
     with pytest.raises(ForbiddenError) as refused:
-        await _file(registry, tenant_id, clock, 300)
+        await _file(registry, acme.id, clock, 300)
     assert refused.value.code == "quota.file_bytes"
-    first = await registry.files.list(tenant_id, "batch", None, 2)
-    rest = await registry.files.list(tenant_id, None, first.next, 2)
+    first = await registry.files.list(acme.id, "batch", None, 2)
+    rest = await registry.files.list(acme.id, None, first.next, 2)
     assert [len(first.items), len(rest.items), rest.next] == [2, 1, None]
     await registry.tenants.delete_tenant("acme")
     assert await registry.adapters.unreferenced(["0" * 64]) == {"0" * 64}

@@ -11,16 +11,6 @@ from weft.registry.registry import Registry
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-async def acme(registry: Registry) -> TenantRow:
-    return await registry.tenants.create_tenant("acme")
-
-
-@pytest.fixture
-async def other(registry: Registry) -> TenantRow:
-    return await registry.tenants.create_tenant("other")
-
-
 async def may_call(registry: Registry, tenant: TenantRow, *selectors: str) -> list[bool]:
     found = []
     for selector in selectors:

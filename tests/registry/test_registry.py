@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +18,7 @@ from weft.errors import CapacityError, ConfigError, NotFoundError, WeftError
 from weft.registry.adapters import Adapters
 from weft.registry.cache import MAX_OUTAGE_S
 from weft.registry.db.clock import from_micros, iso, to_micros
+from weft.registry.db.models import TenantRow
 from weft.registry.grants import Grants
 from weft.registry.keys import Keys
 from weft.registry.registry import Registry
@@ -65,11 +67,7 @@ async def test_it_counts_as_there_for_as_long_as_known_keys_are_served(
     registry: Registry, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await registry.check()
-
-    async def away() -> None:
-        raise CapacityError("away", code="db.unavailable")
-
-    monkeypatch.setattr(registry.database, "check", away)
+    monkeypatch.setattr(registry.database, "check", AsyncMock(side_effect=CapacityError("away", code="db.unavailable")))
     clock.advance(MAX_OUTAGE_S - 1)
     await registry.check()
     clock.advance(2)
@@ -94,14 +92,14 @@ async def test_every_question_about_one_adapter_is_tried_against_other_tenants()
 
 
 @pytest.mark.parametrize("question", TENANT_SCOPED)
-async def test_another_tenants_adapter_looks_like_one_that_does_not_exist(registry: Registry, question: str) -> None:
-    acme = await registry.tenants.create_tenant("acme")
-    mallory = await registry.tenants.create_tenant("mallory")
+async def test_another_tenants_adapter_looks_like_one_that_does_not_exist(
+    registry: Registry, acme: TenantRow, other: TenantRow, question: str
+) -> None:
     before, _, _ = await publish_version(registry, acme.id, "support", facts("a"))
     answers = []
     for name in ("support", "missing"):
         with pytest.raises(NotFoundError) as caught:
-            await TENANT_SCOPED[question](registry, mallory.id, name)
+            await TENANT_SCOPED[question](registry, other.id, name)
         assert f"`{name}`" in caught.value.message
         answers.append((caught.value.code, caught.value.param, caught.value.message.replace(name, "NAME")))
     assert answers[0] == answers[1]
@@ -110,13 +108,11 @@ async def test_another_tenants_adapter_looks_like_one_that_does_not_exist(regist
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=80) | st.text("/@.sha256:0123acmesupport\x00", max_size=30))
-async def test_any_text_is_answered_or_refused_on_purpose(registry: Registry, text: str) -> None:
-    tenants = await registry.tenants.list_tenants()
-    tenant = tenants.items[0] if tenants.items else await registry.tenants.create_tenant("acme")
+async def test_any_text_is_answered_or_refused_on_purpose(registry: Registry, acme: TenantRow, text: str) -> None:
     for call in (
-        registry.adapters.resolve(tenant.id, text),
-        registry.adapters.get_adapter(tenant.id, text),
-        registry.adapters.list_adapters(tenant.id, after=text),
+        registry.adapters.resolve(acme.id, text),
+        registry.adapters.get_adapter(acme.id, text),
+        registry.adapters.list_adapters(acme.id, after=text),
         registry.tenants.get_tenant(text),
         registry.keys.revoke_key(text),
         registry.key_ring.authenticate(text),

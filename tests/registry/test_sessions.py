@@ -7,6 +7,7 @@ import pytest
 
 from registry_samples import StandingClock
 from weft.errors import AuthenticationError
+from weft.registry.db.models import TenantRow
 from weft.registry.records import Credential, Identity
 from weft.registry.registry import Registry
 from weft.registry.sessions import LINK_S, MAX_PER_SECRET, SESSION_S
@@ -14,11 +15,11 @@ from weft.registry.sessions import LINK_S, MAX_PER_SECRET, SESSION_S
 pytestmark = pytest.mark.anyio
 
 
-async def key_of(registry: Registry) -> tuple[str, Identity]:
-    """A key's id, and who holds it."""
-    await registry.tenants.create_tenant("acme")
-    key, secret = await registry.keys.create_key("acme", "browser", ["usage"])
-    return key.id, await registry.key_ring.authenticate(secret)
+@pytest.fixture
+async def holder(registry: Registry, acme: TenantRow) -> Identity:
+    """Who holds a key of the tenant."""
+    _, secret = await registry.keys.create_key(acme.name, "browser", ["usage"])
+    return await registry.key_ring.authenticate(secret)
 
 
 def credential(identity: Identity) -> Credential:
@@ -32,8 +33,7 @@ async def refusal(registry: Registry, token: str) -> str:
     return raised.value.code
 
 
-async def test_a_session_is_who_began_it_until_it_is_ended(registry: Registry) -> None:
-    _, holder = await key_of(registry)
+async def test_a_session_is_who_began_it_until_it_is_ended(registry: Registry, holder: Identity) -> None:
     token, _ = await registry.sessions.begin_session(credential(holder))
     other, _ = await registry.sessions.begin_session(credential(holder))
     assert await registry.key_ring.identify_session(token) == holder
@@ -43,8 +43,7 @@ async def test_a_session_is_who_began_it_until_it_is_ended(registry: Registry) -
     assert await registry.key_ring.identify_session(other) == holder
 
 
-async def test_a_guessed_link_waits_for_no_writer(registry: Registry) -> None:
-    _, holder = await key_of(registry)
+async def test_a_guessed_link_waits_for_no_writer(registry: Registry, holder: Identity) -> None:
     session, _ = await registry.sessions.begin_session(credential(holder))
     async with registry.database.write():
         for token in ("weft_link_guessed", session):
@@ -53,10 +52,10 @@ async def test_a_guessed_link_waits_for_no_writer(registry: Registry) -> None:
             assert raised.value.code == "session.link_used"
 
 
-async def test_endless_sign_ins_do_not_fill_the_database(registry: Registry, clock: StandingClock) -> None:
-    _, holder = await key_of(registry)
-    await registry.tenants.create_tenant("other")
-    _, secret = await registry.keys.create_key("other")
+async def test_endless_sign_ins_do_not_fill_the_database(
+    registry: Registry, other: TenantRow, holder: Identity, clock: StandingClock
+) -> None:
+    _, secret = await registry.keys.create_key(other.name)
     bystander, _ = await registry.sessions.begin_session(credential(await registry.key_ring.authenticate(secret)))
     link, _ = await registry.sessions.begin_session(credential(holder), "link")
     tokens = []
@@ -71,8 +70,7 @@ async def test_endless_sign_ins_do_not_fill_the_database(registry: Registry, clo
     assert await registry.sessions.follow_link(link) == holder
 
 
-async def test_a_session_ends_after_its_time(registry: Registry, clock: StandingClock) -> None:
-    _, holder = await key_of(registry)
+async def test_a_session_ends_after_its_time(registry: Registry, holder: Identity, clock: StandingClock) -> None:
     token, ends = await registry.sessions.begin_session(credential(holder))
     assert ends == clock() + timedelta(seconds=SESSION_S)
     clock.now = ends - timedelta(seconds=1)
@@ -81,26 +79,25 @@ async def test_a_session_ends_after_its_time(registry: Registry, clock: Standing
     assert await refusal(registry, token) == "session.ended"
 
 
-async def test_a_session_is_worth_what_its_key_is_now_and_ends_with_it(registry: Registry) -> None:
-    key_id, holder = await key_of(registry)
+async def test_a_session_is_worth_what_its_key_is_now_and_ends_with_it(registry: Registry, holder: Identity) -> None:
     token, _ = await registry.sessions.begin_session(credential(holder))
-    await registry.keys.update_key(key_id, scopes=["infer"])
+    await registry.keys.update_key(holder.key_id or "", scopes=["infer"])
     assert (await registry.key_ring.identify_session(token)).scopes == ("infer",)
-    await registry.keys.revoke_key(key_id)
+    await registry.keys.revoke_key(holder.key_id or "")
     assert await refusal(registry, token) == "session.ended"
 
 
-async def test_a_rotation_ends_the_sessions_of_the_secret_before_it(registry: Registry, clock: StandingClock) -> None:
-    key_id, holder = await key_of(registry)
+async def test_a_rotation_ends_the_sessions_of_the_secret_before_it(
+    registry: Registry, holder: Identity, clock: StandingClock
+) -> None:
     token, _ = await registry.sessions.begin_session(credential(holder))
-    await registry.keys.rotate_key(key_id, grace_s=60)
-    assert (await registry.key_ring.identify_session(token)).key_id == key_id
+    await registry.keys.rotate_key(holder.key_id or "", grace_s=60)
+    assert (await registry.key_ring.identify_session(token)) == holder
     clock.now += timedelta(seconds=61)
     assert await refusal(registry, token) == "session.ended"
 
 
-async def test_a_link_is_no_session_and_works_once(registry: Registry) -> None:
-    _, holder = await key_of(registry)
+async def test_a_link_is_no_session_and_works_once(registry: Registry, holder: Identity) -> None:
     link, _ = await registry.sessions.begin_session(credential(holder), "link")
     assert await refusal(registry, link) == "session.ended"
     with pytest.raises(AuthenticationError):
@@ -110,8 +107,9 @@ async def test_a_link_is_no_session_and_works_once(registry: Registry) -> None:
     assert [answer for answer in answers if isinstance(answer, Identity)] == [holder]
 
 
-async def test_a_link_is_soon_too_old_and_a_session_is_no_link(registry: Registry, clock: StandingClock) -> None:
-    _, holder = await key_of(registry)
+async def test_a_link_is_soon_too_old_and_a_session_is_no_link(
+    registry: Registry, holder: Identity, clock: StandingClock
+) -> None:
     link, _ = await registry.sessions.begin_session(credential(holder), "link")
     token, _ = await registry.sessions.begin_session(credential(holder))
     clock.now += timedelta(seconds=LINK_S)

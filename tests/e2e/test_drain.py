@@ -47,6 +47,7 @@ def test_sigterm_finishes_what_runs_and_refuses_what_is_new(tmp_path: Path) -> N
             refused = None if all(job.done() for job in running) else new_answer(server)
             assert {job.result(timeout=PATIENCE_S) for job in running} == {"done"}
         assert server.process.wait(timeout=PATIENCE_S) == 0
+        assert "Traceback" not in server.log.read_text()
         if refused is not None:
             assert refused.status_code == 503
             assert int(refused.headers["retry-after"]) >= 1

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from api_adapters import upload
-from api_server import BASE, Api, eventually, new_client
+from api_server import BASE, Api, Client, eventually, new_client
 from weft.engine.request import GenerationRequest, RequestError, RequestOutput
 from weft.server.app import metrics_app
 
@@ -32,20 +32,19 @@ def breaking_after(num_outputs: int, api: Api) -> None:
     api.engine.generate = generate  # type: ignore[method-assign]
 
 
-async def test_a_fault_before_the_first_byte_is_a_constant_500(api: Api) -> None:
+async def test_a_fault_before_the_first_byte_is_a_constant_500(api: Api, acme: Client) -> None:
     breaking_after(0, api)
-    client = await api.tenant("acme")
-    answer = await client.post("/v1/completions", json=BODY)
+    answer = await acme.post("/v1/completions", json=BODY)
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "internal_error"
     assert "secret" not in answer.text
     assert answer.headers["x-request-id"].startswith("req-")
 
 
-async def test_a_fault_that_the_engine_reports_is_in_the_log_under_the_requests_id(api: Api) -> None:
+async def test_a_fault_that_the_engine_reports_is_in_the_log_under_the_requests_id(api: Api, acme: Client) -> None:
     api.engine.refusal = RequestError(kind="internal", code="internal_error", message="secret /home/weft")
     with capture_logs() as logged:
-        answer = await (await api.tenant("acme")).post("/v1/completions", json=BODY)
+        answer = await acme.post("/v1/completions", json=BODY)
     assert answer.status_code == 500
     assert "secret" not in answer.text
     assert [line["request_id"] for line in logged if line["event"] == "internal_error"] == [
@@ -74,9 +73,9 @@ async def test_a_port_of_its_own_shows_metrics_and_nothing_else(api: Api) -> Non
         assert (await client.post("/metrics")).status_code == 404
 
 
-async def test_deleting_a_tenant_takes_its_adapters_from_engine_and_disk(api: Api) -> None:
-    digest = (await upload(await api.tenant("acme"), "pirate")).json()["digest"]
+async def test_deleting_a_tenant_takes_its_adapters_from_engine_and_disk(api: Api, acme: Client) -> None:
+    digest = (await upload(acme, "pirate")).json()["digest"]
     assert (await api.admin.delete("/v1/tenants/acme")).status_code == 204
     assert api.engine.dropped == [digest]
     assert api.files() == []
-    assert (await (await api.tenant("acme")).get("/v1/models")).status_code == 401
+    assert (await acme.get("/v1/models")).status_code == 401

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from api_server import Api, eventually
+from blob_io import store
 from weft.errors import CapacityError
 from weft.server.garbage import HOLD_S, Sweeper, delete_blobs, end_removals
 
@@ -18,12 +19,7 @@ pytestmark = pytest.mark.anyio
 
 def lonely_blobs(api: Api, count: int) -> list[str]:
     """Blobs that no version refers to."""
-    digests = []
-    for number in range(count):
-        with api.services.blobs.create() as writer:
-            writer.write(b"%d" % number)
-            digests.append(writer.commit())
-    return digests
+    return [store(api.services.blobs, b"%d" % number) for number in range(count)]
 
 
 async def test_a_long_sweep_lets_changes_pass(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from api_adapters import sound, upload
-from api_server import Api
+from api_server import Api, Client
 from raw_http import form_part
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -68,7 +67,7 @@ def hostile(words: random.Random) -> str:
     return "".join(words.choices((*PIECES, *any_letter), k=words.randrange(1, 6)))
 
 
-async def call_everything(api: Api, client: httpx.AsyncClient, words: random.Random) -> None:
+async def call_everything(api: Api, client: Client, words: random.Random) -> None:
     """Names of tenants, adapters, versions, digests and files, each where the server takes one."""
     good = sound()
     answers = [
@@ -95,13 +94,13 @@ def quoted(words: random.Random) -> str:
     return "".join(f"%{byte:02x}" for byte in hostile(words).encode("utf-8", "replace"))
 
 
-async def test_no_name_is_a_path(api: Api, watch: Watch, tmp_path: Path) -> None:
-    client, words = await api.tenant("acme"), random.Random(5)
-    assert (await upload(client, "mine")).status_code == 201
+async def test_no_name_is_a_path(api: Api, acme: Client, watch: Watch, tmp_path: Path) -> None:
+    words = random.Random(5)
+    assert (await upload(acme, "mine")).status_code == 201
     around = names_in(tmp_path)
     watch.is_awake = True
     for _ in range(ROUNDS):
-        await call_everything(api, client, words)
+        await call_everything(api, acme, words)
     watch.is_awake = False
     root = str(api.services.config.server.data_dir)
     outside = {path for path in watch.written if not inside(path, root)} - {os.devnull}

@@ -3,92 +3,36 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
+from idleness import wait_until
 from weft.config import environment
 from weft.engine.model.spec import resolve_model
 from weft.engine.model.weights import weight_files
 from weft.errors import ConfigError
 from weft.server.serve import bind, load_tokenizer
-from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, expected_answers, stream_events, weft_server
+from weft_server import DEMO_MODEL, engines, weft_server
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
-    with weft_server(
-        tmp_path_factory.mktemp("serve"), "--memory-gib", "0.25", "--dtype", "float32", "--set", "model.threads=1"
-    ) as running:
-        yield running
-
-
-def ask(model: str, question: str, **fields: Any) -> dict[str, Any]:
-    return {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0, **fields}
-
-
-def test_the_start_says_what_the_base_model_is_called(server: WeftServer) -> None:
-    assert 'weft: ask for the base model with "model": "weft-demo"' in server.log.read_text().splitlines()
-
-
-def test_base_and_adapter_answer_as_they_were_trained(server: WeftServer) -> None:
-    acme = server.tenant("acme")
-    uploaded = server.upload(acme, "pirate", DEMO_ADAPTERS / "pirate")
-    assert uploaded.status_code == 201, uploaded.text
-    example = expected_answers()["questions"][0]
-    for model, style in (("weft-demo", "base"), ("pirate", "pirate")):
-        answer = acme.post("/v1/chat/completions", json=ask(model, example["question"])).json()
-        assert answer["choices"][0]["message"]["content"] == example["answers"][style]
-    assert acme.get("/v1/adapters/pirate").json()["residency"] == "device"
-    assert acme.get("/v1/adapters/pirate").json()["pages"] == uploaded.json()["pages"]
-
-
-def test_the_engine_and_its_metrics_are_shown(server: WeftServer) -> None:
-    engine = server.engine()
-    assert engine["num_steps"] > 0
-    assert sum(engine["pages"].values()) == engine["ready"]["memory"]["num_pages"]
-    assert "weft_running_requests" in server.admin.get("/metrics").text
-
-
-def test_a_killed_engine_comes_back(server: WeftServer) -> None:
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    os.kill(int(children[0]), signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while server.admin.get("/ready").status_code == 200 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    refused = server.tenant("acme").post("/v1/completions", json={"model": "weft-demo", "prompt": "x"})
-    assert refused.status_code == 503
-    assert int(refused.headers["retry-after"]) >= 1
-    server.wait_ready()
-    answer = server.tenant("acme").post("/v1/chat/completions", json=ask("pirate", "When are you open?"))
-    assert answer.status_code == 200, answer.text
-
-
-def test_sigterm_lets_a_stream_finish_and_exits_with_0(server: WeftServer) -> None:
-    events: list[Any] = []
-    body = {"model": "weft-demo", "prompt": "x", "max_tokens": 150, "ignore_eos": True, "temperature": 0}
-    acme = server.tenant("acme")
-    streaming = threading.Thread(target=lambda: events.extend(stream_events(acme, "/v1/completions", body)))
-    streaming.start()
-    while len(events) == 0 and server.engine()["running"] == 0:
-        time.sleep(0.01)
-    assert server.stop() == 0
-    streaming.join(timeout=30)
-    assert events[-1] == "[DONE]"
-    assert "Traceback" not in server.log.read_text()
+def test_a_start_names_the_base_model_and_a_killed_engine_comes_back(tmp_path: Path) -> None:
+    with weft_server(tmp_path, "--memory-gib", "0.25", "--set", "model.threads=1") as server:
+        assert 'weft: ask for the base model with "model": "weft-demo"' in server.log.read_text().splitlines()
+        engines(server)[0].kill()
+        wait_until(lambda: server.admin.get("/ready").status_code == 503)
+        refused = server.tenant("acme").post("/v1/completions", json={"model": "weft-demo", "prompt": "x"})
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        server.wait_ready()
+        assert server.ask("acme", "weft-demo", "When are you open?")["choices"]
 
 
 def test_a_taken_port_is_a_clear_error() -> None:
@@ -123,8 +67,7 @@ def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_tokenizer_of_a_hub_model_is_found_where_the_engine_left_other_files_out(snapshot: Path) -> None:
-    for file in DEMO_MODEL.iterdir():
-        shutil.copy(file, snapshot)
+    shutil.copytree(DEMO_MODEL, snapshot, dirs_exist_ok=True)
     tokenizer, settings = load_tokenizer("org/model")
     assert tokenizer.encode("open")
     assert settings == json.loads((DEMO_MODEL / "tokenizer_config.json").read_text())

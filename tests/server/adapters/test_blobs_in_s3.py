@@ -12,8 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from api_adapters import sound, upload
-from api_server import Api, eventually
+from api_server import Api, Client, eventually
 from api_server import api as open_api
+from blob_io import store
 from s3_server import SECRET_KEY, S3Server
 from weft.adapters.blobs.local import BlobWriter
 from weft.adapters.blobs.s3 import S3Blobs
@@ -34,57 +35,42 @@ async def api(tmp_path: Path, bucket: str) -> AsyncIterator[Api]:
         await end_removals(opened.services)
 
 
-async def test_an_upload_is_an_object_and_a_delete_leaves_none(api: Api, bucket: str, s3: S3Server) -> None:
-    client = await api.tenant("acme")
-    assert (await upload(client, "pirate")).status_code == 201
-    assert (await upload(client, "pirate")).status_code == 200
-    (key,) = s3.keys(bucket)
-    assert s3.get(bucket, key) == sound().weights
-    assert (await client.delete("/v1/adapters/pirate")).status_code == 204
-    assert s3.keys(bucket) == []
-    assert api.files() == []
-
-
-async def test_a_refused_upload_leaves_nothing(api: Api, bucket: str, s3: S3Server) -> None:
+async def test_a_refused_upload_leaves_nothing(api: Api, acme: Client, bucket: str, s3: S3Server) -> None:
     bad = dataclasses.replace(sound(), config=sound().config.replace(b'"LORA"', b'"IA3"'))
-    assert (await upload(await api.tenant("acme"), "pirate", bad)).status_code == 422
+    assert (await upload(acme, "pirate", bad)).status_code == 422
     assert s3.keys(bucket) == []
     assert api.files() == []
 
 
-async def test_pages_are_counted_from_the_header_without_a_copy(api: Api, s3: S3Server) -> None:
-    client = await api.tenant("acme")
-    pages = (await upload(client, "pirate")).json()["pages"]
+async def test_pages_are_counted_from_the_header_without_a_copy(api: Api, acme: Client, s3: S3Server) -> None:
+    pages = (await upload(acme, "pirate")).json()["pages"]
     for path in api.files():
         path.unlink()
     restarted = AdapterValidator(api.services.ready, api.services.blobs)
-    version = (
-        await api.services.registry.adapters.list_adapters((await api.services.registry.tenants.get_tenant("acme")).id)
-    ).items[0]
-    assert await restarted.pages(version.current) == pages
+    owner = await api.services.registry.tenants.get_tenant("acme")
+    current = (await api.services.registry.adapters.get_adapter(owner.id, "pirate")).current
+    assert await restarted.pages(current) == pages
     assert api.files() == []
     with s3.refusing_keys():
-        assert await AdapterValidator(api.services.ready, api.services.blobs).pages(version.current) is None
+        assert await AdapterValidator(api.services.ready, api.services.blobs).pages(current) is None
 
 
 async def test_an_upload_while_the_store_is_away_is_503_and_leaves_no_version(
-    api: Api, bucket: str, s3: S3Server
+    acme: Client, bucket: str, s3: S3Server
 ) -> None:
-    client = await api.tenant("acme")
     with s3.refusing_keys():
-        answer = await upload(client, "pirate")
+        answer = await upload(acme, "pirate")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage.unavailable")
     assert answer.headers["retry-after"] == "5"
     assert SECRET_KEY not in answer.text
-    assert (await client.get("/v1/adapters/pirate")).status_code == 404
-    assert (await upload(client, "pirate")).status_code == 201
+    assert (await acme.get("/v1/adapters/pirate")).status_code == 404
+    assert (await upload(acme, "pirate")).status_code == 201
     assert len(s3.keys(bucket)) == 1
 
 
 async def test_bytes_on_their_way_to_the_store_keep_no_other_upload_waiting(
-    api: Api, monkeypatch: pytest.MonkeyPatch
+    acme: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = await api.tenant("acme")
     arrived, released = threading.Event(), threading.Event()
     real_put = S3Blobs.put
 
@@ -95,31 +81,30 @@ async def test_bytes_on_their_way_to_the_store_keep_no_other_upload_waiting(
         real_put(blobs, writer)
 
     monkeypatch.setattr(S3Blobs, "put", put)
-    slow = asyncio.create_task(upload(client, "slow", sound(rank=16)))
+    slow = asyncio.create_task(upload(acme, "slow", sound(rank=16)))
     await eventually(arrived.is_set)
-    assert (await upload(client, "quick")).status_code == 201
-    assert (await client.delete("/v1/adapters/quick")).status_code == 204
+    assert (await upload(acme, "quick")).status_code == 201
+    assert (await acme.delete("/v1/adapters/quick")).status_code == 204
     released.set()
     assert (await slow).status_code == 201
 
 
 async def test_what_is_deleted_while_the_store_is_away_goes_when_it_is_back(
-    api: Api, bucket: str, s3: S3Server
+    api: Api, acme: Client, bucket: str, s3: S3Server
 ) -> None:
-    client = await api.tenant("acme")
-    await upload(client, "pirate")
+    await upload(acme, "pirate")
     with s3.refusing_keys():
-        assert (await client.delete("/v1/adapters/pirate")).status_code == 204
+        assert (await acme.delete("/v1/adapters/pirate")).status_code == 204
         assert len(api.files()) == 1
-    await eventually(lambda: s3.keys(bucket) == [])
+    await eventually(lambda: [*s3.keys(bucket), *api.files()] == [])
 
 
-async def test_the_sweep_takes_what_a_crash_left_once_it_is_old(api: Api, bucket: str, s3: S3Server) -> None:
-    await upload(await api.tenant("acme"), "pirate")
+async def test_the_sweep_takes_what_a_crash_left_once_it_is_old(
+    api: Api, acme: Client, bucket: str, s3: S3Server
+) -> None:
+    await upload(acme, "pirate")
     published = s3.keys(bucket)
-    with api.services.blobs.create() as writer:  # and the server dies before there is a version
-        writer.write(b"weights")
-        writer.commit()
+    store(api.services.blobs)  # and the server dies before there is a version
     sweeper = Sweeper(api.services)
     for _ in range(2):
         await sweeper.sweep()
@@ -132,9 +117,8 @@ async def test_the_sweep_takes_what_a_crash_left_once_it_is_old(api: Api, bucket
 
 
 def config_of(blob_url: str, folder: Path) -> Config:
-    return Config(
-        model=ModelConfig(path="m"), server=ServerConfig(data_dir=folder), registry=RegistryConfig(blob_url=blob_url)
-    )
+    server, registry = ServerConfig(data_dir=folder), RegistryConfig(blob_url=blob_url)
+    return Config(model=ModelConfig(path="m"), server=server, registry=registry)
 
 
 async def test_a_server_does_not_start_on_a_store_that_refuses_it(bucket: str, s3: S3Server, tmp_path: Path) -> None:

@@ -1,17 +1,15 @@
-"""Imports by the admin, from a hub and from S3, each a real server on this machine."""
+"""Imports by the admin, from a hub and from S3."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 from huggingface_hub import constants
 
 from api_adapters import sound, upload
-from api_server import Api
+from api_server import Api, Client
 from api_server import api as open_api
 from piecewise_client import CONFIG, WEIGHTS, code
 from s3_server import S3Server
@@ -26,57 +24,44 @@ class Hub:
     def __init__(self) -> None:
         self.files: dict[str, bytes | int] = {}
         self.seen: list[tuple[str, str | None]] = []
-        hub = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                hub.seen.append((self.path, self.headers.get("authorization")))
-                found = hub.files.get(self.path.removeprefix("/cdn"), 404)
-                if isinstance(found, bytes) and self.path.endswith(WEIGHTS) and not self.path.startswith("/cdn"):
-                    self.send_response(302)
-                    self.send_header("location", f"/cdn{self.path}")
-                    found = b""
-                else:
-                    self.send_response(found if isinstance(found, int) else 200)
-                content = b"" if isinstance(found, int) else found
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *_: object) -> None: ...
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        self.seen.append((path, request.headers.get("authorization")))
+        found = self.files.get(path.removeprefix("/cdn"), 404)
+        if isinstance(found, int):
+            return httpx.Response(found)
+        if path.endswith(WEIGHTS) and not path.startswith("/cdn"):
+            return httpx.Response(302, headers={"location": f"/cdn{path}"})
+        return httpx.Response(200, content=found)
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     made = Hub()
-    thread = threading.Thread(target=made.server.serve_forever, daemon=True)
-    thread.start()
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, made.url)  # HF_ENDPOINT is read early
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", lambda _, request: made.answer(request))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
-    thread.join()
+    return made
 
 
-async def test_from_the_hub(api: Api, hub: Hub) -> None:
+async def ask(api: Api, body: dict[str, str]) -> httpx.Response:
+    return await api.admin.post("/v1/adapters:import", json=body)
+
+
+async def test_from_the_hub(api: Api, acme: Client, hub: Hub) -> None:
     files = sound()
     hub.files = {f"/org/lora/resolve/main/{CONFIG}": files.config, f"/org/lora/resolve/main/{WEIGHTS}": files.weights}
-    client, body = await api.tenant("acme"), {"name": "pirate", "tenant": "acme", "source": "hf://org/lora"}
-    made = await api.admin.post("/v1/adapters:import", json=body)
+    body = {"name": "pirate", "tenant": "acme", "source": "hf://org/lora"}
+    made = await ask(api, body)
     assert made.status_code == 201, made.text
     view = AdapterView.model_validate_json(made.content)
     assert (view.name, view.tenant, view.version) == ("pirate", "acme", 1)
     assert hub.seen[0] == (f"/org/lora/resolve/main/{CONFIG}", "Bearer hf_secret")
-    assert (await upload(client, "pirate")).status_code == 200
-    assert (await api.admin.post("/v1/adapters:import", json=body)).status_code == 200
+    assert (await upload(acme, "pirate")).status_code == 200
+    assert (await ask(api, body)).status_code == 200
     hub.files = {path.replace("main", "v1"): content for path, content in hub.files.items()}
-    pinned = await api.admin.post("/v1/adapters:import", json={**body, "source": "hf://org/lora@v1"})
+    pinned = await ask(api, {**body, "source": "hf://org/lora@v1"})
     assert pinned.status_code == 200
     assert len(api.files()) == 1
 
@@ -93,9 +78,9 @@ async def test_what_the_hub_does_not_give(api: Api, hub: Hub) -> None:
         (b"{}", (404, "import.not_found")),  # without weights
     ):
         hub.files = {base: answer}
-        assert code(await api.admin.post("/v1/adapters:import", json=body)) == expected, answer
+        assert code(await ask(api, body)) == expected, answer
     hub.files = {base: sound().config, base.replace(CONFIG, WEIGHTS): b"PK\x03\x04 no weights"}
-    assert code(await api.admin.post("/v1/adapters:import", json=body)) == (422, "weights.not_safetensors")
+    assert code(await ask(api, body)) == (422, "weights.not_safetensors")
     assert api.files() == []
 
 
@@ -103,7 +88,7 @@ async def test_from_s3(api: Api, s3: S3Server, bucket: str) -> None:
     files = sound()
     await api.key("acme")
     body = {"name": "pirate", "tenant": "acme", "source": f"s3://{bucket}/team/pirate"}
-    missing = await api.admin.post("/v1/adapters:import", json=body)
+    missing = await ask(api, body)
     assert code(missing) == (404, "import.not_found")
     s3.put(bucket, f"team/pirate/{CONFIG}", files.config)
     s3.put(bucket, f"team/pirate/{WEIGHTS}", files.weights)
@@ -112,7 +97,7 @@ async def test_from_s3(api: Api, s3: S3Server, bucket: str) -> None:
     assert made.status_code == 201, made.text
     again = await api.admin.post("/v1/adapters:import", json=body, headers=headers)
     assert (again.content, again.headers["idempotent-replayed"]) == (made.content, "true")
-    other = await api.admin.post("/v1/adapters:import", json={**body, "source": "s3://no-such-bucket/x"})
+    other = await ask(api, {**body, "source": "s3://no-such-bucket/x"})
     assert code(other) == (404, "import.not_found")
     assert made.json()["digest"] == (await upload(api.admin, "b", tenant="acme")).json()["digest"]
 
@@ -123,38 +108,31 @@ async def test_an_import_is_bounded(tmp_path: Path, hub: Hub) -> None:
     async with open_api(tmp_path, max_upload_bytes=4096) as api:
         await api.key("acme")
         body = {"name": "a", "tenant": "acme", "source": "hf://org/lora"}
-        assert code(await api.admin.post("/v1/adapters:import", json=body)) == (413, "upload.too_large")
+        assert code(await ask(api, body)) == (413, "upload.too_large")
         assert api.files() == []
 
 
-async def test_only_admins_import_and_only_from_there(api: Api, hub: Hub) -> None:
-    client = await api.tenant("acme")
+async def test_only_admins_import_and_only_from_there(api: Api, acme: Client, hub: Hub) -> None:
     body = {"name": "a", "source": "hf://org/lora", "tenant": "acme"}
-    assert (await client.post("/v1/adapters:import", json=body)).status_code == 403
+    assert (await acme.post("/v1/adapters:import", json=body)).status_code == 403
     for source in (
-        "http://127.0.0.1/x",
-        "file:///etc/passwd",
-        "hf://org",
-        "hf://org/a/b",
-        "hf://org/lora@a/b",
-        "s3://B/x",
-        "s3://models/a\nb",
-        "hf://org/..@x?y",
+        *("http://127.0.0.1/x", "file:///etc/passwd", "hf://org", "hf://org/a/b", "hf://org/lora@a/b"),
+        *("s3://B/x", "s3://models/a\nb", "hf://org/..@x?y"),
     ):
-        answer = await api.admin.post("/v1/adapters:import", json={**body, "source": source})
+        answer = await ask(api, {**body, "source": source})
         assert code(answer) == (400, "invalid_value"), source
-    dots = await api.admin.post("/v1/adapters:import", json={**body, "source": "hf://../.."})
+    dots = await ask(api, {**body, "source": "hf://../.."})
     assert code(dots) in ((404, "import.not_found"), (400, "invalid_value"))
     assert [path for path, _ in hub.seen if "resolve" not in path] == []
-    assert (await api.admin.post("/v1/adapters:import", json={**body, "tenant": "none"})).status_code == 404
+    assert (await ask(api, {**body, "tenant": "none"})).status_code == 404
 
 
 async def test_an_import_without_credentials_says_so(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    await api.tenant("acme")
+    await api.key("acme")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
     body = {"name": "support", "tenant": "acme", "source": "s3://bucket/lora"}
-    refused = await api.admin.post("/v1/adapters:import", json=body)
+    refused = await ask(api, body)
     assert code(refused) == (404, "import.not_found")
     assert "(no AWS credentials were found)" in refused.json()["error"]["message"]

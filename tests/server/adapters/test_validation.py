@@ -3,15 +3,15 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from api_adapters import sound
+from blob_io import store
 from fake_engine import demo_ready
-from weft.adapters.base_shape import BaseShape
 from weft.adapters.blobs.local import LocalBlobs
-from weft.adapters.checkpoint.reader import Checkpoint, check_weights
-from weft.adapters.ref import LoraSpec
+from weft.adapters.checkpoint.reader import check_weights
 from weft.errors import AdapterFormatError, AdapterIncompatibleError
 from weft.server.adapters import validation
 from weft.server.adapters.validation import AdapterValidator
@@ -24,20 +24,19 @@ def validator(tmp_path: Path) -> AdapterValidator:
     return AdapterValidator(demo_ready(), LocalBlobs(tmp_path))
 
 
-async def test_a_check_that_dies_refuses_the_upload(validator: AdapterValidator, tmp_path: Path) -> None:
-    with pytest.raises(AdapterFormatError) as refused:
-        await validator.validate(sound().config, tmp_path / "missing", "a" * 64, 1)
-    assert refused.value.code == "adapter.check_failed"
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    (tmp_path / "w").write_bytes(sound().weights)
+    return tmp_path / "w"
 
 
-async def test_a_check_that_takes_too_long_is_ended(
-    validator: AdapterValidator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "wall_factor"), [("missing", validation.WALL_FACTOR), ("w", 1e-5)])
+async def test_a_check_that_dies_or_takes_too_long_refuses_the_upload(
+    validator: AdapterValidator, weights: Path, monkeypatch: pytest.MonkeyPatch, name: str, wall_factor: float
 ) -> None:
-    monkeypatch.setattr(validation, "WALL_FACTOR", 1e-5)
-    weights = tmp_path / "w"
-    weights.write_bytes(sound().weights)
+    monkeypatch.setattr(validation, "WALL_FACTOR", wall_factor)
     with pytest.raises(AdapterFormatError) as refused:
-        await validator.validate(sound().config, weights, "a" * 64, 1)
+        await validator.validate(sound().config, weights.with_name(name), "a" * 64, 1)
     assert refused.value.code == "adapter.check_failed"
 
 
@@ -55,10 +54,8 @@ async def test_the_child_gets_no_secret(
 
 
 async def test_an_adapter_that_leaves_no_page_for_kv_cache_is_refused(
-    validator: AdapterValidator, tmp_path: Path
+    validator: AdapterValidator, weights: Path, tmp_path: Path
 ) -> None:
-    weights = tmp_path / "w"
-    weights.write_bytes(sound().weights)
     pages = await validator.pages(await validator.validate(sound().config, weights, "a" * 64, 1))
     assert pages is not None
     tight, roomy = (AdapterValidator(demo_ready(num_pages=n), LocalBlobs(tmp_path)) for n in (pages, pages + 1))
@@ -76,22 +73,15 @@ async def test_adapters_trained_alike_are_counted_by_their_headers(
     stored = []
     for seed, rank in ((1, 8), (2, 8), (3, 32)):
         weights = sound(rank=rank).weights[:-4] + bytes((seed, 0, 0, 0))
-        with blobs.create() as writer:
-            writer.write(weights)
-            sha256 = writer.commit()
+        sha256 = store(blobs, weights)
         first = AdapterValidator(demo_ready(), blobs)
         facts = await first.validate(sound(rank=rank).config, blobs.path(sha256), sha256, len(weights))
         stored.append((facts, await first.pages(facts)))
-    read: list[int] = []
-
-    def counted(spec: LoraSpec, header: bytes, file_size: int, shape: BaseShape) -> Checkpoint:
-        read.append(spec.rank)
-        return check_weights(spec, header, file_size, shape)
-
+    counted = Mock(wraps=check_weights)
     monkeypatch.setattr(validation, "check_weights", counted)
     restarted = AdapterValidator(demo_ready(), blobs)
     assert [await restarted.pages(facts) for facts, _ in stored] == [pages for _, pages in stored]
-    assert read == [8, 32]
+    assert [call.args[0].rank for call in counted.call_args_list] == [8, 32]
     other_spec = replace(stored[0][0], digest="sha256:" + "1" * 64, spec=replace(stored[0][0].spec, rank=4))
     assert await restarted.pages(other_spec) is None
     gone = AdapterValidator(demo_ready(), blobs)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from blob_io import store
 from weft.adapters.blobs.local import LocalBlobs
 from weft.server.batches.input_lines import check_input, read_lines
 
@@ -17,12 +18,9 @@ def line(**changes: Any) -> bytes:
     return json.dumps({"custom_id": "a", "method": "POST", "url": URL, "body": {}, **changes}).encode()
 
 
-async def check(folder: Path, content: bytes, max_lines: int = 10, max_bytes: int = 300) -> tuple[int, list[Any]]:
+async def check(folder: Path, content: bytes, max_lines: int = 10) -> tuple[int, list[Any]]:
     blobs = LocalBlobs(folder)
-    with blobs.create() as blob:
-        blob.write(content)
-        sha256 = blob.commit()
-    return await check_input(blobs, sha256, URL, max_lines=max_lines, max_bytes=max_bytes)
+    return await check_input(blobs, store(blobs, content), URL, max_lines=max_lines, max_bytes=300)
 
 
 @pytest.mark.parametrize(
@@ -60,10 +58,8 @@ async def test_a_sound_input_is_counted_whatever_its_line_ends(tmp_path: Path) -
 async def test_lines_are_cut_at_their_limit_wherever_pieces_end(tmp_path: Path) -> None:
     blobs = LocalBlobs(tmp_path)
     content = b"\n".join([b"a" * 700_000, b"b" * 3_000_000, b"c" * 10, b"d" * 1_500_000])
-    with blobs.create() as blob:
-        blob.write(content)
-        sha256 = blob.commit()
-    found = [(number, raw[:1], len(raw)) async for number, raw in read_lines(blobs, sha256, 1_000_000)]
+    lines = read_lines(blobs, store(blobs, content), 1_000_000)
+    found = [(number, raw[:1], len(raw)) async for number, raw in lines]
     assert found == [(1, b"a", 700_000), (2, b"b", 1_000_001), (3, b"c", 10), (4, b"d", 1_000_001)]
 
 

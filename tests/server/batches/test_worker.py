@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from api_adapters import upload
-from api_server import BASE, Api, eventually
+from api_server import BASE, Api, Client, eventually
 from weft.server.batches import line_run
 from weft.server.batches.worker import BatchWorker
 
@@ -35,8 +35,8 @@ def lines_for(*models: str, **body: Any) -> bytes:
     return "\n".join(map(json.dumps, lines)).encode()
 
 
-async def start(api: Api, content: bytes, tenant: str = "acme") -> str:
-    client = await api.tenant(tenant)
+async def start(api: Api, content: bytes) -> str:
+    client = await api.tenant("acme")
     file = await client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", content)})
     assert file.status_code == 200, file.text
     body = {"input_file_id": file.json()["id"], "endpoint": URL, "completion_window": "24h"}
@@ -45,33 +45,20 @@ async def start(api: Api, content: bytes, tenant: str = "acme") -> str:
     return str(made.json()["id"])
 
 
-async def show(api: Api, batch_id: str, tenant: str = "acme") -> dict[str, Any]:
-    return dict((await (await api.tenant(tenant)).get(f"/v1/batches/{batch_id}")).json())
-
-
-async def run(api: Api, worker: BatchWorker, batch_id: str, tenant: str = "acme") -> dict[str, Any]:
-    """Have the worker look until the batch has ended."""
+async def run(api: Api, worker: BatchWorker, batch_id: str, goal: int | None = None) -> dict[str, Any]:
+    """Have the worker look until the batch has ended, or has so many lines completed."""
     for _ in range(3000):
         await worker.look()
-        batch = await show(api, batch_id, tenant)
-        if batch["status"] in ("completed", "failed", "expired", "cancelled"):
+        batch = dict((await (await api.tenant("acme")).get(f"/v1/batches/{batch_id}")).json())
+        is_at_goal = goal is not None and batch["request_counts"]["completed"] >= goal
+        if is_at_goal or batch["status"] in ("completed", "failed", "expired", "cancelled"):
             return batch
         await asyncio.sleep(0.02)
     raise AssertionError(batch)
 
 
-async def until_completed(api: Api, batch_id: str, goal: int) -> None:
-    for _ in range(3000):
-        if (await show(api, batch_id))["request_counts"]["completed"] >= goal:
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"not {goal} lines")
-
-
-async def results(api: Api, file_id: str | None, tenant: str = "acme") -> dict[str, dict[str, Any]]:
-    if file_id is None:
-        return {}
-    answer = await (await api.tenant(tenant)).get(f"/v1/files/{file_id}/content")
+async def results(api: Api, file_id: str) -> dict[str, dict[str, Any]]:
+    answer = await (await api.tenant("acme")).get(f"/v1/files/{file_id}/content")
     found = [json.loads(line) for line in answer.text.splitlines()]
     assert len({each["custom_id"] for each in found}) == len(found)
     return {each["custom_id"]: each for each in found}
@@ -85,8 +72,10 @@ def codes(found: dict[str, dict[str, Any]]) -> set[tuple[int, str]]:
     return {(each["response"]["status_code"], each["response"]["body"]["error"]["code"]) for each in found.values()}
 
 
-async def test_lines_run_in_the_lane_of_batches_and_are_billed_as_such(api: Api, worker: BatchWorker) -> None:
-    await upload(await api.tenant("acme"), "pirate")
+async def test_lines_run_in_the_lane_of_batches_and_are_billed_as_such(
+    api: Api, acme: Client, worker: BatchWorker
+) -> None:
+    await upload(acme, "pirate")
     ended = await run(api, worker, await start(api, lines_for(BASE, "pirate", BASE)))
     assert ended["status"] == "completed"
     assert ended["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
@@ -117,13 +106,12 @@ async def test_a_month_that_is_used_up_fails_lines_with_the_reason(api: Api, wor
 
 
 async def test_a_revoked_key_and_a_deleted_adapter_fail_the_lines_that_follow(
-    api: Api, worker: BatchWorker, monkeypatch: pytest.MonkeyPatch
+    api: Api, acme: Client, worker: BatchWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(line_run, "CALLER_S", 0.0)
-    client = await api.tenant("acme")
-    await upload(client, "pirate")
+    await upload(acme, "pirate")
     batch_id = await start(api, lines_for(BASE, "pirate"))
-    await client.delete("/v1/adapters/pirate")
+    await acme.delete("/v1/adapters/pirate")
     ended = await run(api, worker, batch_id)
     assert codes(await results(api, ended["error_file_id"])) == {(404, "model_not_found")}
     assert set(await results(api, ended["output_file_id"])) == {"0"}
@@ -161,8 +149,7 @@ async def test_a_batch_whose_window_is_over_keeps_its_results(api: Api, worker: 
     slow = {"model": BASE, "prompt": "x", "max_tokens": 200, "ignore_eos": True}
     last = {"custom_id": "s", "method": "POST", "url": URL, "body": slow}
     batch_id = await start(api, lines_for(*[BASE] * 4, max_tokens=1) + f"\n{json.dumps(last)}".encode())
-    await worker.look()
-    await until_completed(api, batch_id, 4)
+    await run(api, worker, batch_id, goal=4)
     api.ahead = timedelta(hours=25)
     ended = await run(api, worker, batch_id)
     assert (ended["status"], ended["request_counts"]) == ("expired", {"total": 5, "completed": 4, "failed": 1})
@@ -177,12 +164,10 @@ async def test_another_server_goes_on_where_one_leaves_off(api: Api) -> None:
     object.__setattr__(api.services, "config", replace(api.services.config, batch=batch))
     batch_id = await start(api, lines_for(*[BASE] * 40, max_tokens=5))
     first, other = (BatchWorker(api.services, name) for name in ("srv_a", "srv_b"))
-    await first.look()
-    await until_completed(api, batch_id, 5)
+    await run(api, first, batch_id, goal=5)
     assert not await api.services.registry.batches.claim("srv_b")
     await first.leave_off()
-    before = (await show(api, batch_id))["request_counts"]["completed"]
-    assert before < 40
+    assert len(await events(api)) < 40
     ended = await run(api, other, batch_id)
     assert ended["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
     assert len(await results(api, ended["output_file_id"])) == 40
@@ -190,14 +175,13 @@ async def test_another_server_goes_on_where_one_leaves_off(api: Api) -> None:
     await other.leave_off()
 
 
-async def test_files_are_bounded_in_number_and_bytes(api: Api) -> None:
+async def test_files_are_bounded_in_number_and_bytes(api: Api, acme: Client) -> None:
     config = api.services.config
     small = replace(config.batch, max_files=2, max_stored_bytes=150, max_file_bytes=100)
     object.__setattr__(api.services, "config", replace(config, batch=small))
-    client = await api.tenant("acme")
 
     async def send(size: int) -> tuple[int, str]:
-        answer = await client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a", b"x" * size)})
+        answer = await acme.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a", b"x" * size)})
         return answer.status_code, answer.json().get("error", {}).get("code", "")
 
     assert await send(101) == (413, "upload.too_large")
@@ -206,15 +190,14 @@ async def test_files_are_bounded_in_number_and_bytes(api: Api) -> None:
     assert await send(40) == (200, "")
     assert await send(1) == (403, "quota.files")
     assert len(api.files()) == 2
-    for file in (await client.get("/v1/files")).json()["data"]:
-        assert (await client.delete(f"/v1/files/{file['id']}")).status_code == 200
+    for file in (await acme.get("/v1/files")).json()["data"]:
+        assert (await acme.delete(f"/v1/files/{file['id']}")).status_code == 200
     assert api.files() == []
 
 
-async def test_a_file_whose_life_is_over_is_gone_with_its_bytes(api: Api) -> None:
-    client = await api.tenant("acme")
-    made = (await client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a", b"x")})).json()
+async def test_a_file_whose_life_is_over_is_gone_with_its_bytes(api: Api, acme: Client) -> None:
+    made = (await acme.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a", b"x")})).json()
     assert made["expires_at"] == made["created_at"] + 30 * 86_400
     api.ahead = timedelta(days=31)
-    assert (await client.get(f"/v1/files/{made['id']}")).status_code == 404
+    assert (await acme.get(f"/v1/files/{made['id']}")).status_code == 404
     assert await api.services.registry.files.forget_expired() == 1

@@ -79,14 +79,6 @@ def test_gdsf_takes_what_costs_the_fewest_seconds_per_page() -> None:
     assert parts.order() == [cheap, large, dear]
 
 
-def test_gdsf_counts_uses() -> None:
-    parts = Parts(Gdsf())
-    popular, other = parts.idle(cost_s=1.0), parts.idle(cost_s=2.0)
-    for _ in range(2):
-        parts.use(popular)
-    assert parts.order() == [other, popular]
-
-
 def test_a_use_counts_half_after_its_half_life() -> None:
     uses = UseCount()
     uses.note(100.0)

@@ -36,31 +36,24 @@ def torn_pool(num_pages: int, first_page: int, seed: int) -> tuple[PagePool, dic
     return pool, uses
 
 
-@pytest.mark.parametrize("first_page", [1, 7])
+@pytest.mark.parametrize(("num_pages", "first_page", "pages_per_cell"), [(150, 1, 1), (150, 7, 1), (604, 1, 7)])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_cell_for_each_page_tells_what_it_is_and_whose(first_page: int, seed: int) -> None:
-    pool, uses = torn_pool(150, first_page, seed)
-    shown = page_map(pool)
-    assert shown.pages_per_cell == 1
-    assert cells_of(shown) == list(uses.values())
-    assert len(set(shown.uses)) == len(shown.uses)
-    assert all(one[1] != other[1] for one, other in zip(shown.runs, shown.runs[1:], strict=False))
-    assert Counter(cell.kind for cell in cells_of(shown)) == Counter({k: n for k, n in pool.counts().items() if n})
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_cell_of_many_pages_shows_the_kind_that_most_have(seed: int) -> None:
-    pool, uses = torn_pool(601, 1, seed)
-    shown = page_map(pool, max_cells=100)
+def test_a_cell_shows_the_kind_that_most_of_its_pages_have_and_whose(
+    num_pages: int, first_page: int, pages_per_cell: int, seed: int
+) -> None:
+    pool, uses = torn_pool(num_pages, first_page, seed)
+    shown = page_map(pool, max_cells=150 if pages_per_cell == 1 else 100)
     pages = list(uses.values())
-    assert shown.pages_per_cell == 6
+    assert shown.pages_per_cell == pages_per_cell
     expected = []
-    for start in range(0, len(pages), 6):
-        cell = pages[start : start + 6]
+    for start in range(0, len(pages), pages_per_cell):
+        cell = pages[start : start + pages_per_cell]
         counts = Counter(page.kind for page in cell)
         most = max(PAGE_STATES, key=lambda state: (counts[state], -PAGE_STATES.index(state)))
         expected.append(next(page for page in cell if page.kind == most))
     assert cells_of(shown) == expected
+    assert len(set(shown.uses)) == len(shown.uses)
+    assert all(one[1] != other[1] for one, other in zip(shown.runs, shown.runs[1:], strict=False))
 
 
 @pytest.mark.parametrize(("num_pages", "pages_per_cell"), [(MAX_CELLS, 1), (MAX_CELLS + 1, 2), (100_000, 25)])
@@ -71,12 +64,3 @@ def test_a_map_is_bounded_however_large_the_pool(num_pages: int, pages_per_cell:
     shown = page_map(pool)
     assert shown.pages_per_cell == pages_per_cell
     assert len(cells_of(shown)) == -(-num_pages // pages_per_cell) <= MAX_CELLS
-
-
-def test_the_last_cell_stands_for_what_is_left() -> None:
-    pool = PagePool(12)
-    pages = pool.allocate(11, "adapter", owner=4)
-    assert pages is not None
-    assert page_map(pool, max_cells=2) == PageMap(
-        pages_per_cell=6, uses=[PageUse(kind="adapter", owner=4)], runs=[(2, 0)]
-    )

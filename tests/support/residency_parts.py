@@ -43,17 +43,14 @@ def tiny_geometry(base: BaseShape, dtype: torch.dtype = torch.float32) -> PageGe
 
 
 class StepwiseExecutor:
-    """Runs submitted work only when told to, in order; or at once when `eager`."""
+    """Runs submitted work only when told to, in order."""
 
-    def __init__(self, eager: bool = False) -> None:
-        self.eager = eager
+    def __init__(self) -> None:
         self.pending: deque[tuple[Callable[[], None], Future[None]]] = deque()
 
     def submit(self, fn: Callable[[], None], /) -> Future[None]:
         future: Future[None] = Future()
         self.pending.append((fn, future))
-        if self.eager:
-            self.run_all()
         return future
 
     def run_one(self) -> bool:
@@ -96,18 +93,18 @@ class WatchedCopier(PageCopier):
         """Every copy is a job of the executor, unless a test wants it otherwise."""
         self.copied: list[list[int]] = []
 
-    def copy(self, sources: Sequence[torch.Tensor], pages: Sequence[int], fence: torch.cuda.Event | None) -> None:
+    def note(self, pages: Sequence[int]) -> None:
         if self.fails:
             self.failures += 1
             raise RuntimeError("the device does not answer")
         self.copied.append(list(pages))
+
+    def copy(self, sources: Sequence[torch.Tensor], pages: Sequence[int], fence: torch.cuda.Event | None) -> None:
+        self.note(pages)
         super().copy(sources, pages, fence)
 
     def copy_now(self, sources: Sequence[torch.Tensor], pages: Sequence[int]) -> None:
-        if self.fails:
-            self.failures += 1
-            raise RuntimeError("the device does not answer")
-        self.copied.append(list(pages))
+        self.note(pages)
         super().copy_now(sources, pages)
 
 
@@ -206,32 +203,26 @@ def make_residency(
     num_pages: int = 24,
     slab_pages: int = 12,
     slots: int = 4,
-    dtype: torch.dtype = torch.float32,
-    base: BaseShape | None = None,
     max_rank: int = 64,
-    eager: bool = False,
-    poison: bool = True,
     policy: Literal["gdsf", "lru"] = "lru",
-    costs: PageCosts = COSTS,
     notify: Callable[[], None] | None = None,
     executors: tuple[LoadExecutor, LoadExecutor] | None = None,
 ) -> ResidencyParts:
-    base = base or tiny_base()
-    geometry = tiny_geometry(base, dtype)
-    arena = Arena(geometry, num_pages, torch.device("cpu"), dtype)
-    if poison:
-        arena.poison(range(1, num_pages))
-    pool = PagePool(num_pages, on_release=arena.poison if poison else None)
+    base = tiny_base()
+    geometry = tiny_geometry(base)
+    arena = Arena(geometry, num_pages, torch.device("cpu"), torch.float32)
+    arena.poison(range(1, num_pages))
+    pool = PagePool(num_pages, on_release=arena.poison)
     slab = HostSlab(slab_pages, geometry.page_bytes, pinned=False)
     tables = CountingTables(slots, base, max_rank, geometry, arena.device)
     blobs = LocalBlobs(folder / "blobs")
     images = HostImages(slab)
-    loader = CountingLoader(blobs, images, base, geometry, dtype, max_rank, pool.capacity - 1)
+    loader = CountingLoader(blobs, images, base, geometry, torch.float32, max_rank, pool.capacity - 1)
     copier = WatchedCopier(arena)
     clock = [0.0]
     evictor = Evictor(pool, eviction_policy(policy), clock=lambda: clock[0])
-    prefixes = PrefixCache(pool, evictor, block_s=costs.token_s, clock=lambda: clock[0])
-    loads, copies = StepwiseExecutor(eager), StepwiseExecutor(eager)
+    prefixes = PrefixCache(pool, evictor, block_s=COSTS.token_s, clock=lambda: clock[0])
+    loads, copies = StepwiseExecutor(), StepwiseExecutor()
     residency = Residency(
         loader,
         copier,
@@ -239,7 +230,7 @@ def make_residency(
         images,
         tables,
         evictor,
-        costs,
+        COSTS,
         loads=executors[0] if executors else loads,
         copies=executors[1] if executors else copies,
         prefixes=prefixes,

@@ -141,12 +141,15 @@ class AdapterValidator:
         """Pages of a stored version on the device; None where its weights cannot be read."""
         if version.digest not in self._pages:
             try:
-                _remember(self._pages, version.digest, await asyncio.to_thread(self._count_stored, version))
+                like, pages = await asyncio.to_thread(self._count_stored, version)
             except (OSError, AdapterError, CapacityError):
                 return None
+            _remember(self._pages_by_header, like, pages)
+            _remember(self._pages, version.digest, pages)
         return self._pages[version.digest]
 
-    def _count_stored(self, version: VersionFacts) -> int:
+    def _count_stored(self, version: VersionFacts) -> tuple[tuple[str, int], int]:
+        """What tells headers apart, and the pages. Runs in threads: only reads what is remembered."""
         first, size = self._blobs.peek(version.weights_sha256, USUAL_HEADER_BYTES)
         if (length := header_bytes(first, size)) > len(first):
             first, size = self._blobs.peek(version.weights_sha256, length)
@@ -156,8 +159,7 @@ class AdapterValidator:
         if (pages := self._pages_by_header.get(like)) is None:
             ranks = check_weights(version.spec, header, size, self._ready.base).ranks
             pages = adapter_pages(ranks, self._ready.base, self._ready.geometry)
-            _remember(self._pages_by_header, like, pages)
-        return pages
+        return like, pages
 
 
 def _remember(cache: dict[KeyT, int], key: KeyT, pages: int) -> None:

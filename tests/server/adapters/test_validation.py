@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -88,3 +90,26 @@ async def test_adapters_trained_alike_are_counted_by_their_headers(
     assert await gone.pages(stored[0][0]) == stored[0][1]
     blobs.delete(stored[1][0].weights_sha256)
     assert await gone.pages(stored[1][0]) is None
+
+
+async def test_only_the_loop_changes_what_is_kept_of_counts(
+    validator: AdapterValidator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of adapters counts up to 1,000 at once, in threads."""
+    weights, blobs = sound().weights, LocalBlobs(tmp_path)
+    with blobs.create() as writer:
+        writer.write(weights)
+        sha256 = writer.commit()
+    facts = await validator.validate(sound().config, blobs.path(sha256), sha256, len(weights))
+    threads: set[int] = set()
+
+    class Bound(int):
+        def __lt__(self, kept: int) -> bool:
+            threads.add(threading.get_ident())
+            return super().__lt__(kept)
+
+    monkeypatch.setattr(validation, "PAGES_CACHED", Bound(2))
+    specs = [replace(facts.spec, alpha=float(number)) for number in range(1, 9)]
+    listed = [replace(facts, digest=f"sha256:{number:064}", spec=spec) for number, spec in enumerate(specs)]
+    assert set(await asyncio.gather(*map(validator.pages, listed))) == {await validator.pages(facts)}
+    assert threads == {threading.get_ident()}

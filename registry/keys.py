@@ -277,6 +277,8 @@ def _set(
     """Change what is not None; returns that for the audit log."""
     detail: dict[str, object] = {}
     if scopes is not None:
+        if not set(scopes) <= set(SCOPES):
+            raise InvalidRequestError(f"scopes must be among {', '.join(SCOPES)}.", param="scopes")
         detail["scopes"] = row.scopes = [scope for scope in SCOPES if scope in scopes]
     if limits is not None:
         detail["limits"] = row.limits = checked_limits(limits, KEY_LIMITS)

@@ -175,3 +175,5 @@ def _counted(counter: Counter[str], name: str, amount: int) -> Iterator[None]:
         yield
     finally:
         counter[name] -= amount
+        if not counter[name]:
+            del counter[name]

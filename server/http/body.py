@@ -79,7 +79,7 @@ def content_length(request: Request) -> int | None:
         return None
     if not (length.isascii() and length.isdigit()):
         raise InvalidRequestError("Content-Length must be a number of bytes.")
-    return int(length[:19])  # more digits are too large all the same
+    return int(length.lstrip("0")[:19] or 0)  # more digits are too large all the same
 
 
 def _check_headers(request: Request, limit: int, code: str) -> None:

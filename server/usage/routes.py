@@ -63,7 +63,7 @@ class RangeParams(SpanParams):
 
     status: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
     """Only requests that ended so: stop, length, aborted, error, interrupted."""
-    service_class: list[ServiceClass] = Field(default_factory=list)
+    service_class: list[ServiceClass] = Field(default_factory=list, max_length=MAX_WANTED)
     """Only interactive requests, or only lines of batches (batch)."""
     after: str | None = None
     limit: int = Field(1000, ge=1, le=MAX_ROWS)

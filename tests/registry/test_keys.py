@@ -246,6 +246,8 @@ async def test_a_key_tells_its_own_limits_and_its_tenants_limits_and_weight(regi
 async def test_a_changed_key_keeps_its_secret_and_what_was_not_named(registry: Registry, clock: StandingClock) -> None:
     key, secret = await registry.keys.create_key("acme", "ci", ["infer"], limits={"requests_per_minute": 1})
     await registry.key_ring.authenticate(secret)
+    with pytest.raises(InvalidRequestError, match="scopes must be among"):
+        await registry.keys.update_key(key.id, scopes=["usage", "everything"])
     changed = await registry.keys.update_key(key.id, scopes=["usage"], limits={"tokens_per_month": 5})
     assert changed == replace(key, scopes=("usage",), limits={"tokens_per_month": 5})
     assert await registry.keys.get_key(key.id) == changed

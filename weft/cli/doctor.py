@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import resource
 import shutil
 import socket
 import tempfile
@@ -126,6 +125,8 @@ def _port(port: int) -> Finding:
 
 
 def _open_files() -> Finding:
+    import resource
+
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= MIN_FILES:
         return Finding("open files", "ok", f"limit {soft}")

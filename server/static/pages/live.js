@@ -11,7 +11,7 @@ import { Steps } from "./live/steps.js";
 
 export default function Live() {
   const [feed, change] = useFeed();
-  const snapshot = feed.held ?? feed.newest;
+  const snapshot = feed.isPaused ? feed.held : feed.newest;
   if (snapshot) giveColours([...new Set([...snapshot.residents, ...(snapshot.batches?.adapters ?? [])].map((one) => one.digest))]);
   return html`<${Head} feed=${feed} change=${change} snapshot=${snapshot} />
     <${Notices} feed=${feed} change=${change} snapshot=${snapshot} />

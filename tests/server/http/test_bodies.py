@@ -6,10 +6,12 @@ import base64
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from api_server import BASE, Api, Client
 from weft.errors import InvalidRequestError
 from weft.server.generation.prompts import LEAST_TOP_P
+from weft.server.http.body import content_length
 from weft.server.http.json_body import parse_json
 
 pytestmark = pytest.mark.anyio
@@ -278,3 +280,8 @@ async def test_admin_bodies_are_checked_too(api: Api) -> None:
         ):
             answer = await admin.request(method, path, json=body)
             assert answer.status_code == status, (path, body, answer.text)
+
+
+@pytest.mark.parametrize(("header", "length"), [("0" * 18 + "1999", 1999), ("9" * 30, int("9" * 19)), ("00", 0)])
+def test_a_content_length_is_read_whole_or_as_too_large(header: str, length: int) -> None:
+    assert content_length(Request({"type": "http", "headers": [(b"content-length", header.encode())]})) == length

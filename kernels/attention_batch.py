@@ -40,8 +40,8 @@ class AttentionBatch:
     """[R + 1], int32: cumulative number of query rows."""
     context_lens: Tensor
     """[R], int32: KV tokens including this step's; 0 for padding."""
-    items: Tensor
-    """[3, I], int32: of each item its query row, its request, and how many KV tokens it may see, itself included."""
+    items: tuple[Tensor, ...]
+    """Three of [I], int32: the query row of each item, its request, and how many KV tokens it may see with itself."""
     query_lens: tuple[int, ...]
     """[R], on the host."""
     context_lens_host: tuple[int, ...]
@@ -49,7 +49,7 @@ class AttentionBatch:
     block_table_host: np.ndarray
     """`block_table` on the host."""
     items_host: np.ndarray
-    """`items` on the host."""
+    """[3, I]: `items` on the host."""
     chunks: tuple[PromptChunk, ...]
     """Requests with more than `MAX_ITEM_ROWS` rows."""
     page_tokens: int
@@ -95,7 +95,7 @@ class AttentionBatch:
             block_table=parts[0].view(table.shape),
             query_indptr=parts[1],
             context_lens=parts[2],
-            items=parts[3].view(items.shape),
+            items=parts[3].view(items.shape).unbind(),
             query_lens=tuple(query_lens),
             context_lens_host=tuple(context_lens),
             block_table_host=table,

@@ -62,7 +62,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
 def native_kernels() -> Kernels:
     """The operations in C++, for a CPU and for dtypes in `NATIVE_DTYPES`.
 
-    In torch operators are sampling, and the parts of `attend` that no step calls by themselves.
+    Sampling uses torch operators. So do rope and the KV write when they are called alone; `attend` does them in C++.
     """
     from weft.kernels.native import attention, rows, sgmv
 

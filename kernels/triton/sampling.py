@@ -126,7 +126,9 @@ def sample(logits: Tensor, sampling: Sequence[RowSampling]) -> Tensor:
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
         numbers = [(row.temperature, row.top_p, row.min_p, row.uniform) for row in sampling]
-        temperatures, top_ps, min_ps, uniforms = torch.tensor(numbers).T.contiguous().to(logits.device)
+        temperatures, top_ps, min_ps, uniforms = (
+            torch.tensor(numbers, dtype=torch.float32).T.contiguous().to(logits.device)
+        )
         top_ks = torch.tensor([min(max(row.top_k, 0), MAX_TOP_K) for row in sampling], dtype=torch.int32)
         filters = (top_ks.to(logits.device), top_ps, min_ps, uniforms)
         block = min(4096, triton.next_power_of_2(vocab_size))

@@ -18,7 +18,7 @@ def test_tables_are_padded_with_the_zero_page() -> None:
 
 def test_each_row_of_a_short_run_is_its_own_item() -> None:
     batch = AttentionBatch.build([[1], [2, 3], [4]], [1, 3, 1], [7, 20, 5], CPU, 16)
-    assert batch.items.tolist() == [[0, 1, 2, 3, 4], [0, 1, 1, 1, 2], [7, 18, 19, 20, 5]]
+    assert [each.tolist() for each in batch.items] == [[0, 1, 2, 3, 4], [0, 1, 1, 1, 2], [7, 18, 19, 20, 5]]
     assert batch.max_item_len == 20
     assert batch.chunks == ()
 

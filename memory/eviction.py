@@ -63,9 +63,9 @@ class Evictable:
     kind: PageKind
     """Kind of its pages."""
     pages: list[int] = field(default_factory=list)
-    """Those that are its own."""
+    """Pages that are freed when it is evicted."""
     depth: int = 0
-    """How much stands below it; with equal scores the deepest goes first."""
+    """Number of blocks before it; with equal scores the deepest goes first."""
     last_step: int = 0
     """The last step that may read its pages."""
     evict_last: bool = False

@@ -382,7 +382,7 @@ async def remove(session: AsyncSession, doomed: ColumnElement[bool], *deletions:
 async def _unreferenced(
     session: AsyncSession, contents: Iterable[str], *columns: InstrumentedAttribute[str]
 ) -> frozenset[str]:
-    """Those of the digests that stand in none of the columns."""
+    """The digests that no row has in these columns."""
     rest = set(contents)
     candidates = sorted(rest)
     for start in range(0, len(candidates), _CHUNK):

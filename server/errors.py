@@ -39,7 +39,7 @@ ANSWERS: dict[type[WeftError], tuple[int, str]] = {
     errors.CapacityError: (503, "overloaded_error"),
     errors.BusyError: (409, "conflict_error"),
 }
-"""Status and `type` of an error class and of all below it that are not here themselves."""
+"""Status and `type` of an error class, and of its subclasses that have no entry of their own."""
 STATUS_BY_CODE = {
     "storage.full": 507,
     "config.too_large": 413,

@@ -22,8 +22,8 @@ from weft.benchmarks.report import SHOWN, AddOption, ratios, spread, take_turns
 from weft.benchmarks.workloads import TimedRequest, slora_trace
 
 MAX_RATIO = 2.0
-"""Largest median TTFT with twice as many adapters as fit: this multiple of that of the engine that holds all, plus one
-copy."""
+"""Limit of the median TTFT with twice as many adapters as fit: this many times the median of the engine that holds all,
+plus one copy."""
 ENGINES = ("small", "whole")
 
 

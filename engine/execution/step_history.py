@@ -17,7 +17,7 @@ class StepHistory:
 
     def __init__(self) -> None:
         self._steps: deque[tuple[StepStats, Counter[str]]] = deque(maxlen=NUM_KEPT_STEPS)
-        """With the requests by adapter of each step."""
+        """Each step with its number of requests by adapter."""
         self.num_steps = 0
         """Steps since start."""
 

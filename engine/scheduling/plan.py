@@ -118,7 +118,7 @@ class ChunkResult:
 
 @dataclass(slots=True, kw_only=True)
 class PlanBuilder:
-    """A step plan while the scheduler makes it, and what the making needs to know."""
+    """A step plan that the scheduler is still filling, with its budgets."""
 
     plan: StepPlan
     budget: int = 0

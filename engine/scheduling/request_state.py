@@ -93,9 +93,9 @@ class RequestState:
     num_cached: int = 0
     """Prompt tokens that it found in the prefix cache when it first started."""
     leader: RequestState | None = None
-    """It is going to share the pages of this request: one with the same prompt, or the beam that it continues."""
+    """The request whose pages this one will share: it has the same prompt, or is the beam that this one continues."""
     num_shared: int = 0
-    """It takes the keys and values of so many tokens, from the first one on, from the leader."""
+    """Tokens, from the first one on, whose keys and values it takes from the leader."""
     beam: Beam | None = None
     """None for all but beam searches."""
     lease: SlotLease | None = None

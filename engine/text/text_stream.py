@@ -26,7 +26,7 @@ class Detokenizer:
     byte tokens, which decoders read as a whole.
 
     Args:
-        tokenizer: Tokenizer the window.
+        tokenizer: Decodes the window.
         prompt_ids: Tokens before the first one; their text is not handed out.
     """
 
@@ -131,7 +131,7 @@ class TextStream:
     When a delta has `finish_reason`, the stream has ended; if the output had none, the caller aborts the request.
 
     Args:
-        tokenizer: Tokenizer tokens.
+        tokenizer: Decodes tokens.
         params: What ends the text.
         prompt_ids: The prompt, so that the first token is spaced as its continuation.
     """

@@ -94,7 +94,7 @@ class Database:
         await self._engine.dispose()
 
     async def check(self) -> object:
-        """Return anything if the database answers.
+        """Ask the database for one row; returns if it answers.
 
         Raises:
             CapacityError: It does not; code db.unavailable.

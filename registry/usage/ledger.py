@@ -31,7 +31,7 @@ from weft.registry.usage.journal import Journal, read_lines
 from weft.registry.usage.prices import PriceTable
 
 INTERVAL_S = 1.0
-"""From an event to the move of the journal, and again after a move that failed."""
+"""Seconds from an event until the journal is moved to the database; also the wait after a failed move."""
 BATCH_EVENTS = 500
 INTERRUPTED = "interrupted"
 

@@ -44,7 +44,7 @@ class PriceTable:
     adapters: Mapping[tuple[str, str], Price] = field(default_factory=dict)
     """By the caller's tenant and the adapter's name."""
     batch: Decimal = Decimal(1)
-    """A line of a batch costs so many times the price. No product may have a fraction of a unit."""
+    """Factor on every price for a line of a batch. A price times this factor must be a whole number of units."""
 
     def costs(self, facts: FromClause) -> tuple[ColumnElement[int], ColumnElement[int]]:
         """The cost of each row of `facts` in two parts: the first in `PART` units, the second in units."""

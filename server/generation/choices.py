@@ -66,7 +66,7 @@ class Choice:
     prompt: Prompt
     request: GenerationRequest
     text: TextStream
-    """The output; tokens after a stop string are not among its tokens."""
+    """The output. It has no tokens after a stop string."""
     prompt_tokens: int = 0
     """Computed tokens of the prompt, the cached ones included; all of them once a token of output has come."""
     cached_tokens: int = 0

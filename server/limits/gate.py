@@ -168,7 +168,7 @@ class Gate:
         self.num_waiting = 0
         """Engine requests without a first output."""
         self.num_running = 0
-        """Those with one."""
+        """Engine requests with one."""
         self._max_wait_s = max_wait_s
         self._max_waiting = max_waiting
         self._read_load = load

@@ -200,7 +200,7 @@ def unpin(name: str, tenant: TENANT = None, url: URL = None, key: KEY = None) ->
 
 @contextmanager
 def refusals(adapter: Path, config: Path | None, weights: Path, as_json: bool) -> Iterator[None]:
-    """End the command with all that is wrong with an adapter where the block finds that it cannot be served."""
+    """If the block finds that an adapter cannot be served, print all that is wrong with it and end the command."""
     from weft.errors import AdapterError, Finding, PayloadTooLargeError
 
     files = {"config": config.name if config else "", "weights": weights.name}

@@ -60,7 +60,7 @@ def refs(config: Config) -> dict[str, AdapterRef]:
     return found
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def engine(config: Config) -> Iterator[Engine]:
     engine = Engine(config)
     yield engine

@@ -23,11 +23,21 @@ PATIENCE_S = 30.0
 
 
 class _Work:
-    """A pace by clocks that a test sets, and work in pieces of 2 ms."""
+    """A pace by clocks that a test sets, and work in pieces of 2 ms; its pauses are noted, and made only if asked."""
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, *, sleeps: bool = False) -> None:
         self.now_s, self.computed_s = 1000.0, 0.0
         self.pace = LoadPace(share, clock=lambda: self.now_s, thread_clock=lambda: self.computed_s)
+        self.pauses: list[float] = []
+        self.has_paused = threading.Event()
+        wait = self.pace.idle.wait
+
+        def note(timeout: float | None = None) -> bool:
+            self.pauses.append(timeout or 0.0)
+            self.has_paused.set()
+            return wait(timeout if sleeps else 0)
+
+        self.pace.idle.wait = note  # type: ignore[method-assign]
 
     def run(self, pieces: int, computed_s: float = 0.002, taken_s: float | None = None) -> int:
         """Compute so many pieces, each in `taken_s` seconds; by default nothing else had the core."""
@@ -41,42 +51,38 @@ class _Work:
 
 def test_all_threads_have_one_budget() -> None:
     work = _Work(0.1)
-    waited = _CountingEvent(work.pace, sleeps=False)
     work.pace.set_stepping(1)
     for _ in range(3):
         in_a_new_thread(lambda: work.run(4))
     # 12 pieces of 2 ms at a tenth of a core take 240 ms, of which 24 ms are over and a burst is free.
-    assert waited.timeouts[-1] == pytest.approx(0.216 - BURST_S / 0.1)
+    assert work.pauses[-1] == pytest.approx(0.216 - BURST_S / 0.1)
 
 
 @pytest.mark.parametrize(("share", "running"), [(0.01, 0), (1, 1)], ids=["no steps", "all of a core"])
 def test_nobody_pauses_without_steps_or_with_a_share_of_one(share: float, running: int) -> None:
     work = _Work(share)
-    waited = _CountingEvent(work.pace)
     for requests in (1, 0, running):
         work.pace.set_stepping(requests)
     work.run(5)
-    assert waited.count == 0
+    assert not work.pauses
 
 
 def test_a_pause_ends_with_the_last_step() -> None:
-    work = _Work(0.002 / PATIENCE_S)  # one piece is paid for after more than the patience
-    waited = _CountingEvent(work.pace)
+    work = _Work(0.002 / PATIENCE_S, sleeps=True)  # one piece is paid for after more than the patience
     work.pace.set_stepping(1)
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(work.run, 3)
-        assert waited.entered.wait(PATIENCE_S)
+        assert work.has_paused.wait(PATIENCE_S)
         work.pace.set_stepping(0)
         done.result(PATIENCE_S)
 
 
 def test_work_much_smaller_than_a_piece_is_added_up() -> None:
     work = _Work(0.1)
-    waited = _CountingEvent(work.pace, sleeps=False)
     work.pace.set_stepping(1)
     work.run(200, PIECE_S / 20)
-    assert waited.count <= 10
-    assert (waited.timeouts[-1] or 0.0) > 0
+    assert len(work.pauses) <= 10
+    assert work.pauses[-1] > 0
 
 
 @pytest.mark.parametrize(("running", "held_up", "share"), [(16, 0, 0.1), (31, 1, 0.1), (12, 4, 0.25), (2, 14, 0.875)])
@@ -84,22 +90,20 @@ def test_the_share_is_that_of_the_requests_that_wait_for_loads_and_never_below_t
     running: int, held_up: int, share: float
 ) -> None:
     work = _Work(0.1)
-    waited = _CountingEvent(work.pace, sleeps=False)
     work.pace.set_stepping(running, held_up)
     work.run(100, 0.01, 0.01 / share)
     # At just this share what is owed stays as it is.
-    assert max((timeout or 0.0 for timeout in waited.timeouts), default=0.0) <= 0.01 / share
+    assert max(work.pauses, default=0.0) <= 0.01 / share
     work.run(100, 0.01, 0.005 / share)
-    assert (waited.timeouts[-1] or 0.0) >= 0.4 / share
+    assert work.pauses[-1] >= 0.4 / share
     work.pace.set_stepping(0)
     work.pace.set_stepping(64, 0)  # and as soon as they run, the setting holds again
     work.run(10)
-    assert (waited.timeouts[-1] or 0.0) > 0.1
+    assert work.pauses[-1] > 0.1
 
 
 def test_time_without_steps_is_not_saved_up_and_not_paid_for() -> None:
     work = _Work(0.1)
-    waited = _CountingEvent(work.pace)
     work.pace.pause()
     work.computed_s = 5.0  # without steps
     work.pace.pause()
@@ -107,41 +111,20 @@ def test_time_without_steps_is_not_saved_up_and_not_paid_for() -> None:
     work.pace.set_stepping(1)
     work.run(2)
     # The second is paid for by what was saved up, which is 2 ms and not a tenth of 1,000 s.
-    assert waited.timeouts == [pytest.approx(0.016)]
+    assert work.pauses == [pytest.approx(0.016)]
 
 
 def test_what_was_not_paid_before_steps_ended_is_not_due_when_others_begin() -> None:
     work = _Work(0.1)
-    waited = _CountingEvent(work.pace, sleeps=False)
     for _ in range(1000):  # short requests, one after the other
         work.pace.set_stepping(1)
         work.run(1, 0.0015, 0.002)
         work.pace.set_stepping(0)
         work.now_s += 0.002
-    assert max((timeout or 0.0 for timeout in waited.timeouts), default=0.0) <= 0.015
+    assert max(work.pauses, default=0.0) <= 0.015
     work.pace.set_stepping(1)
     work.run(10, 0.0015)
-    assert waited.count > 0
-
-
-class _CountingEvent:
-    """Notes the pauses of a pace."""
-
-    def __init__(self, pace: LoadPace, *, sleeps: bool = True) -> None:
-        self._sleeps = sleeps
-        self.timeouts: list[float | None] = []
-        self.entered = threading.Event()
-        self._wait = pace.idle.wait
-        pace.idle.wait = self._note  # type: ignore[method-assign]
-
-    @property
-    def count(self) -> int:
-        return len(self.timeouts)
-
-    def _note(self, timeout: float | None = None) -> bool:
-        self.timeouts.append(timeout)
-        self.entered.set()
-        return self._wait(timeout if self._sleeps else 0)
+    assert work.pauses
 
 
 @pytest.fixture

@@ -77,6 +77,9 @@ def test_configs_of_older_peft_versions_are_read(version: str) -> None:
     assert spec.alpha == 16.0
 
 
+AUTO_MAPPING = {"base_model_class": "LlamaForCausalLM", "parent_library": "transformers.models.llama.modeling_llama"}
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -101,19 +104,8 @@ def test_configs_of_older_peft_versions_are_read(version: str) -> None:
         {"a_later_feature": None},
         {"a_later_switch": False},
         {"a_later_list": []},
-        {
-            "auto_mapping": {
-                "base_model_class": "LlamaForCausalLM",
-                "parent_library": "transformers.models.llama.modeling_llama",
-            }
-        },
-        {
-            "auto_mapping": {
-                "base_model_class": "Qwen2ForCausalLM",
-                "parent_library": "transformers.models.qwen2.modeling_qwen2",
-                "unsloth_fixed": True,
-            }
-        },
+        {"auto_mapping": AUTO_MAPPING},
+        {"auto_mapping": {**AUTO_MAPPING, "unsloth_fixed": True}},
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -178,13 +178,8 @@ def test_many_readers_of_one_blob_fetch_it_once(
         return real_get(*args, **options)
 
     monkeypatch.setattr(obstore, "get", get)
-    found: list[bytes] = []
-    threads = [threading.Thread(target=lambda: found.append(read(elsewhere, digest))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [content] * 8
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(lambda _: read(elsewhere, digest), range(8))) == [content] * 8
     assert asked == [(0, PART_BYTES), (PART_BYTES, 2 * PART_BYTES)]
 
 
@@ -193,7 +188,7 @@ def test_readers_in_a_cache_that_holds_nothing_all_get_their_bytes(blobs: S3Blob
     tight = s3_blobs_in(bucket, tmp_path / "tight", cache_bytes=0)
     wrong: list[str] = []
 
-    def work() -> None:
+    def work(_: int) -> None:
         for digest, content in contents.items():
             try:
                 if read(tight, digest) != content:
@@ -202,11 +197,8 @@ def test_readers_in_a_cache_that_holds_nothing_all_get_their_bytes(blobs: S3Blob
                 if error.code != "storage.unavailable":
                     wrong.append(error.code)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     assert wrong == []
     assert len(copies(tmp_path / "tight")) <= 4
 

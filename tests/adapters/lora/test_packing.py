@@ -7,7 +7,7 @@ import torch
 
 from adapters_factory import RandomLora, random_lora, tensor_bytes, tiny_base
 from residency_parts import tiny_geometry
-from weft.adapters.checkpoint.reader import check_weights, read_checkpoint
+from weft.adapters.checkpoint.reader import Checkpoint, check_weights, read_checkpoint
 from weft.adapters.checkpoint.safetensors_header import header_bytes
 from weft.adapters.lora.layout import LoraLayout, plan_layout
 from weft.adapters.lora.packing import READ_BYTES, Packing, group_runs
@@ -16,18 +16,17 @@ from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
 BASE = tiny_base()
 
 
-def pack_lora(
-    lora: RandomLora, folder: Path, dtype: torch.dtype, stored: torch.dtype = torch.float32
-) -> tuple[LoraLayout, torch.Tensor]:
-    """The layout, and page images that were NaN before: dtype [pages, page_elements]."""
-    path = lora.save(folder, stored) / "adapter_model.safetensors"
-    checkpoint = read_checkpoint((folder / "adapter_config.json").read_bytes(), path, BASE, 256)
+def packing_of(
+    lora: RandomLora, folder: Path, dtype: torch.dtype = torch.float32, stored: torch.dtype = torch.float32
+) -> tuple[Packing, Checkpoint, LoraLayout, torch.Tensor, bytes]:
+    """What packs a saved adapter, page images that are NaN (uint8 [pages, page_bytes]), and the adapter's file."""
+    content = (lora.save(folder, stored) / "adapter_model.safetensors").read_bytes()
+    config = (folder / "adapter_config.json").read_bytes()
+    checkpoint = read_checkpoint(config, folder / "adapter_model.safetensors", BASE, 256)
     geometry = tiny_geometry(BASE, dtype)
     layout = plan_layout(checkpoint.ranks, BASE, geometry)
     images = torch.full((layout.num_pages, geometry.page_bytes), 0xFF, dtype=torch.uint8)
-    weights = tensor_bytes(path.read_bytes(), checkpoint)
-    Packing(checkpoint, layout, BASE, geometry).pack(weights, list(images), dtype)
-    return layout, images.view(dtype)
+    return Packing(checkpoint, layout, BASE, geometry), checkpoint, layout, images, content
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -37,7 +36,9 @@ def test_every_row_lies_where_the_layout_says_and_all_else_is_zero(
     tmp_path: Path, rank: int, stored: torch.dtype, dtype: torch.dtype
 ) -> None:
     lora = random_lora(BASE, rank, seed=rank, rank_pattern={"v_proj": 3})
-    layout, images = pack_lora(lora, tmp_path, dtype, stored)
+    packing, checkpoint, layout, image_bytes, content = packing_of(lora, tmp_path, dtype, stored)
+    packing.pack(tensor_bytes(content, checkpoint), list(image_bytes), dtype)
+    images = image_bytes.view(dtype)
     for group in layout.groups:
         key = (group.layer, group.module)
         matrix = lora.lora_a[key] if group.part == 0 else lora.lora_b[key].t()
@@ -47,36 +48,26 @@ def test_every_row_lies_where_the_layout_says_and_all_else_is_zero(
         block = images[group.page, start : start + GROUP_ROWS * pitch].view(GROUP_ROWS, pitch)
         assert torch.equal(block[: len(rows), : rows.shape[1]], rows)
         block[: len(rows), : rows.shape[1]] = 0
-    assert not images.view(torch.uint8).any()
+    assert not image_bytes.any()
 
 
 def test_packing_pauses_after_each_page_and_each_read(tmp_path: Path) -> None:
-    path = random_lora(BASE, 8, seed=0).save(tmp_path) / "adapter_model.safetensors"
-    checkpoint = read_checkpoint((tmp_path / "adapter_config.json").read_bytes(), path, BASE, 256)
-    geometry = tiny_geometry(BASE, torch.float32)
-    layout = plan_layout(checkpoint.ranks, BASE, geometry)
-    images = torch.empty((layout.num_pages, geometry.page_bytes), dtype=torch.uint8)
+    packing, checkpoint, layout, images, content = packing_of(random_lora(BASE, 8, seed=0), tmp_path)
     pauses: list[None] = []
-    weights = tensor_bytes(path.read_bytes(), checkpoint)
-    packing = Packing(checkpoint, layout, BASE, geometry)
-    packing.pack(weights, list(images), torch.float32, lambda: pauses.append(None))
+    packing.pack(tensor_bytes(content, checkpoint), list(images), torch.float32, lambda: pauses.append(None))
     num_bytes = sum(tensor.end - tensor.start for tensor in checkpoint.tensors)
     assert len(pauses) > layout.num_pages
     assert len(pauses) - layout.num_pages >= num_bytes / READ_BYTES
 
 
 def test_one_packing_serves_all_files_with_the_same_header(tmp_path: Path) -> None:
-    loras = [random_lora(BASE, 8, seed=seed) for seed in (0, 1)]
-    paths = [lora.save(tmp_path / str(seed)) / "adapter_model.safetensors" for seed, lora in enumerate(loras)]
-    checkpoint = read_checkpoint((paths[0].parent / "adapter_config.json").read_bytes(), paths[0], BASE, 256)
-    geometry = tiny_geometry(BASE, torch.float32)
-    layout = plan_layout(checkpoint.ranks, BASE, geometry)
-    packing = Packing(checkpoint, layout, BASE, geometry)
-    for index, path in enumerate(paths):
-        images = torch.empty((layout.num_pages, geometry.page_bytes), dtype=torch.uint8)
-        packing.pack(tensor_bytes(path.read_bytes(), checkpoint), list(images), torch.float32)
-        _, alone = pack_lora(loras[index], tmp_path / f"alone-{index}", torch.float32)
-        assert torch.equal(images, alone.view(torch.uint8))
+    first, second = (packing_of(random_lora(BASE, 8, seed=seed), tmp_path / str(seed)) for seed in (0, 1))
+    for own, checkpoint, _, alone, content in (first, second):
+        own.pack(tensor_bytes(content, checkpoint), list(alone), torch.float32)
+        images = torch.empty_like(alone)
+        first[0].pack(tensor_bytes(content, checkpoint), list(images), torch.float32)
+        assert torch.equal(images, alone)
+    assert not torch.equal(first[3], second[3])
 
 
 def test_weights_are_checked_by_their_header_as_by_the_whole_file(tmp_path: Path) -> None:
@@ -89,7 +80,7 @@ def test_weights_are_checked_by_their_header_as_by_the_whole_file(tmp_path: Path
 
 def test_groups_that_lie_one_behind_the_other_are_copied_as_one(tmp_path: Path) -> None:
     lora = random_lora(BASE, 64, seed=0)
-    layout, _ = pack_lora(lora, tmp_path, torch.bfloat16)
+    _, _, layout, _, _ = packing_of(lora, tmp_path, torch.bfloat16)
     runs = group_runs(layout, BASE, tiny_geometry(BASE, torch.bfloat16))
     num_matrices = 2 * len(lora.lora_a)
     assert len(runs) == num_matrices

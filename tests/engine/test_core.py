@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -41,11 +42,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_lives_on(caplog: pyt
 
 def test_results_that_do_not_fit_the_plan_fail_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     simulator = Simulator()
-
-    def execute(plan: StepPlan) -> list[ChunkResult]:
-        return []
-
-    monkeypatch.setattr(simulator.runner, "execute", execute)
+    monkeypatch.setattr(simulator.runner, "execute", lambda _: [])
     simulator.submit(request("one"))
     simulator.pump()
     assert simulator.last("one").finish_reason == "error"
@@ -131,11 +128,7 @@ LOST = torch.AcceleratorError("an illegal memory access was encountered", 700)
 )
 def test_an_engine_that_has_lost_its_device_gives_up_at_once(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     simulator = Simulator()
-
-    def execute(_: StepPlan) -> list[ChunkResult]:
-        raise error
-
-    monkeypatch.setattr(simulator.runner, "execute", execute)
+    monkeypatch.setattr(simulator.runner, "execute", Mock(side_effect=error))
     simulator.submit(request("one"))
     with pytest.raises(EngineError, match="the device is lost; the engine must be started again"):
         simulator.pump()
@@ -146,11 +139,7 @@ def test_an_engine_that_has_lost_its_device_gives_up_at_once(error: Exception, m
 def test_a_device_that_is_lost_while_an_adapter_is_copied_ends_the_engine(
     pages_at_once: int, is_on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    simulator = Simulator(load_ticks=0)
-
-    def copy(*_: object) -> None:
-        raise LOST
-
+    simulator, copy = Simulator(load_ticks=0), Mock(side_effect=LOST)
     if is_on_host:
         simulator.put_on_host(adapter("x"))
     for name, value in (("pages_at_once", pages_at_once), ("fence", lambda: None), ("copy_now", copy), ("copy", copy)):
@@ -256,14 +245,6 @@ def test_batches_name_the_busiest_adapters_and_count_the_others() -> None:
         assert (row[0], row[1], sum(row[1:])) == (step.step, step.base_requests, step.requests)
 
 
-def test_only_the_last_batches_are_kept() -> None:
-    simulator = Simulator(checked=False)
-    simulator.submit(request("one", prompt=1, max_tokens=NUM_KEPT_BATCHES + 9))
-    simulator.run()
-    batches = simulator.core.status(is_detailed=True).batches
-    assert batches == StepBatches(adapters=[], steps=[[step, 1, 0] for step in range(10, NUM_KEPT_BATCHES + 10)])
-
-
 def test_status_counts_backlog_and_service_by_tenant() -> None:
     simulator = Simulator(step_tokens=8)
     simulator.submit(request("one", prompt=10, max_tokens=5))
@@ -301,19 +282,16 @@ def test_the_last_output_of_a_request_that_ends_by_itself_tells_of_its_whole_pro
     assert [output.computed_prompt_tokens for output in outputs[:-1]] == [0] * (len(outputs) - 1)
 
 
-def test_only_the_last_steps_are_kept() -> None:
+def test_only_the_last_steps_and_batches_are_kept() -> None:
+    num_steps = max(NUM_KEPT_STEPS, NUM_KEPT_BATCHES) + 20
     simulator = Simulator(checked=False, max_model_len=2000, num_pages=512)
-    simulator.submit(request("one", prompt=5, max_tokens=NUM_KEPT_STEPS + 20))
+    simulator.submit(request("one", prompt=1, max_tokens=num_steps))
     simulator.run()
-    steps = simulator.core.status().last_steps
-    assert [step.step for step in steps] == list(range(21, NUM_KEPT_STEPS + 21))
-
-
-def test_a_dropped_adapter_leaves_when_its_last_request_is_done() -> None:
-    simulator = Simulator()
-    simulator.load_now(adapter("a"))
-    simulator.core.drop_adapter(adapter("a").digest)
-    assert simulator.residency.state(adapter("a").digest) == "stored"
+    status = simulator.core.status(is_detailed=True)
+    kept = range(num_steps - NUM_KEPT_STEPS + 1, num_steps + 1)
+    assert [step.step for step in status.last_steps] == list(kept)
+    kept = range(num_steps - NUM_KEPT_BATCHES + 1, num_steps + 1)
+    assert status.batches == StepBatches(adapters=[], steps=[[step, 1, 0] for step in kept])
 
 
 def test_closing_ends_the_loads_and_the_runner() -> None:

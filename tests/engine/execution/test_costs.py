@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -23,15 +24,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), "llama")
 
 
-class Ticking:
+def ticking() -> Callable[[], float]:
     """A clock that moves by one second per look."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        self.now_s += 1.0
-        return self.now_s
+    return count(1.0).__next__
 
 
 COSTS = PageCosts(copy_s=0.5, load_s=1.0, token_s=0.25)
@@ -53,7 +48,7 @@ def costs_of(
 def prices_of(driver: StepDriver, lora_bytes_per_rank: int, prompt_context: float = 0.125) -> Prices:
     """Measured by a clock of one second per step of 16 rows."""
     num_free = driver.pool.num_free
-    measures = StartMeasures(driver.decoder, driver.arena, driver.pool, max_tokens=512, clock=Ticking())
+    measures = StartMeasures(driver.decoder, driver.arena, driver.pool, max_tokens=512, clock=ticking())
     prices = measures.prices(COSTS, lora_bytes_per_rank=lora_bytes_per_rank, prompt_context=prompt_context)
     assert driver.pool.num_free == num_free
     assert not driver.arena.bytes[0].any()
@@ -86,7 +81,7 @@ def test_rows_whose_last_blocks_do_not_all_fit_have_less_context(model: Path) ->
 
 
 def test_a_slow_machine_is_judged_by_a_short_prompt(model: Path) -> None:
-    costs = costs_of(StepDriver(model), clock=Ticking())
+    costs = costs_of(StepDriver(model), clock=ticking())
     assert costs == PageCosts(copy_s=0.25, load_s=1.0, token_s=1 / 16)
 
 
@@ -98,9 +93,9 @@ def test_what_is_set_up_for_a_length_is_no_part_of_its_cost(model: Path, monkeyp
     lengths: set[int] = set()
 
     def compute(rows: object, *rest: object) -> torch.Tensor:
-        count = len(rows.tokens)  # type: ignore[attr-defined]
-        now_s[0] += 0.001 * count + (0.0 if count in lengths else 5.0)
-        lengths.add(count)
+        length = len(rows.tokens)  # type: ignore[attr-defined]
+        now_s[0] += 0.001 * length + (0.0 if length in lengths else 5.0)
+        lengths.add(length)
         return forward(rows, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(driver.decoder, "forward", compute)
@@ -121,8 +116,7 @@ def test_a_prompt_is_as_long_as_the_model_and_the_pool_allow(model: Path, monkey
             return forward(rows, *rest)  # type: ignore[arg-type]
 
         monkeypatch.setattr(driver.decoder, "forward", note)
-        clock = iter(range(10**6))
-        costs_of(driver, max_tokens=max_tokens, clock=lambda: next(clock) * 1e-6)
+        costs_of(driver, max_tokens=max_tokens, clock=count(step=1e-6).__next__)
         return lengths[-1]
 
     page_tokens = StepDriver(model).geometry.page_tokens

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fake_engine import demo_ready
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.lora.layout import adapter_pages, slot_bytes
 from weft.adapters.lora.tables import AdapterTables
@@ -22,7 +23,7 @@ from weft.engine.execution.memory_plan import (
     plan_memory,
 )
 from weft.engine.model.spec import DecoderSpec, base_shape, decoder_spec
-from weft.engine.status import EngineReady, MemoryPlan
+from weft.engine.status import MemoryPlan
 from weft.errors import ConfigError
 from weft.memory.geometry import PageGeometry, page_geometry
 
@@ -51,8 +52,16 @@ WEIGHT_BYTES = 2 * SPEC.num_parameters
 PACKED_HEAD_BYTES = 2 * 32_000 * 896
 
 
-def plan(device: torch.device, free_gib: float, *, max_len: int | None = None, **memory: float) -> MemoryPlan:
-    config = Config(model=ModelConfig(path="m", max_model_len=max_len), memory=MemoryConfig(**memory))  # type: ignore[arg-type]
+def plan(
+    device: torch.device,
+    free_gib: float,
+    *,
+    max_len: int | None = None,
+    adapter: AdapterConfig = AdapterConfig(),  # noqa: B008 - it is frozen
+    **memory: float,
+) -> MemoryPlan:
+    model = ModelConfig(path="m", max_model_len=max_len)
+    config = Config(model=model, memory=MemoryConfig(**memory), adapter=adapter)  # type: ignore[arg-type]
     free = FreeMemory(int(free_gib * GIB), int(free_gib * GIB))
     return plan_memory(config, SPEC, BASE, GEOMETRY, free, on_cpu=device.type == "cpu")
 
@@ -82,23 +91,18 @@ def test_a_small_pool_has_the_least_number_of_slots_and_a_huge_one_the_most() ->
 
 
 def test_tables_of_large_ranks_bound_the_slots() -> None:
-    config = Config(model=ModelConfig(path="m"), adapter=AdapterConfig(max_rank=256))
-    planned = plan_memory(config, SPEC, BASE, GEOMETRY, FreeMemory(256 * GIB, 256 * GIB), on_cpu=True)
+    planned = plan(CPU, 256, adapter=AdapterConfig(max_rank=256))
     assert MIN_SLOTS < planned.slots < plan(CPU, 256).slots
     assert planned.table_bytes == planned.slots * slot_bytes(BASE, 256) <= planned.arena_bytes // TABLE_DIVISOR
 
 
 def test_slots_that_are_asked_for_are_given_and_tables_that_do_not_fit_are_refused() -> None:
-    asked = Config(model=ModelConfig(path="m"), adapter=AdapterConfig(slots=100))
-    free = FreeMemory(256 * GIB, 256 * GIB)
-    planned = plan_memory(asked, SPEC, BASE, GEOMETRY, free, on_cpu=True)
+    planned = plan(CPU, 256, adapter=AdapterConfig(slots=100))
     assert (planned.slots, planned.rank16_adapters) == (100, 100)  # pages would do for more
     tables = AdapterTables(100, BASE, 64, GEOMETRY, CPU)
     assert planned.table_bytes == sum(part.nbytes for part in (tables.offsets, tables.ranks, tables.scalings))
-    memory = MemoryConfig(gib=4, host_gib=0.5)
-    huge = Config(model=ModelConfig(path="m"), memory=memory, adapter=AdapterConfig(slots=MAX_SLOTS))
     with pytest.raises(ConfigError, match="are free"):
-        plan_memory(huge, SPEC, BASE, GEOMETRY, FreeMemory(int(5.7 * GIB), int(5.7 * GIB)), on_cpu=True)
+        plan(CPU, 5.7, gib=4, host_gib=0.5, adapter=AdapterConfig(slots=MAX_SLOTS))
 
 
 def test_a_large_cpu_gives_no_more_than_the_cap() -> None:
@@ -148,17 +152,8 @@ def test_a_longer_request_than_the_model_was_made_for_is_refused() -> None:
 
 def test_the_plan_is_told_in_numbers_that_people_ask_for() -> None:
     planned = plan(CPU, 256)
-    ready = EngineReady(
-        boot_id="b",
-        model_path="some/model",
-        device="cpu",
-        dtype="bfloat16",
-        max_model_len=32_768,
-        vocab_size=32_000,
-        base=BASE,
-        geometry=GEOMETRY,
-        memory=planned,
-        max_rank=64,
+    ready = dataclasses.replace(
+        demo_ready(max_model_len=32_768), model_path="some/model", dtype="bfloat16", geometry=GEOMETRY
     )
     text = format_plan(planned, ready)
     assert "some/model on cpu in bfloat16, at most 32,768 tokens" in text

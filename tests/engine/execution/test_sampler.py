@@ -31,20 +31,14 @@ def sample(scores: torch.Tensor, *specs: SampleSpec) -> list[int | None]:
     return [token for token, _ in SAMPLER.sample(scores.clone(), specs)]
 
 
-def test_a_draw_is_the_philox_number_of_seed_choice_and_output_index() -> None:
-    key = np.array([2**64 - 3, 2], dtype=np.uint64)
-    raw = int(np.random.Philox(key=key, counter=5).random_raw())
-    assert PhiloxDraws().uniform(-3, 2, 5) == (raw >> 40) / 2**24
-
-
-def test_draws_do_not_depend_on_earlier_draws() -> None:
-    draws, fresh = PhiloxDraws(), PhiloxDraws()
-    keys = [(seed, choice, output) for seed in (0, 1, -1) for choice in (0, 1) for output in range(5)]
-    forward = [draws.uniform(*key) for key in keys]
-    backward = [fresh.uniform(*key) for key in reversed(keys)]
-    assert forward == backward[::-1]
-    assert len(set(forward)) == len(keys)
-    assert all(0 <= draw < 1 for draw in forward)
+def test_a_draw_is_the_philox_number_of_seed_choice_and_output_index_whatever_was_drawn_before() -> None:
+    draws = PhiloxDraws()
+    for seed in (0, 1, -3):
+        for choice in (0, 2):
+            for output in (5, 0, 1):
+                key = np.array([seed % 2**64, choice], dtype=np.uint64)
+                raw = int(np.random.Philox(key=key, counter=output).random_raw())
+                assert draws.uniform(seed, choice, output) == (raw >> 40) / 2**24
 
 
 def test_a_sampled_token_does_not_depend_on_its_neighbours() -> None:

@@ -129,13 +129,3 @@ def test_bfloat16_is_close_to_float32(tmp_path: Path) -> None:
     actual = StepDriver(folder, dtype=torch.bfloat16).logits_alone(tokens)
     assert actual.dtype == torch.float32
     assert (actual - expected).abs().mean() < 0.02 * expected.abs().mean()
-
-
-def test_a_token_does_not_depend_on_the_size_of_its_batch(variant: MakeVariant) -> None:
-    driver = StepDriver(variant("llama"))
-    requests = [driver.request(prompt(9, seed=seed)) for seed in range(6)]
-    again = [driver.request(prompt(9, seed=seed)) for seed in range(6)]
-    together = driver.generate(requests, 12)
-    apart = [driver.generate([request], 12)[0] for request in again]
-    assert together == apart
-    assert len({tuple(tokens) for tokens in apart}) == 6

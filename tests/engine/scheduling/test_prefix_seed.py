@@ -35,9 +35,3 @@ def test_each_part_of_the_seed_counts() -> None:
         prefix_seed("base", "float32", RopeSpec(kind="linear", factor=2.0))(ONE),
     ]
     assert len(set(seeds)) == len(seeds)
-
-
-def test_moved_boundaries_do_not_collide() -> None:
-    one = prefix_seed("2345", "float32", RopeSpec())(replace(ONE, adapter=None, flow=FlowKey(tenant="1")))
-    two = prefix_seed("345", "float32", RopeSpec())(replace(ONE, adapter=None, flow=FlowKey(tenant="12")))
-    assert one != two

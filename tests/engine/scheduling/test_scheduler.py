@@ -19,14 +19,6 @@ def run_all(simulator: Simulator, requests: list[GenerationRequest]) -> None:
     simulator.run()
 
 
-def assert_idle_and_empty(simulator: Simulator) -> None:
-    counts = simulator.pool.counts()
-    assert counts["kv"] == counts["quarantine"] == simulator.swap.num_used == 0
-    assert simulator.num_leases == simulator.num_holds == 0
-    assert not simulator.core.has_work()
-    simulator.core.check()
-
-
 def test_a_long_prompt_is_computed_in_chunks_of_the_token_budget() -> None:
     simulator = Simulator(step_tokens=16)
     run_all(simulator, [request("one", prompt=37, max_tokens=1)])
@@ -41,12 +33,6 @@ def test_decodes_go_before_prompts_and_the_budget_is_kept() -> None:
     simulator.pump()
     plan = simulator.runner.plans[-1]
     assert [(chunk.request_id, len(chunk.token_ids)) for chunk in plan.chunks] == [("old", 1), ("new", 7)]
-
-
-def test_pages_handed_out_are_zeroed_in_the_step_that_gets_them() -> None:
-    simulator = Simulator()
-    run_all(simulator, [request("one", prompt=6, max_tokens=4)])
-    assert [len(plan.zero_pages) for plan in simulator.runner.plans] == [2, 0, 0, 1]
 
 
 def test_the_first_output_alone_tells_where_the_adapter_was_and_how_long_it_waited() -> None:
@@ -89,37 +75,13 @@ def test_requests_that_lack_pages_do_not_hurry_loads() -> None:
     assert simulator.stepping[-1] == (1, 0)
 
 
-def test_a_blocked_request_is_overtaken_in_a_bounded_number_of_steps() -> None:
-    simulator = Simulator(num_pages=8, step_tokens=32)
-    for index in range(7):
-        simulator.submit(request(f"first{index}", prompt=4, max_tokens=1 + index % 3))
-    simulator.pump()
-    simulator.submit(request("large", prompt=28, max_tokens=1))
-    overtaken = 0
-    while "large" not in simulator.outputs:
-        simulator.submit(request(f"small{simulator.now_s}", prompt=4, max_tokens=3))
-        simulator.submit(request(f"other{simulator.now_s}", prompt=4, max_tokens=2))
-        waiting = len(simulator.scheduler.table.waiting)
-        simulator.pump()
-        overtaken += len(simulator.scheduler.table.waiting) < waiting - 1
-        assert simulator.now_s < 100
-    assert 0 < overtaken <= MAX_BYPASSES
-
-
-def crowded_by(tenant: str) -> Simulator:
-    """A request that runs with a third of the pages, and one that was overtaken as often as may be and needs more."""
-    simulator = Simulator(num_pages=64, step_tokens=256)
-    simulator.submit(request("runs", prompt=80, max_tokens=60, flow=FlowKey(tenant=tenant)))
-    simulator.pump(2)
-    simulator.submit(request("big", prompt=180, max_tokens=2, flow=FlowKey(tenant=tenant)))
-    simulator.pump()
-    simulator.scheduler.table.requests["big"].num_bypasses = MAX_BYPASSES - 1
-    simulator.scheduler.table.waiting.bypass(simulator.scheduler.table.requests["big"])
-    return simulator
-
-
 def test_a_request_that_was_overtaken_often_enough_keeps_waiting_only_those_behind_it() -> None:
-    simulator = crowded_by("flood")
+    simulator = Simulator(num_pages=64, step_tokens=256)
+    simulator.submit(request("runs", prompt=80, max_tokens=60, flow=FlowKey(tenant="flood")))  # a third of the pages
+    simulator.pump(2)
+    simulator.submit(request("big", prompt=180, max_tokens=2, flow=FlowKey(tenant="flood")))
+    simulator.pump()
+    simulator.scheduler.table.waiting.bypass(simulator.scheduler.table.requests["big"], MAX_BYPASSES)
     simulator.submit(request("behind", prompt=4, max_tokens=2, flow=FlowKey(tenant="flood")))
     simulator.submit(request("ahead", prompt=4, max_tokens=2, flow=FlowKey(tenant="new")))
     simulator.pump(4)
@@ -129,6 +91,17 @@ def test_a_request_that_was_overtaken_often_enough_keeps_waiting_only_those_behi
     big, behind = list(simulator.outputs).index("big"), list(simulator.outputs).index("behind")
     assert big < behind
     assert simulator.tokens("big") == expected_tokens(request("big", 180), 2)
+
+
+def test_a_request_that_was_overtaken_often_enough_waits_for_the_store_like_others() -> None:
+    """A load that hangs, as a store does that has lost its network, keeps only those waiting that wait for it."""
+    simulator = Simulator(load_ticks=1 << 30)
+    simulator.submit(request("unread", ref=adapter("a")))
+    simulator.pump()
+    simulator.scheduler.table.requests["unread"].num_bypasses = MAX_BYPASSES
+    simulator.submit(request("base"))
+    simulator.pump(20)
+    assert simulator.last("base").finish_reason == "length"
 
 
 def test_nobody_is_preempted_where_all_who_would_give_way_have_too_few_pages() -> None:
@@ -221,32 +194,6 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     assert len(simulator.scheduler.table.waiting) == 1
 
 
-def test_an_adapter_that_turns_out_too_large_ends_its_requests() -> None:
-    simulator = Simulator(num_pages=8, adapter_pages=7)
-    simulator.submit(request("one", prompt=8, max_tokens=1, ref=adapter("a")))
-    simulator.pump()
-    simulator.run()
-    error = simulator.last("one").error
-    assert error is not None
-    assert (error.code, error.kind) == ("request_too_large", "request")
-    assert_idle_and_empty(simulator)
-
-
-def test_a_request_that_does_not_fit_beside_pinned_adapters_is_refused_and_others_go_on() -> None:
-    simulator = Simulator(num_pages=16, adapter_pages=6, step_tokens=64)
-    simulator.load_now(adapter("pinned"))
-    simulator.core.pin_adapter(adapter("pinned"), True)
-    simulator.submit(request("big", prompt=44, max_tokens=1))
-    simulator.submit(request("other", prompt=20, max_tokens=1, ref=adapter("other")))
-    simulator.submit(request("small", prompt=4, max_tokens=2))
-    simulator.run()
-    assert simulator.last("small").finish_reason == "length"
-    assert {simulator.last(name).finish_reason for name in ("big", "other")} == {"error"}
-    refusal = simulator.last("big").error
-    assert refusal is not None
-    assert refusal.kind == "capacity"  # pins come and go: the client may try again
-
-
 def test_a_prompt_longer_than_the_model_takes_is_refused() -> None:
     simulator = Simulator(max_model_len=20)
     with pytest.raises(ContextLengthError, match="takes 20 tokens, but 18 in the prompt and 3 to generate are 21"):
@@ -291,18 +238,6 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
     assert (simulator.scheduler.table.num_rows, len(simulator.scheduler.table.waiting)) == (1, 2)
     with pytest.raises(QueueFullError):
         simulator.submit(request("f"))
-
-
-def test_a_request_without_output_ends_after_its_prompt_with_its_logprobs() -> None:
-    simulator = Simulator(step_tokens=8)
-    run_all(simulator, [request("echo", prompt=20, max_tokens=0, prompt_logprobs=2)])
-    (output,) = simulator.outputs["echo"]
-    assert (output.finish_reason, output.token_ids) == ("length", [])
-    assert output.prompt_logprobs is not None
-    prompt = request("echo", prompt=20).prompt_token_ids
-    assert output.prompt_logprobs[0] is None
-    assert [entry.token_id for entry in output.prompt_logprobs if entry] == prompt[1:]
-    assert [entry.logprob for entry in output.prompt_logprobs if entry] == [-float(i) for i in range(19)]
 
 
 @pytest.mark.parametrize(
@@ -350,17 +285,6 @@ def test_history_is_in_the_plan_only_where_penalties_need_it() -> None:
     assert last["rare"].output_token_ids == simulator.tokens("rare")[:1]
 
 
-def test_a_failed_load_ends_those_that_wait_for_it_and_nobody_else() -> None:
-    simulator = Simulator()
-    simulator.store.broken.add(adapter("bad").digest)
-    run_all(simulator, [request("bad", ref=adapter("bad")), request("good", ref=adapter("good"))])
-    error = simulator.last("bad").error
-    assert error is not None
-    assert (error.code, error.kind) == ("adapter_load_failed", "capacity")
-    assert simulator.last("good").finish_reason == "length"
-    assert_idle_and_empty(simulator)
-
-
 def test_the_chunk_of_a_token_becomes_that_of_the_next_only_while_its_page_has_room() -> None:
     """And only once its step is committed; what prompts were computed with stays as it was, for who counts tokens."""
     simulator = Simulator()
@@ -387,15 +311,6 @@ def test_the_chunk_of_a_token_becomes_that_of_the_next_only_while_its_page_has_r
     ]
 
 
-def waiting(simulator: Simulator) -> None:
-    simulator.submit(request("x", prompt=12, ref=adapter("a")))
-
-
-def loading(simulator: Simulator) -> None:
-    waiting(simulator)
-    simulator.pump()
-
-
 def prefilling(simulator: Simulator) -> None:
     simulator.load_now(adapter("a"))
     simulator.submit(request("x", prompt=40, ref=adapter("a")))
@@ -404,7 +319,7 @@ def prefilling(simulator: Simulator) -> None:
 
 def decoding(simulator: Simulator) -> None:
     simulator.load_now(adapter("a"))
-    waiting(simulator)
+    simulator.submit(request("x", prompt=12, ref=adapter("a")))
     simulator.pump(2)
 
 
@@ -416,44 +331,29 @@ def preempted(simulator: Simulator) -> None:
         simulator.pump()
 
 
-def finished(simulator: Simulator) -> None:
-    waiting(simulator)
-    simulator.run()
-
-
-STATES = [waiting, loading, prefilling, decoding, preempted, finished]
-
-
 @pytest.mark.parametrize("event", ["abort", "fail_adapter", "fail_running", "drop_adapter"])
-@pytest.mark.parametrize("moment", ["before plan", "between plan and commit", "after commit"])
-@pytest.mark.parametrize("into_state", STATES, ids=lambda state: state.__name__)
-def test_ends_may_come_at_any_moment_of_a_step(
-    into_state: Callable[[Simulator], None], moment: str, event: str
-) -> None:
+@pytest.mark.parametrize("into_state", [prefilling, decoding, preempted], ids=lambda state: state.__name__)
+def test_ends_may_come_in_the_middle_of_a_step(into_state: Callable[[Simulator], None], event: str) -> None:
+    """Between two steps they come in the simulation."""
     simulator = Simulator(num_pages=16)
     into_state(simulator)
-    error = NeverFitsError("gone")
-
-    def abort_twice() -> None:
-        simulator.core.abort("x")
-        simulator.core.abort("x")
-
-    act: dict[str, Callable[[], None]] = {
-        "abort": abort_twice,
-        "fail_adapter": lambda: simulator.scheduler.fail_adapter(adapter("a").digest, error),
-        "fail_running": simulator.scheduler.fail_running,
-        "drop_adapter": lambda: simulator.core.drop_adapter(adapter("a").digest),
-    }
-    if moment == "before plan":
-        act[event]()
     plan = simulator.scheduler.plan()
-    if plan is not None:
-        if moment == "between plan and commit":
-            act[event]()
-            assert event != "fail_running" or simulator.pool.num_quarantined > 0
-        simulator.scheduler.commit(plan, simulator.runner.execute(plan))
-        simulator.pool.complete(plan.step)
-    if moment == "after commit":
-        act[event]()
+    assert plan is not None
+    if event == "abort":
+        simulator.core.abort("x")
+        simulator.core.abort("x")
+    elif event == "fail_adapter":
+        simulator.scheduler.fail_adapter(adapter("a").digest, NeverFitsError("gone"))
+    elif event == "fail_running":
+        simulator.scheduler.fail_running()
+        assert simulator.pool.num_quarantined > 0
+    else:
+        simulator.core.drop_adapter(adapter("a").digest)
+    simulator.scheduler.commit(plan, simulator.runner.execute(plan))
+    simulator.pool.complete(plan.step)
     simulator.run()
-    assert_idle_and_empty(simulator)
+    counts = simulator.pool.counts()
+    assert counts["kv"] == counts["quarantine"] == simulator.swap.num_used == 0
+    assert simulator.num_leases == simulator.num_holds == 0
+    assert not simulator.core.has_work()
+    simulator.core.check()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from simulation.driven import PAGE_TOKENS, RECOMPUTES, SWAPS, Simulator, adapter, expected_tokens, request
+from simulation.driven import PAGE_TOKENS, RECOMPUTES, Simulator, expected_tokens, request
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.scheduling import kv_pages
 from weft.engine.scheduling.preemption import GROWTH_DIVISOR
@@ -60,22 +60,6 @@ def test_what_was_generated_is_found_as_a_prompt() -> None:
     assert simulator.outputs["two"][0].cached_tokens == 20
 
 
-def test_other_tokens_adapters_and_tenants_share_nothing() -> None:
-    simulator = Simulator()
-    serve(simulator, request("one", PROMPT, 2))
-    others = [
-        request("tokens", [*PROMPT[:3], 0, *PROMPT[4:]], 2),
-        request("adapter", PROMPT, 2, adapter("a")),
-        request("tenant", PROMPT, 2, flow=FlowKey(tenant="another")),
-        request("both", PROMPT, 2, adapter("a"), flow=FlowKey(tenant="another")),
-    ]
-    serve(simulator, *others)
-    assert [simulator.outputs[each.request_id][0].cached_tokens for each in others] == [0, 0, 0, 0]
-    again = [replace(each, request_id=f"{each.request_id}-again") for each in others]
-    serve(simulator, *again)
-    assert [simulator.outputs[each.request_id][0].cached_tokens for each in again] == [12, 12, 12, 12]
-
-
 def test_prompt_logprobs_are_those_of_a_prompt_that_is_computed() -> None:
     simulator = Simulator()
     serve(simulator, request("one", PROMPT, 2), request("two", PROMPT, 2, prompt_logprobs=0))
@@ -83,13 +67,6 @@ def test_prompt_logprobs_are_those_of_a_prompt_that_is_computed() -> None:
     (logprobs,) = [o.prompt_logprobs for o in simulator.outputs["two"] if o.prompt_logprobs is not None]
     assert [entry and entry.token_id for entry in logprobs] == [None, *PROMPT[1:]]
     assert (simulator.core.status().prefix_queries, simulator.core.status().prefix_hits) == (14, 0)
-
-
-def test_without_a_prefix_cache_everything_is_computed() -> None:
-    simulator = Simulator(has_prefixes=False)
-    serve(simulator, request("one", PROMPT, 2), request("two", PROMPT, 2), request("fork", PROMPT, 2, fork_of="two"))
-    assert [simulator.outputs[name][0].cached_tokens for name in ("two", "fork")] == [0, 0]
-    assert simulator.pool.counts()["free"] == simulator.pool.capacity
 
 
 def test_blocks_that_two_requests_computed_are_kept_once() -> None:
@@ -214,22 +191,10 @@ def test_a_collision_of_names_shares_nothing_and_stops_publishing(monkeypatch: p
     simulator = Simulator()
     serve(simulator, request("one", PROMPT, 6))
     digests = [block.digest for block in simulator.prefixes.blocks]
-    monkeypatch.setattr("weft.memory.prefix_cache.hashlib.sha256", lambda _content=b"": Same(digests[0]))
+    same = SimpleNamespace(update=lambda _content: None, digest=lambda: digests[0])
+    monkeypatch.setattr("weft.memory.prefix_cache.hashlib.sha256", lambda _content=b"": same)
     serve(simulator, request("two", PROMPT[::-1], 6), request("three", PROMPT[::-1], 6))
     assert simulator.outputs["three"][0].cached_tokens == 0
-
-
-class Same:
-    """A hash that is always the same."""
-
-    def __init__(self, digest: bytes) -> None:
-        self._digest = digest
-
-    def update(self, _content: bytes) -> None:
-        pass
-
-    def digest(self) -> bytes:
-        return self._digest
 
 
 def forks(count: int, prompt: list[int] = PROMPT, max_tokens: int = 6, **fields: object) -> list[GenerationRequest]:
@@ -302,26 +267,6 @@ def test_only_what_is_the_same_waits_for_its_leader(fork: GenerationRequest, wai
     assert simulator.tokens("fork") == rest
 
 
-def test_requests_that_name_each_other_do_not_wait_for_each_other() -> None:
-    simulator = Simulator()
-    requests = [request("one", PROMPT, fork_of="two"), request("two", PROMPT, fork_of="one")]
-    simulator.submit(*requests)
-    simulator.run()
-    check_tokens(simulator, requests)
-
-
-@pytest.mark.parametrize("moment", ["waiting", "prefill", "decode"])
-def test_forks_go_on_when_their_leader_is_aborted(moment: str) -> None:
-    simulator = Simulator(step_tokens=8)
-    _, *followers = requests = forks(3)
-    simulator.submit(*requests)
-    for _ in range({"waiting": 0, "prefill": 1, "decode": 2}[moment]):
-        simulator.pump()
-    simulator.core.abort("lead")
-    simulator.run()
-    check_tokens(simulator, followers)
-
-
 def test_a_leader_that_ends_with_its_first_token_leaves_its_full_blocks_to_its_forks() -> None:
     simulator = Simulator()
     requests = forks(3, max_tokens=1)
@@ -329,22 +274,6 @@ def test_a_leader_that_ends_with_its_first_token_leaves_its_full_blocks_to_its_f
     simulator.run()
     check_tokens(simulator, requests)
     assert [simulator.last(each.request_id).cached_tokens for each in requests[1:]] == [12, 12]
-
-
-@pytest.mark.parametrize("costs", [SWAPS, RECOMPUTES])
-def test_forks_go_on_when_their_leader_is_preempted(costs: object) -> None:
-    simulator = Simulator(num_pages=10, max_running=4, step_tokens=4, costs=costs)  # type: ignore[arg-type]
-    old = request("old", prompt=4, max_tokens=30)
-    requests = [old, *forks(2, [100 + i for i in range(30)], max_tokens=4)]
-    simulator.submit(*requests)
-    leader = simulator.scheduler.table.requests["lead"]
-    while not leader.num_preemptions:
-        simulator.pump()
-    simulator.pump()
-    assert leader.num_computed < leader.num_prompt
-    assert "FORK" not in simulator.core.status().waiting_reasons
-    simulator.run()
-    check_tokens(simulator, requests)
 
 
 def test_a_page_that_forks_copy_is_kept_until_the_step_is_over_though_the_leader_is_gone() -> None:
@@ -360,11 +289,3 @@ def test_a_page_that_forks_copy_is_kept_until_the_step_is_over_though_the_leader
     simulator.scheduler.complete(plan.step)
     simulator.run()
     assert simulator.pool.counts()["kv"] == 0
-
-
-def test_a_full_house_makes_forks_wait_for_a_place_and_not_for_ever() -> None:
-    simulator = Simulator(max_running=1)
-    requests = forks(5)
-    simulator.submit(*requests)
-    simulator.run()
-    check_tokens(simulator, requests)

@@ -37,19 +37,14 @@ def test_nothing_that_must_not_happen_does(first: int) -> None:
 def test_a_planted_defect_is_seen(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     for seed in (*TELLING_SEEDS, *range(MAX_SEEDS_TO_CATCH)):
-        said = failure(seed)
-        if said is not None:
-            assert f"scripts/simulate --seed {seed}" in said
-            return
-    pytest.fail(f"{MAX_SEEDS_TO_CATCH} seeds do not show it")
-
-
-def failure(seed: int) -> str | None:
-    try:
-        simulate(seed)
-    except SimulationError as error:
-        return str(error)
-    return None
+        try:
+            simulate(seed)
+        except SimulationError as error:
+            said = str(error)
+            break
+    else:
+        pytest.fail(f"{MAX_SEEDS_TO_CATCH} seeds do not show it")
+    assert f"scripts/simulate --seed {seed}" in said
 
 
 def test_everything_that_can_happen_does() -> None:

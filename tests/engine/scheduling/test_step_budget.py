@@ -129,27 +129,19 @@ def test_a_long_prompt_of_a_batch_does_not_keep_an_interactive_request_from_star
     simulator.run()
 
 
-def run_beside(num_batch: int) -> list[int]:
-    """Tokens of the batch lane in each step of two interactive requests that decode, in steps that take no time."""
+def test_a_batch_goes_on_beside_interactive_requests_and_ends() -> None:
+    """A quarter of two decoding requests is less than the price of a token, and one token is always allowed."""
     simulator = Simulator(num_pages=400, max_running=16, step_tokens=64)
     for index in range(2):
         simulator.submit(request(f"chat{index}", max_tokens=60))
-    for index in range(num_batch):
-        flow = FlowKey(tenant="batch", lane=1)
-        simulator.submit(request(f"line{index}", prompt=8, max_tokens=20, flow=flow))
+    lines = [request(f"line{i}", prompt=8, max_tokens=20, flow=FlowKey(tenant="batch", lane=1)) for i in range(10)]
+    simulator.submit(*lines)
     counts = []
     for _ in range(50):
-        before = sum(len(simulator.outputs.get(f"line{index}", ())) for index in range(num_batch))
-        simulator.pump()
-        counts.append(sum(len(simulator.outputs.get(f"line{index}", ())) for index in range(num_batch)) - before)
+        outputs = simulator.pump()
+        counts.append(sum(output.request_id.startswith("line") for output in outputs))
         assert len(simulator.scheduler.table.running) >= 2
-    simulator.run()
-    assert all(simulator.last(f"line{index}").finish_reason == "length" for index in range(num_batch))
-    return counts
-
-
-def test_a_batch_goes_on_beside_interactive_requests_and_ends() -> None:
-    """A quarter of two decoding requests is less than the price of a token, and one token is always allowed."""
-    counts = run_beside(num_batch=10)
     assert max(counts) <= 1, counts
     assert sum(counts) >= 20
+    simulator.run()
+    assert {simulator.last(line.request_id).finish_reason for line in lines} == {"length"}

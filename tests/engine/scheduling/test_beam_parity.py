@@ -76,15 +76,11 @@ def refs(engine: EngineParts, adapter: Path, data_dir: Path) -> dict[str, Adapte
     return {"base": None, "adapter": store_adapter(LocalBlobs(data_dir / "blobs"), adapter, engine.ready.base)}
 
 
-def expected(reference: Any, tokens: list[int], beam: BeamParams, stops: list[int]) -> list[tuple[list[int], float]]:
-    """The hypotheses of transformers with their scores, best first."""
-    return _expected(reference, tuple(tokens), beam, tuple(stops))
-
-
 @cache
-def _expected(
+def expected(
     reference: Any, tokens: tuple[int, ...], beam: BeamParams, stops: tuple[int, ...]
 ) -> list[tuple[list[int], float]]:
+    """The hypotheses of transformers with their scores, best first; with one beam it searches greedily, without."""
     with torch.inference_mode():
         found = reference.generate(
             input_ids=torch.tensor([tokens]),
@@ -101,7 +97,7 @@ def _expected(
             output_scores=True,
         )
     sequences = [[token for token in row.tolist()[len(tokens) :] if token != 999_999] for row in found.sequences]
-    return list(zip(sequences, found.sequences_scores.tolist(), strict=True))
+    return list(zip(sequences, found.sequences_scores.tolist() if beam.width > 1 else [0.0], strict=True))
 
 
 def request(
@@ -131,7 +127,7 @@ def score_of(hypothesis: RequestOutput, beam: BeamParams) -> float:
 
 def common_tokens(reference: Any, tokens: list[int]) -> list[int]:
     """Tokens that end some sequences early and others late: the model's own favourites."""
-    sequences = expected(reference, tokens, BeamParams(width=4), [])
+    sequences = expected(reference, tuple(tokens), BeamParams(width=4), ())
     seen = [sequence[place] for sequence, _ in sequences for place in (2, 5, 9, 14)]
     return sorted(set(seen))
 
@@ -162,8 +158,7 @@ def test_hypotheses_and_scores_are_those_of_transformers(
 
     lengths = set()
     for (beam, tokens, stops), own in zip(cases, found, strict=True):
-        # With one beam transformers searches greedily, and knows no scores.
-        wanted = expected(reference, tokens, beam, stops) if beam.width > 1 else greedy(reference, tokens, stops)
+        wanted = expected(reference, tuple(tokens), beam, tuple(stops))
         assert [each.token_ids for each in own] == [sequence for sequence, _ in wanted], (beam, stops)
         if beam.width > 1:
             scores = [score_of(each, beam) for each in own]
@@ -173,19 +168,6 @@ def test_hypotheses_and_scores_are_those_of_transformers(
             assert each.finish_reason == ("stop" if each.stop_token_id is not None else "length")
             lengths.add(len(each.token_ids))
     assert len(lengths) > 4  # some end early, some late, some never
-
-
-def greedy(reference: Any, tokens: list[int], stops: list[int]) -> list[tuple[list[int], float]]:
-    with torch.inference_mode():
-        (found,) = reference.generate(
-            input_ids=torch.tensor([tokens]),
-            attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
-            max_new_tokens=MAX_TOKENS,
-            do_sample=False,
-            eos_token_id=stops,
-            pad_token_id=999_999,
-        ).tolist()
-    return [(found[len(tokens) :], 0.0)]
 
 
 def test_logprobs_are_those_of_the_returned_tokens(engine: EngineParts, refs: dict[str, AdapterRef | None]) -> None:
@@ -217,7 +199,7 @@ def test_the_models_own_end_ends_a_sequence(model: Path, references: dict[str, A
     ended, went_on = hypotheses(parts, requests)
 
     parts.core.close()
-    wanted = expected(references["base"], PROMPTS[0], beam, stops)
+    wanted = expected(references["base"], tuple(PROMPTS[0]), beam, tuple(stops))
     assert [each.token_ids for each in ended] == [sequence for sequence, _ in wanted]
     assert "stop" in {each.finish_reason for each in ended}
     assert [len(each.token_ids) for each in went_on] == [MAX_TOKENS] * 4

@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from simulation.driven import GEOMETRY, request
+from simulation import driven
 from weft.engine.fairness.inner_order import (
     MAX_OVERTAKING_S,
     OVERTAKING_S_PER_TOKEN,
     InnerName,
     inner_order,
 )
-from weft.engine.scheduling.request_state import RequestPages, RequestState
-from weft.memory.block_table import BlockTable
+from weft.engine.scheduling.request_state import RequestState
 
 
 def arrived(second: float, *, tokens: int = 1, start_by_s: float = float("inf")) -> RequestState:
-    return RequestState(
-        request=request("r"),
-        arrival_index=second,
-        arrived_s=second,
-        seed=0,
-        adapter_state="base",
-        geometry=GEOMETRY,
-        pages=RequestPages(table=BlockTable(GEOMETRY)),
-        output_token_ids=[],
-        predicted_tokens=tokens,
-        start_by_s=start_by_s,
-    )
+    return driven.arrived(driven.request("r"), second, arrived_s=second, predicted_tokens=tokens, start_by_s=start_by_s)
 
 
 def is_first(name: InnerName, state: RequestState, other: RequestState) -> bool:

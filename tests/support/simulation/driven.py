@@ -21,7 +21,9 @@ from weft.engine.request import GenerationRequest, RequestOutput, TokenLogprobs
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
 from weft.engine.scheduling.request_limits import ModelLimits
+from weft.engine.scheduling.request_state import RequestPages, RequestState
 from weft.errors import AdapterUnavailableError
+from weft.memory.block_table import BlockTable
 from weft.memory.eviction import PageCosts
 
 PAGE_TOKENS = 4
@@ -222,14 +224,11 @@ class Simulator(SimulatedEngine):
         has_prefixes: bool = True,
         host_pages: int = 64,
         costs: PageCosts = RECOMPUTES,
-        eviction: Literal["gdsf", "lru"] = "gdsf",
         num_groups: int = 1,
         checked: bool = True,
     ) -> None:
         self.now_s = 0.0
         self.checked = checked
-        self.max_running = max_running
-        self.host_pages = host_pages
         self.store = DrivenStore(adapter_pages, load_ticks, lambda: self.now_s)
         self.runner = DrivenRunner(
             num_groups, lambda page: self.pool.state(page) == "prefix", lambda page: self.slab.host_pages[page]
@@ -249,7 +248,6 @@ class Simulator(SimulatedEngine):
             make_loader=self.store.keep,
             copier=self.store,
             executors=(self.store, self.store),
-            eviction=eviction,
             is_caching=has_prefixes,
             poison=self.runner.poison,
         )
@@ -334,3 +332,17 @@ def request(
     own = {key: fields.pop(key) for key in names if key in fields}
     params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **fields})  # type: ignore[arg-type]
     return GenerationRequest(request_id=request_id, prompt_token_ids=tokens, params=params, adapter=ref, **own)  # type: ignore[arg-type]
+
+
+def arrived(asked: GenerationRequest, arrival_index: float, **fields: Any) -> RequestState:
+    """A request as it comes to the scheduler."""
+    return RequestState(
+        request=asked,
+        arrival_index=arrival_index,
+        seed=0,
+        adapter_state="base",
+        geometry=GEOMETRY,
+        pages=RequestPages(table=BlockTable(GEOMETRY)),
+        output_token_ids=[],
+        **{"arrived_s": 0.0, **fields},
+    )

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from fairness.calls import Call, Record, Records
 from fairness.device import CostedCopier, CostedRunner, CostModel, FetchingLoader
 from fairness.service import UNIT_PRICES, ServiceLog
-from simulation.adapters import adapter_ref
+from simulation.adapters import adapter
 from simulation.build import SimulatedEngine, small_geometry
-from simulation.pages import SimulatedSlab
 from simulation.virtual_time import VirtualExecutor, VirtualTime
 from weft.adapters.ref import AdapterRef, LoraSpec
-from weft.adapters.residency.images import HostImages
 from weft.config import SchedulerConfig
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.sampling_params import SamplingParams
@@ -66,7 +64,7 @@ class VirtualEngine(SimulatedEngine):
         self.settings = settings
         self.time = VirtualTime()
         self._refs = [
-            replace(adapter_ref(index, "t0"), config=LoraSpec(rank=rank, alpha=16.0))
+            replace(adapter(f"adapter {index}", "t0"), config=LoraSpec(rank=rank, alpha=16.0))
             for index, rank in enumerate(settings.ranks)
         ]
         ranks = {ref.digest: rank for ref, rank in zip(self._refs, settings.ranks, strict=True)}
@@ -90,7 +88,7 @@ class VirtualEngine(SimulatedEngine):
             host_pages=settings.host_pages,
             max_swap_pages=settings.host_pages // 2,
             slots=settings.slots,
-            make_loader=lambda images, slab: self._make_loader(images, slab, num_pages),
+            make_loader=lambda images, slab: FetchingLoader(self.time, images, slab, num_pages, settings.fetch_s),
             copier=self._copier,
             executors=(VirtualExecutor(self.time, settings.load_threads), VirtualExecutor(self.time, 1)),
             is_caching=settings.is_caching,
@@ -107,10 +105,6 @@ class VirtualEngine(SimulatedEngine):
         self._slots_at_start: set[tuple[int, int]] = set()
         self._place_adapters()
         self._loads_before = self._num_loads_ever
-
-    def _make_loader(self, images: HostImages, slab: SimulatedSlab, num_pages: Mapping[str, int]) -> FetchingLoader:
-        self._loader = FetchingLoader(self.time, images, slab, num_pages, self.settings.fetch_s)
-        return self._loader
 
     @property
     def records(self) -> Records:
@@ -198,12 +192,12 @@ class VirtualEngine(SimulatedEngine):
         for index in [*self.settings.on_host, *self.settings.on_device]:
             digest = self._refs[index].digest
             if digest not in self.images:
-                image = self._loader.image(digest)
+                image = self.loader.image(digest)
                 self.images.add(image)
                 self.images.release(image)
         for index in self.settings.on_device:
             self._bring(self._refs[index])
-        if self._loader.num_fetches:
+        if self.loader.num_fetches:
             raise ValueError("the adapters that are there at the start do not fit the host slab: raise host_pages")
         self._copier.page_copy_s = self.settings.costs.page_copy_s
 

@@ -36,11 +36,6 @@ def adapter(name: str, tenant: str = "t") -> AdapterRef:
     )
 
 
-def adapter_ref(index: int, tenant: str) -> AdapterRef:
-    """Adapter number `index`."""
-    return adapter(f"adapter {index}", tenant)
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoadFaults:
     """How often what goes wrong, and how long things take."""
@@ -97,8 +92,6 @@ class SimulatedLoader:
         self._slab = slab
         self.missing: set[str] = set()
         """Adapters whose blob is gone."""
-        self.hanging: set[str] = set()
-        """Adapters whose loads take minutes, each of them."""
         self.failed = failed
         """Adapters of which a load failed."""
 
@@ -106,7 +99,7 @@ class SimulatedLoader:
         """As the real one: read, reserve, pack."""
         size = self._sizes[ref.digest]
         seconds = self._faults.load_s * size * self._rng.uniform(0.5, 1.5)
-        if self._rng.random() < self._faults.hangs or ref.digest in self.hanging:
+        if self._rng.random() < self._faults.hangs:
             seconds += 300.0
         self._time.sleep(seconds)
         self._read(ref.digest)

@@ -92,7 +92,7 @@ class SimulatedEngine:
         host_pages: int,
         max_swap_pages: int,
         slots: int,
-        make_loader: Callable[[HostImages, SimulatedSlab], object],
+        make_loader: Callable[[HostImages, SimulatedSlab], Any],
         copier: object,
         executors: tuple[LoadExecutor, LoadExecutor],
         eviction: str = "gdsf",
@@ -111,8 +111,9 @@ class SimulatedEngine:
         block_s = geometry.page_tokens * costs.token_s
         self.prefixes = WatchedPrefixCache(self.pool, self.evictor, block_s, clock)
         self.swap = SwapSpace(self.slab, self.images.make_room, max_swap_pages)
+        self.loader = make_loader(self.images, self.slab)
         self.residency = WatchedResidency(
-            cast(Any, make_loader(self.images, self.slab)),
+            self.loader,
             cast(Any, copier),
             self.pool,
             self.images,
@@ -135,10 +136,6 @@ class SimulatedEngine:
             is_sharing=is_caching,
         )
         self.scheduler = Scheduler(config, kv, self.residency, limits, prices=prices, clock=clock, draw_seed=lambda: 7)
-
-    @property
-    def cached_blocks(self) -> Collection[PrefixBlock]:
-        return self.prefixes.blocks if self.prefixes is not None else ()
 
     def start(
         self, runner: object, set_stepping: Callable[[int, int], None] = lambda _running, _held_up: None

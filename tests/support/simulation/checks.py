@@ -138,7 +138,7 @@ class Checks:
         slots = {entry.ref.digest: entry.slot for entry in entries}
         owners: Owners = {}
         num_owned = 0
-        for block in self._engine.cached_blocks:
+        for block in self._engine.prefixes.blocks:
             num_owned += len(block.pages)
             owners |= dict.fromkeys(block.pages, ("prefix", slots.get(block.group or "", -1)))
         for state in self._table.running:
@@ -163,7 +163,7 @@ class Checks:
         """Cached blocks never change, and the pages of an adapter on the device hold its weights."""
         contents = self._device.contents
         published = {}
-        for block in self._engine.cached_blocks:
+        for block in self._engine.prefixes.blocks:
             cells = [content.cells if isinstance(content := contents[page], Keys) else [] for page in block.pages]
             before = self._published.get(block)
             if before is None:

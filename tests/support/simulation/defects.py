@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from inspect import isfunction
 from itertools import takewhile
 from typing import Any
 
@@ -324,10 +325,5 @@ def give_out_more_rows_than_there_are(patch: pytest.MonkeyPatch) -> None:
 
 
 DEFECTS: tuple[Plant, ...] = tuple(
-    plant
-    for name, plant in list(globals().items())
-    if callable(plant)
-    and getattr(plant, "__module__", "") == __name__
-    and not name.startswith("_")
-    and not isinstance(plant, type)
+    plant for plant in list(globals().values()) if isfunction(plant) and plant.__module__ == __name__
 )

@@ -13,12 +13,11 @@ from typing import NoReturn
 from simulation.adapters import PlannedError, SimulatedCopier, SimulatedLoader
 from simulation.build import SimulatedEngine, small_geometry
 from simulation.checks import Checks
-from simulation.pages import DevicePages, SimulatedSlab
+from simulation.pages import DevicePages
 from simulation.runner import SimulatedRunner
 from simulation.scenario import Action, Scenario, draw
 from simulation.truth import EOS, MAX_MODEL_LEN, VOCAB_SIZE, Truth
 from simulation.virtual_time import EngineClock, VirtualExecutor, VirtualTime
-from weft.adapters.residency.images import HostImages
 from weft.config import SchedulerConfig
 from weft.engine.request import EXPIRED, INTERNAL, NON_FINITE, RequestOutput
 from weft.engine.scheduling.request_limits import ModelLimits
@@ -36,7 +35,6 @@ class SimulationError(AssertionError):
     """Something that must never happen, with the command that shows it again."""
 
     def __init__(self, seed: int, now_s: float, step: int, failures: list[str]) -> None:
-        self.seed = seed
         shown = "\n".join(f"  - {failure}" for failure in failures[:8])
         super().__init__(
             f"seed {seed}, second {now_s:.3f}, after {step} steps:\n{shown}\nreplay: scripts/simulate --seed {seed}"
@@ -100,7 +98,7 @@ class Simulation(SimulatedEngine):
             host_pages=scenario.host_pages,
             max_swap_pages=scenario.max_swap_pages,
             slots=scenario.slots,
-            make_loader=lambda images, slab: self._make_loader(rng, images, slab, failed),
+            make_loader=lambda images, slab: SimulatedLoader(scenario, self.time, rng, images, slab, failed),
             copier=copier,
             executors=(VirtualExecutor(self.time, scenario.load_threads), VirtualExecutor(self.time, 1)),
             eviction=scenario.eviction,
@@ -120,12 +118,6 @@ class Simulation(SimulatedEngine):
             fail=self.failures.append,
         )
         self.core = self.start(self.runner)
-
-    def _make_loader(
-        self, rng: random.Random, images: HostImages, slab: SimulatedSlab, failed: set[str]
-    ) -> SimulatedLoader:
-        self.loader = SimulatedLoader(self.scenario, self.time, rng, images, slab, failed)
-        return self.loader
 
     def run(self) -> Counter[str]:
         """Play the scenario to its end; returns how often what happened.
@@ -215,7 +207,9 @@ class Simulation(SimulatedEngine):
                 self.lives[action.request_id].is_aborted = True
             self.core.abort(action.request_id)
         elif action.verb == "abort_paused":
-            self._abort_one(sorted(state.request_id for state in self.scheduler.table.order.paused))
+            for request_id in sorted(state.request_id for state in self.scheduler.table.order.paused)[:1]:
+                self.lives[request_id].is_aborted = True
+                self.core.abort(request_id)
         elif action.verb == "freeze":
             self.engine_clock.freeze(True)
         elif action.verb == "thaw":
@@ -235,11 +229,6 @@ class Simulation(SimulatedEngine):
                 self.loader.missing.add(ref.digest)
             elif action.verb == "restore":
                 self.loader.missing.discard(ref.digest)
-
-    def _abort_one(self, request_ids: list[str]) -> None:
-        for request_id in sorted(request_ids)[:1]:
-            self.lives[request_id].is_aborted = True
-            self.core.abort(request_id)
 
     def _submit(self, action: Action) -> None:
         request = action.request
@@ -387,12 +376,8 @@ class Simulation(SimulatedEngine):
         for life in self.lives.values():
             last = life.outputs[-1]
             counts[f"end:{last.finish_reason}" + (f":{last.error.code}" if last.error is not None else "")] += 1
-        for kind, count in status.preemptions.items():
-            counts[f"preemptions:{kind}"] = count
-        for kind, count in status.evictions.items():
-            counts[f"evictions:{kind}"] = count
-        for kind, count in status.loads.items():
-            counts[f"loads:{kind}"] = count
+        told = {"preemptions": status.preemptions, "evictions": status.evictions, "loads": status.loads}
+        counts.update({f"{what}:{kind}": n for what, by_kind in told.items() for kind, n in by_kind.items()})
         return counts
 
 

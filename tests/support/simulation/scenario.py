@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Literal
 
-from simulation.adapters import LoadFaults, adapter_ref
+from simulation.adapters import LoadFaults, adapter
 from simulation.truth import MAX_MODEL_LEN, VOCAB_SIZE, Truth
 from weft.adapters.ref import AdapterRef
 from weft.engine.fairness.prices import Prices
@@ -81,7 +81,7 @@ def draw(seed: int) -> Scenario:
         copy_fails=rng.choice([0.0, 0.1]) if is_faulty else 0.0,
     )
     tenants = [f"t{index}" for index in range(rng.randint(1, 3))]
-    refs = [adapter_ref(index, rng.choice(tenants)) for index in range(rng.choice([0, 1, 2, 4, 6, 8]))]
+    refs = [adapter(f"adapter {index}", rng.choice(tenants)) for index in range(rng.choice([0, 1, 2, 4, 6, 8]))]
     sizes = {ref.digest: rng.choice([1, 1, 2, 2, 3, 3, num_pages // 6, num_pages // 3]) for ref in refs}
     if refs and rng.random() < 0.2:
         sizes[refs[-1].digest] = num_pages - rng.choice([0, num_groups])

@@ -256,7 +256,6 @@ def test_keys_have_names_for_admins_and_for_their_own_tenant(
     signed_in: Page, page: Page, server: WeftServer, history: History
 ) -> None:
     show(signed_in, group="key")
-    settle(signed_in)
     keys = [server.admin.get(f"/v1/tenants/{tenant}/keys").json()["data"] for tenant in (NORTH, SOUTH)]
     labels = {f"{key['name']} ({key['prefix']}…)" for key in keys[0] + keys[1]}
     expect(signed_in.get_by_role("table", name="Usage by group")).to_contain_text(f"{NORTH} batch")

@@ -177,26 +177,21 @@ def test_forgetting_is_fine_in_every_state(tmp_path: Path) -> None:
     residency.check()
 
 
-def test_an_adapter_forgotten_while_it_is_read_leaves_no_image(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_a_load_that_nobody_wants_any_more_ends_in_the_host_slab_unless_its_adapter_is_forgotten(
+    tmp_path: Path, is_forgotten: bool
+) -> None:
     parts, (ref, *_), _ = prepare(tmp_path)
     parts.residency.hold(ref)
     parts.loads.run_one()
     parts.residency.release_hold(ref.digest)
-    parts.residency.forget(ref.digest)
+    if is_forgotten:
+        parts.residency.forget(ref.digest)
     parts.settle()
-    assert parts.residency.state(ref.digest) == "stored"
-    assert parts.slab.num_free == parts.slab.num_pages
-    parts.residency.check()
-
-
-def test_a_load_that_nobody_wants_any_more_ends_in_the_host_slab(tmp_path: Path) -> None:
-    parts, (ref, *_), _ = prepare(tmp_path)
-    parts.residency.hold(ref)
-    parts.loads.run_one()
-    parts.residency.release_hold(ref.digest)
-    parts.settle()
-    assert parts.residency.state(ref.digest) == "host"
+    assert parts.residency.state(ref.digest) == ("stored" if is_forgotten else "host")
     assert parts.pool.counts()["adapter"] == 0
+    assert (parts.slab.num_free == parts.slab.num_pages) == is_forgotten
+    parts.residency.check()
 
 
 def test_a_copy_that_nobody_wants_any_more_leaves_the_adapter_idle(tmp_path: Path) -> None:

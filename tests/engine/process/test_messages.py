@@ -7,16 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from simulation.driven import GEOMETRY, adapter, request
-from weft.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
+from fake_engine import demo_ready
+from simulation.driven import adapter, request
 from weft.config import Config, ModelConfig, ServerConfig
 from weft.engine.process import messages
 from weft.engine.request import RequestError, RequestOutput, TokenLogprobs
 from weft.engine.status import (
     EngineLoad,
-    EngineReady,
     EngineStatus,
-    MemoryPlan,
     ResidentAdapter,
     StepBatches,
     StepStats,
@@ -48,28 +46,6 @@ STATUS = EngineStatus(
     page_map=PageMap(pages_per_cell=2, uses=[PageUse(kind="kv", owner=3), PageUse(kind="free")], runs=[(4, 0), (1, 1)]),
     batches=StepBatches(adapters=["d"], steps=[[1, 0, 1, 0]]),
 )
-READY = EngineReady(
-    boot_id="b",
-    model_path="m",
-    device="cpu",
-    dtype="float32",
-    max_model_len=8,
-    vocab_size=9,
-    base=BaseShape(digest="sha256:0", num_layers=1, modules=tuple(ModuleShape(path, 4, 8) for path in MODULE_PATHS)),
-    geometry=GEOMETRY,
-    memory=MemoryPlan(
-        weight_bytes=1,
-        arena_bytes=2,
-        num_pages=3,
-        kv_tokens=4,
-        rank16_pages=5,
-        rank16_adapters=6,
-        slots=8,
-        table_bytes=9,
-        host_pages=7,
-    ),
-    max_rank=64,
-)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +72,7 @@ def test_what_goes_to_the_engine_comes_back_equal(message: messages.ToEngine) ->
         messages.Load(
             EngineLoad(boot_id="b", seq=2, rate=3.5, tenants={"t": TenantLoad(waiting=1, reasons={"NEW": 1})})
         ),
-        messages.Ready(READY, "plan"),
+        messages.Ready(demo_ready(), "plan"),
         messages.StartFailed("no", "config_invalid", True, "model.path"),
     ],
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from api_adapters import sound, upload
-from api_server import Api
+from api_server import Api, Client
 from weft.engine.status import ResidentAdapter
 from weft.server.pins import sync_pins
 from weft.server.status.metrics import Metrics
@@ -16,21 +16,9 @@ from weft.server.status.metrics import Metrics
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_pin_follows_the_default_version(api: Api) -> None:
-    client = await api.tenant("acme")
-    first = (await upload(client, "pirate")).json()["digest"]
-    await client.patch("/v1/adapters/pirate", json={"pinned": True})
-    assert api.engine.pinned == {first}
-    second = (await upload(client, "pirate", sound(alpha=8))).json()["digest"]
-    assert api.engine.pinned == {second}
-    await client.patch("/v1/adapters/pirate", json={"aliases": {"default": 1}})
-    assert api.engine.pinned == {first}
-    await client.patch("/v1/adapters/pirate", json={"pinned": False})
-    assert api.engine.pinned == set()
-
-
-async def test_a_pin_lasts_as_long_as_any_adapter_of_the_same_bytes_wants_it(api: Api) -> None:
-    acme, rival = await api.tenant("acme"), await api.tenant("rival")
+async def test_a_pin_lasts_as_long_as_any_adapter_of_the_same_bytes_wants_it(
+    api: Api, acme: Client, rival: Client
+) -> None:
     digest = (await upload(acme, "pirate")).json()["digest"]
     assert (await upload(rival, "corsair")).json()["digest"] == digest
     for client, name in ((acme, "pirate"), (rival, "corsair")):
@@ -50,24 +38,22 @@ async def test_a_pin_lasts_as_long_as_any_adapter_of_the_same_bytes_wants_it(api
     assert api.engine.pinned == {digest}
 
 
-async def test_the_engine_is_told_how_to_load_what_is_pinned_and_only_of_changes(api: Api) -> None:
-    client = await api.tenant("acme")
-    await upload(client, "pirate")
+async def test_the_engine_is_told_how_to_load_what_is_pinned_and_only_of_changes(api: Api, acme: Client) -> None:
+    await upload(acme, "pirate")
     for pinned in (True, True, False):
-        shown = (await client.patch("/v1/adapters/pirate", json={"pinned": pinned})).json()
+        shown = (await acme.patch("/v1/adapters/pirate", json={"pinned": pinned})).json()
         assert shown["pinned"] is pinned
-        assert (await client.get("/v1/adapters/pirate")).json()["pinned"] is pinned
-    acme = await api.services.registry.tenants.get_tenant("acme")
-    adapter = await api.services.registry.adapters.get_adapter(acme.id, "pirate")
+        assert (await acme.get("/v1/adapters/pirate")).json()["pinned"] is pinned
+    owner = await api.services.registry.tenants.get_tenant("acme")
+    adapter = await api.services.registry.adapters.get_adapter(owner.id, "pirate")
     ref = adapter.ref(adapter.current)
     assert api.engine.told_pins == [(ref, True), (ref, False)]
     assert api.engine.requests == []
 
 
-async def test_a_fresh_engine_is_told_the_pins_and_the_metrics_their_names(api: Api) -> None:
-    client = await api.tenant("acme")
-    digest = (await upload(client, "pirate")).json()["digest"]
-    await client.patch("/v1/adapters/pirate", json={"pinned": True})
+async def test_a_fresh_engine_is_told_the_pins_and_the_metrics_their_names(api: Api, acme: Client) -> None:
+    digest = (await upload(acme, "pirate")).json()["digest"]
+    await acme.patch("/v1/adapters/pirate", json={"pinned": True})
     api.engine.pinned.clear()
     services = replace(api.services, synced_pins={}, metrics=Metrics(8))
     await sync_pins(services)
@@ -78,23 +64,27 @@ async def test_a_fresh_engine_is_told_the_pins_and_the_metrics_their_names(api: 
 
 
 @pytest.mark.parametrize("pinned", [None, 1, "true", {}])
-async def test_a_pin_is_true_or_false(api: Api, pinned: object) -> None:
-    client = await api.tenant("acme")
-    await upload(client, "pirate")
-    answer = await client.patch("/v1/adapters/pirate", json={"pinned": pinned})
+async def test_a_pin_is_true_or_false(api: Api, acme: Client, pinned: object) -> None:
+    await upload(acme, "pirate")
+    answer = await acme.patch("/v1/adapters/pirate", json={"pinned": pinned})
     assert (answer.status_code, answer.json().get("pinned")) == ((200, False) if pinned is None else (400, None))
     assert api.engine.told_pins == []
 
 
-async def test_pins_follow_versions_that_change_at_once(api: Api) -> None:
-    client = await api.tenant("acme")
-    digests = [(await upload(client, "pirate", sound(alpha=alpha))).json()["digest"] for alpha in (4, 8, 16)]
-    await client.patch("/v1/adapters/pirate", json={"pinned": True})
+async def test_a_pin_follows_the_default_version_also_when_it_changes_at_once(api: Api, acme: Client) -> None:
+    digests = [(await upload(acme, "pirate", sound(alpha=4))).json()["digest"]]
+    await acme.patch("/v1/adapters/pirate", json={"pinned": True})
+    assert api.engine.pinned == set(digests)
+    for alpha in (8, 16):
+        digests.append((await upload(acme, "pirate", sound(alpha))).json()["digest"])
+        assert api.engine.pinned == {digests[-1]}
     for _ in range(3):
         await asyncio.gather(
-            *(client.patch("/v1/adapters/pirate", json={"aliases": {"default": version}}) for version in (1, 2, 3))
+            *(acme.patch("/v1/adapters/pirate", json={"aliases": {"default": version}}) for version in (1, 2, 3))
         )
-        shown = (await client.get("/v1/adapters/pirate")).json()
+        shown = (await acme.get("/v1/adapters/pirate")).json()
         assert api.engine.pinned == {digests[shown["aliases"]["default"] - 1]}
-    await client.delete(f"/v1/adapters/pirate?version={shown['aliases']['default']}")
-    assert api.engine.pinned == {(await client.get("/v1/adapters/pirate")).json()["digest"]}
+    await acme.delete(f"/v1/adapters/pirate?version={shown['aliases']['default']}")
+    assert api.engine.pinned == {(await acme.get("/v1/adapters/pirate")).json()["digest"]}
+    await acme.patch("/v1/adapters/pirate", json={"pinned": False})
+    assert api.engine.pinned == set()

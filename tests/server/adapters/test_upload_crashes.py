@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -120,10 +121,13 @@ class Nursery:
             env=env,
         )
         self._pid = 0
-        self.url = ""
+        self._url = ""
 
-    def start(self) -> str:
-        """The new server's address."""
+    def client(self, key: str) -> httpx.Client:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=self._url, headers=headers, timeout=60, trust_env=False)
+
+    def start(self) -> None:
         assert self._program.stdin is not None
         assert self._program.stdout is not None
         seen = self._log.stat().st_size
@@ -133,8 +137,8 @@ class Nursery:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             if found := re.search(r"listening on (http://\S+)\n", self._log.read_text()[seen:]):
-                self.url = found[1]
-                return self.url
+                self._url = found[1]
+                return
             time.sleep(0.02)
         raise RuntimeError(self._log.read_text())
 
@@ -153,11 +157,8 @@ class Nursery:
 
 @pytest.fixture
 def nursery(tmp_path: Path) -> Iterator[Nursery]:
-    made = Nursery(tmp_path)
-    try:
+    with contextlib.closing(Nursery(tmp_path)) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.mark.slow
@@ -165,37 +166,24 @@ def nursery(tmp_path: Path) -> Iterator[Nursery]:
 def test_a_crash_at_each_step(
     nursery: Nursery, send: Callable[[httpx.Client, str, Upload], dict[str, Any]], points: tuple[str, ...]
 ) -> None:
-    key = _key(nursery.start())
+    nursery.start()
+    with nursery.client(ADMIN_KEY) as admin:
+        assert admin.post("/v1/tenants", json={"name": "acme"}).status_code == 201
+        key = admin.post("/v1/tenants/acme/keys", json={}).json()["key"]
     expected: set[str] = set()
     for number, point in enumerate(points):
         nursery.where.write_text(point)
-        with _client(nursery, key) as client, pytest.raises(httpx.TransportError):
-            send(client, *_upload(number))
+        name, files = f"a{number}", sound(alpha=number + 1, rank=8 * (1 + number % 8))  # each its own digest
+        with nursery.client(key) as client, pytest.raises(httpx.TransportError):
+            send(client, name, files)
         assert nursery.status() == -9
         assert not nursery.where.exists()
         nursery.start()
         check_nothing_is_half(nursery.data_dir)
-        with _client(nursery, key) as client:
-            name, files = _upload(number)
+        with nursery.client(key) as client:
             again = send(client, name, files)
             assert again["version"] == 1
             assert send(client, name, files) == again
             expected.add(name)
             assert {one["name"] for one in client.get("/v1/adapters").json()["data"]} == expected
         check_nothing_is_half(nursery.data_dir)
-
-
-def _client(nursery: Nursery, key: str) -> httpx.Client:
-    headers = {"authorization": f"Bearer {key}"}
-    return httpx.Client(base_url=nursery.url, headers=headers, timeout=60, trust_env=False)
-
-
-def _upload(number: int) -> tuple[str, Upload]:
-    """Each its own digest, and of eight ranks."""
-    return f"a{number}", sound(alpha=number + 1, rank=8 * (1 + number % 8))
-
-
-def _key(url: str) -> str:
-    with httpx.Client(base_url=url, headers={"authorization": f"Bearer {ADMIN_KEY}"}, trust_env=False) as admin:
-        assert admin.post("/v1/tenants", json={"name": "acme"}).status_code == 201
-        return str(admin.post("/v1/tenants/acme/keys", json={}).json()["key"])

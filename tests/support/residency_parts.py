@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,19 +92,19 @@ class WatchedCopier(PageCopier):
         """Every copy is a job of the executor, unless a test wants it otherwise."""
         self.copied: list[list[int]] = []
 
-    def note(self, pages: Sequence[int]) -> None:
+    def copy(self, sources: Sequence[torch.Tensor], pages: Sequence[int], fence: torch.cuda.Event | None) -> None:
+        self._note(pages)
+        super().copy(sources, pages, fence)
+
+    def copy_now(self, sources: Sequence[torch.Tensor], pages: Sequence[int]) -> None:
+        self._note(pages)
+        super().copy_now(sources, pages)
+
+    def _note(self, pages: Sequence[int]) -> None:
         if self.fails:
             self.failures += 1
             raise RuntimeError("the device does not answer")
         self.copied.append(list(pages))
-
-    def copy(self, sources: Sequence[torch.Tensor], pages: Sequence[int], fence: torch.cuda.Event | None) -> None:
-        self.note(pages)
-        super().copy(sources, pages, fence)
-
-    def copy_now(self, sources: Sequence[torch.Tensor], pages: Sequence[int]) -> None:
-        self.note(pages)
-        super().copy_now(sources, pages)
 
 
 class CountingTables(AdapterTables):
@@ -118,26 +117,55 @@ class CountingTables(AdapterTables):
         super().write(*args)  # type: ignore[arg-type]
 
 
-@dataclass
 class ResidencyParts:
-    base: BaseShape
-    blobs: LocalBlobs
-    pool: PagePool
-    arena: Arena
-    slab: HostSlab
-    images: HostImages
-    tables: CountingTables
-    loader: CountingLoader
-    copier: WatchedCopier
-    evictor: Evictor
-    prefixes: PrefixCache
-    loads: StepwiseExecutor
-    copies: StepwiseExecutor
-    residency: Residency
-    clock: list[float]
-    """The second it is, in its one element."""
-    loras: dict[str, RandomLora] = field(default_factory=dict)
-    """By digest."""
+    """All of a residency's parts; `clock` is the second it is, in its one element."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_pages: int = 24,
+        slab_pages: int = 12,
+        slots: int = 4,
+        max_rank: int = 64,
+        policy: Literal["gdsf", "lru"] = "lru",
+        notify: Callable[[], None] | None = None,
+        executors: tuple[LoadExecutor, LoadExecutor] | None = None,
+    ) -> None:
+        self.base = tiny_base()
+        self.loras: dict[str, RandomLora] = {}
+        """By digest."""
+        self.clock = [0.0]
+        geometry = tiny_geometry(self.base)
+        self.arena = Arena(geometry, num_pages, torch.device("cpu"), torch.float32)
+        self.arena.poison(range(1, num_pages))
+        self.pool = PagePool(num_pages, on_release=self.arena.poison)
+        self.slab = HostSlab(slab_pages, geometry.page_bytes, pinned=False)
+        self.tables = CountingTables(slots, self.base, max_rank, geometry, self.arena.device)
+        self.blobs = LocalBlobs(folder / "blobs")
+        self.images = HostImages(self.slab)
+        self.loader = CountingLoader(
+            self.blobs, self.images, self.base, geometry, torch.float32, max_rank, self.pool.capacity - 1
+        )
+        self.copier = WatchedCopier(self.arena)
+        self.evictor = Evictor(self.pool, eviction_policy(policy), clock=lambda: self.clock[0])
+        self.prefixes = PrefixCache(self.pool, self.evictor, block_s=COSTS.token_s, clock=lambda: self.clock[0])
+        self.loads, self.copies = StepwiseExecutor(), StepwiseExecutor()
+        loads, copies = executors or (self.loads, self.copies)
+        self.residency = Residency(
+            self.loader,
+            self.copier,
+            self.pool,
+            self.images,
+            self.tables,
+            self.evictor,
+            COSTS,
+            loads=loads,
+            copies=copies,
+            prefixes=self.prefixes,
+            clock=lambda: self.clock[0],
+            notify=notify,
+        )
 
     def settle(self, step: int = 0) -> list[str]:
         """Run all loads, copies and ticks there are to run; digests of failed loads."""
@@ -197,65 +225,6 @@ class ResidencyParts:
         return True
 
 
-def make_residency(
-    folder: Path,
-    *,
-    num_pages: int = 24,
-    slab_pages: int = 12,
-    slots: int = 4,
-    max_rank: int = 64,
-    policy: Literal["gdsf", "lru"] = "lru",
-    notify: Callable[[], None] | None = None,
-    executors: tuple[LoadExecutor, LoadExecutor] | None = None,
-) -> ResidencyParts:
-    base = tiny_base()
-    geometry = tiny_geometry(base)
-    arena = Arena(geometry, num_pages, torch.device("cpu"), torch.float32)
-    arena.poison(range(1, num_pages))
-    pool = PagePool(num_pages, on_release=arena.poison)
-    slab = HostSlab(slab_pages, geometry.page_bytes, pinned=False)
-    tables = CountingTables(slots, base, max_rank, geometry, arena.device)
-    blobs = LocalBlobs(folder / "blobs")
-    images = HostImages(slab)
-    loader = CountingLoader(blobs, images, base, geometry, torch.float32, max_rank, pool.capacity - 1)
-    copier = WatchedCopier(arena)
-    clock = [0.0]
-    evictor = Evictor(pool, eviction_policy(policy), clock=lambda: clock[0])
-    prefixes = PrefixCache(pool, evictor, block_s=COSTS.token_s, clock=lambda: clock[0])
-    loads, copies = StepwiseExecutor(), StepwiseExecutor()
-    residency = Residency(
-        loader,
-        copier,
-        pool,
-        images,
-        tables,
-        evictor,
-        COSTS,
-        loads=executors[0] if executors else loads,
-        copies=executors[1] if executors else copies,
-        prefixes=prefixes,
-        clock=lambda: clock[0],
-        notify=notify,
-    )
-    return ResidencyParts(
-        base,
-        blobs,
-        pool,
-        arena,
-        slab,
-        images,
-        tables,
-        loader,
-        copier,
-        evictor,
-        prefixes,
-        loads,
-        copies,
-        residency,
-        clock,
-    )
-
-
 def store(parts: ResidencyParts, folder: Path, loras: Sequence[RandomLora]) -> list[AdapterRef]:
     """Write and store adapters, as PEFT folders and then as blobs."""
     refs = []
@@ -270,9 +239,9 @@ def prepare(
     folder: Path, count: int = 3, *, rank: int = 8, **sizes: Any
 ) -> tuple[ResidencyParts, list[AdapterRef], int]:
     """Parts, stored adapters of equal size, and the pages of one."""
-    parts = make_residency(folder, **sizes)
+    parts = ResidencyParts(folder, **sizes)
     refs = store(parts, folder, [random_lora(parts.base, rank, seed=seed) for seed in range(count)])
-    probe = make_residency(folder / "probe", num_pages=200)
+    probe = ResidencyParts(folder / "probe", num_pages=200)
     probe.blobs.root = parts.blobs.root
     probe.load(refs[0])
     pages = probe.residency.pages_needed(refs[0])

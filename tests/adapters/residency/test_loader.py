@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from adapters_factory import random_lora
-from residency_parts import ResidencyParts, make_residency, store
+from residency_parts import ResidencyParts, store
 from weft.adapters.checkpoint.reader import Checkpoint, check_weights
 from weft.adapters.ref import AdapterRef
 from weft.adapters.residency import loader as loading
@@ -29,7 +29,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def three_of_one_shape(folder: Path) -> tuple[ResidencyParts, list[AdapterRef]]:
-    parts = make_residency(folder, num_pages=60, slab_pages=60, slots=8)
+    parts = ResidencyParts(folder, num_pages=60, slab_pages=60, slots=8)
     return parts, store(parts, folder, [random_lora(parts.base, 8, seed=seed) for seed in range(3)])
 
 
@@ -57,7 +57,7 @@ def test_what_is_refused_is_refused_each_time(tmp_path: Path, checked: list[floa
         with pytest.raises(Exception, match="rank"):
             parts.loader.load(wrong)
     assert len(checked) == 2
-    loader = make_residency(tmp_path, max_rank=4).loader
+    loader = ResidencyParts(tmp_path, max_rank=4).loader
     for _ in range(2):
         with pytest.raises(AdapterIncompatibleError, match=r"adapter\.max_rank"):
             loader.load(ref)

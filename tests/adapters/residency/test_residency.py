@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 
 from adapters_factory import random_lora
-from residency_parts import make_residency, prepare, store
+from residency_parts import ResidencyParts, prepare, store
 from weft.adapters.ref import AdapterTier
 from weft.adapters.residency.entry import Entries
 from weft.adapters.residency.residency import MAX_UNDER_WAY
@@ -128,7 +128,7 @@ def test_an_adapter_larger_than_the_pool_or_than_the_largest_rank_is_refused(tmp
     assert pages > 11
     for residency_parts, kind, said in (
         (parts, NeverFitsError, str(pages)),
-        (make_residency(tmp_path, max_rank=8), AdapterIncompatibleError, "adapter.max_rank"),
+        (ResidencyParts(tmp_path, max_rank=8), AdapterIncompatibleError, "adapter.max_rank"),
     ):
         residency_parts.residency.hold(refs[0])
         residency_parts.loads.run_all()
@@ -214,7 +214,7 @@ def test_without_any_room_in_the_slab_adapters_are_served_all_the_same(tmp_path:
 
 def test_an_adapter_in_host_memory_does_not_wait_behind_loads(tmp_path: Path) -> None:
     """However many there are, and though they may hang."""
-    parts = make_residency(tmp_path, num_pages=200, slots=32)
+    parts = ResidencyParts(tmp_path, num_pages=200, slots=32)
     loras = [random_lora(parts.base, 1, seed=seed, modules=(0,), layers=(0,)) for seed in range(MAX_UNDER_WAY + 2)]
     cached, *others = store(parts, tmp_path, loras)
     parts.load(cached)
@@ -232,7 +232,7 @@ def test_an_adapter_in_host_memory_does_not_wait_behind_loads(tmp_path: Path) ->
 
 
 def test_only_so_many_adapters_wait_for_pages_with_their_images_in_use(tmp_path: Path) -> None:
-    parts = make_residency(tmp_path, num_pages=8, slab_pages=100, slots=32)
+    parts = ResidencyParts(tmp_path, num_pages=8, slab_pages=100, slots=32)
     loras = [random_lora(parts.base, 1, seed=seed, modules=(0,), layers=(0,)) for seed in range(MAX_UNDER_WAY + 3)]
     refs = store(parts, tmp_path, loras)
     for ref in refs:
@@ -271,7 +271,7 @@ def test_check_finds_a_page_that_left_by_the_back_door(tmp_path: Path) -> None:
 
 def test_loader_threads_and_the_engine_thread_do_not_get_in_each_others_way(tmp_path: Path) -> None:
     threads = (ThreadPoolExecutor(max_workers=3), ThreadPoolExecutor(max_workers=1))
-    parts = make_residency(tmp_path, num_pages=16, slab_pages=8, slots=3, executors=threads)
+    parts = ResidencyParts(tmp_path, num_pages=16, slab_pages=8, slots=3, executors=threads)
     refs = store(parts, tmp_path, [random_lora(parts.base, 8, seed=seed) for seed in range(6)])
     draw = random.Random(0)
     residency = parts.residency
@@ -302,7 +302,7 @@ def test_loader_threads_and_the_engine_thread_do_not_get_in_each_others_way(tmp_
 
 def test_other_threads_say_when_there_is_something_to_take_in(tmp_path: Path) -> None:
     told: list[str] = []
-    parts = make_residency(tmp_path, notify=lambda: told.append("done"))
+    parts = ResidencyParts(tmp_path, notify=lambda: told.append("done"))
     (ref,) = store(parts, tmp_path, [random_lora(parts.base, 8, seed=0)])
     parts.residency.hold(ref)
     assert told == []

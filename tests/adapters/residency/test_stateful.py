@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from adapters_factory import Q_AND_V, random_lora, tiny_base
-from residency_parts import make_residency, store
+from residency_parts import ResidencyParts, store
 from weft.adapters.ref import AdapterRef
 from weft.adapters.residency.entry import Stage
 from weft.adapters.residency.slots import SlotLease
@@ -42,7 +42,7 @@ adapters = st.integers(0, len(LORAS) - 1)
 def stored() -> tuple[tempfile.TemporaryDirectory[str], list[AdapterRef]]:
     """The adapters in a blob store, written once; the folder lives as long as the process."""
     folder = tempfile.TemporaryDirectory()
-    parts = make_residency(Path(folder.name))
+    parts = ResidencyParts(Path(folder.name))
     return folder, store(parts, Path(folder.name), LORAS)
 
 
@@ -50,7 +50,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(["lru", "gdsf"]), at_first=st.lists(adapters, unique=True, max_size=4))
     def start(self, policy: Literal["lru", "gdsf"], at_first: list[int]) -> None:
         folder, self.refs = stored()
-        self.parts = make_residency(Path(folder.name), num_pages=NUM_PAGES, slab_pages=9, slots=3, policy=policy)
+        self.parts = ResidencyParts(Path(folder.name), num_pages=NUM_PAGES, slab_pages=9, slots=3, policy=policy)
         self.residency = self.parts.residency
         self.swap = SwapSpace(self.parts.slab, self.parts.images.make_room, MAX_SWAPPED)
         self.index = {ref.digest: index for index, ref in enumerate(self.refs)}

@@ -12,73 +12,26 @@ import numpy as np
 
 from weft.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
 
-PEFT_DEFAULTS: dict[str, Any] = {
-    "alora_invocation_tokens": None,
-    "alpha_pattern": {},
-    "arrow_config": None,
-    "auto_mapping": None,
-    "base_model_name_or_path": "base",
-    "bias": "none",
-    "corda_config": None,
-    "ensure_weight_tying": False,
-    "eva_config": None,
-    "exclude_modules": None,
-    "fan_in_fan_out": False,
-    "inference_mode": True,
-    "init_lora_weights": True,
-    "layer_replication": None,
-    "layers_pattern": None,
-    "layers_to_transform": None,
-    "loftq_config": {},
-    "lora_alpha": 16,
-    "lora_bias": False,
-    "lora_dropout": 0.0,
-    "megatron_config": None,
-    "megatron_core": "megatron.core",
-    "modules_to_save": None,
-    "peft_type": "LORA",
-    "peft_version": "0.21.2",
-    "qalora_group_size": 16,
-    "r": 8,
-    "rank_pattern": {},
-    "revision": None,
-    "target_modules": ["q_proj", "v_proj"],
-    "target_parameters": None,
-    "task_type": "CAUSAL_LM",
-    "trainable_token_indices": None,
-    "use_dora": False,
-    "use_qalora": False,
-    "use_rslora": False,
-}
-
-MLX_CONFIG: dict[str, Any] = {
-    "adapter_path": "adapters",
-    "batch_size": 4,
-    "config": None,
-    "data": "data/",
-    "fine_tune_type": "lora",
-    "grad_checkpoint": False,
-    "iters": 1000,
-    "learning_rate": 1e-5,
+PEFT_DEFAULTS: dict[str, Any] = json.loads("""{
+    "alora_invocation_tokens": null, "alpha_pattern": {}, "arrow_config": null, "auto_mapping": null,
+    "base_model_name_or_path": "base", "bias": "none", "corda_config": null, "ensure_weight_tying": false,
+    "eva_config": null, "exclude_modules": null, "fan_in_fan_out": false, "inference_mode": true,
+    "init_lora_weights": true, "layer_replication": null, "layers_pattern": null, "layers_to_transform": null,
+    "loftq_config": {}, "lora_alpha": 16, "lora_bias": false, "lora_dropout": 0.0, "megatron_config": null,
+    "megatron_core": "megatron.core", "modules_to_save": null, "peft_type": "LORA", "peft_version": "0.21.2",
+    "qalora_group_size": 16, "r": 8, "rank_pattern": {}, "revision": null, "target_modules": ["q_proj", "v_proj"],
+    "target_parameters": null, "task_type": "CAUSAL_LM", "trainable_token_indices": null, "use_dora": false,
+    "use_qalora": false, "use_rslora": false
+}""")
+MLX_CONFIG: dict[str, Any] = json.loads("""{
+    "adapter_path": "adapters", "batch_size": 4, "config": null, "data": "data/", "fine_tune_type": "lora",
+    "grad_checkpoint": false, "iters": 1000, "learning_rate": 1e-5,
     "lora_parameters": {"rank": 6, "dropout": 0.0, "scale": 2.5, "keys": ["self_attn.q_proj", "mlp.up_proj"]},
-    "lr_schedule": None,
-    "mask_prompt": False,
-    "max_seq_length": 2048,
-    "model": "tiny",
-    "num_layers": 2,
-    "optimizer": "adam",
-    "optimizer_config": {"adam": {}, "adamw": {}},
-    "resume_adapter_file": None,
-    "save_every": 100,
-    "seed": 0,
-    "steps_per_eval": 200,
-    "steps_per_report": 10,
-    "test": False,
-    "test_batches": 500,
-    "train": True,
-    "val_batches": 25,
-    "wandb": None,
-}
+    "lr_schedule": null, "mask_prompt": false, "max_seq_length": 2048, "model": "tiny", "num_layers": 2,
+    "optimizer": "adam", "optimizer_config": {"adam": {}, "adamw": {}}, "resume_adapter_file": null, "save_every": 100,
+    "seed": 0, "steps_per_eval": 200, "steps_per_report": 10, "test": false, "test_batches": 500, "train": true,
+    "val_batches": 25, "wandb": null
+}""")
 """As mlx-lm writes it, with the scale that rank 6 and alpha 15 make."""
 
 

@@ -13,7 +13,7 @@ import torch
 from bad_upload import Upload
 from counted_calls import MOST_CALLS, counted_calls
 from lora_files import base_shape
-from mutated_adapters import Mutant
+from mutated_adapters import mutant
 from refusals import is_presentable, outcome
 from weft.adapters.checkpoint.reader import Checkpoint, read_checkpoint
 from weft.adapters.lora.layout import plan_layout
@@ -35,7 +35,7 @@ BATCHES = 4
 def test_whatever_is_changed_is_refused_or_can_be_served(tmp_path: Path, batch: int) -> None:
     ends: Counter[str] = Counter()
     for seed in range(batch, MUTANTS, BATCHES):
-        upload = Mutant(BASE, seed).upload()
+        upload = mutant(BASE, seed)
         with counted_calls() as calls:
             ends[end_of(tmp_path / "weights", upload)] += 1
         assert calls() < MOST_CALLS, seed

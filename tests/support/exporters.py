@@ -26,22 +26,12 @@ from peft import (
     initialize_lora_eva_weights,
 )
 from peft.tuners.lora import BdLoraConfig, KasaConfig
-from peft.tuners.lora.config import CordaConfig
-from peft.tuners.lora.corda import preprocess_corda
 from safetensors.torch import load_file, save_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
-from transformers import (
-    CLIPVisionConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lora_files import MLX_CONFIG
@@ -65,15 +55,15 @@ def logits(model: Any) -> torch.Tensor:
     return scores.float()
 
 
-def trained(base: Any, config: PeftConfig, name: str = "default", std: float = 0.15) -> Any:
-    """PEFT's model of `base` with random LoRA weights; its base is not copied."""
+def trained(base: Any, config: PeftConfig, name: str = "default", parts: str = "lora_") -> Any:
+    """PEFT's model of `base` with random weights where names hold `parts`; its base is not copied."""
     with unwarned():
         model = get_peft_model(base, copy.deepcopy(config), adapter_name=name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         for parameter_name, parameter in model.named_parameters():
-            if "lora_" in parameter_name:
-                torch.nn.init.normal_(parameter, std=std)
+            if parts in parameter_name:
+                torch.nn.init.normal_(parameter, std=0.15)
     return model
 
 
@@ -88,38 +78,55 @@ def of_lora(tensors: Any) -> Tensors:
     return {name: tensor.detach().contiguous().clone() for name, tensor in dict(tensors).items() if "lora_" in name}
 
 
-def rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
-    """Change the saved tensors."""
-    save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS)
-
-
-def set_fields(folder: Path, **fields: Any) -> None:
-    """Change the saved config."""
-    config = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps({**config, **fields}))
-
-
 # What is served. Each maker takes the base and a folder, writes the folder and returns the true logits.
 
 Maker = Callable[[Any, Path], torch.Tensor]
 
 
-def saved(config: PeftConfig) -> Maker:
-    """As PEFT saves it."""
+def saved(config: PeftConfig | None = None, *, parts: str = "lora_", **fields: Any) -> Maker:
+    """As PEFT saves it, with random weights in these parts; LoRA with these fields unless another config is given."""
 
     def make(base: Any, folder: Path) -> torch.Tensor:
-        model = trained(base, config)
+        model = trained(base, config or lora(**fields), parts=parts)
         save(model, folder)
         return logits(model)
 
     return make
 
 
-def dumped(change: Callable[[Any], Any], config: PeftConfig | None = None, name: str = "default") -> Maker:
+def edited(change: Callable[[Tensors], Tensors], config: PeftConfig | None = None, **fields: Any) -> Maker:
+    """As PEFT saves it, with changed tensors and fields."""
+
+    def make(base: Any, folder: Path) -> torch.Tensor:
+        truth = saved(config)(base, folder)
+        saved_config = json.loads((folder / CONFIG).read_text())
+        (folder / CONFIG).write_text(json.dumps({**saved_config, **fields}))
+        save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS)
+        return truth
+
+    return make
+
+
+def with_fields(**fields: Any) -> Maker:
+    """A plain adapter with fields of a config that cannot be made here."""
+    return edited(dict, **fields)
+
+
+def renamed(old: str, new: str) -> Maker:
+    """A plain adapter with one part of its names replaced."""
+    return edited(lambda tensors: {name.replace(old, new): tensor for name, tensor in tensors.items()})
+
+
+def with_tensor(name: str, *shape: int) -> Maker:
+    """A plain adapter with one more tensor."""
+    return edited(lambda tensors: {**tensors, name: torch.ones(shape)})
+
+
+def dumped(change: Callable[[Any], Any], name: str = "default") -> Maker:
     """The LoRA tensors of what `change` makes of PEFT's model, under the names that they have there."""
 
     def make(base: Any, folder: Path) -> torch.Tensor:
-        model = trained(base, config or lora(), name)
+        model = trained(base, lora(), name)
         truth = logits(model)
         save(model, folder)
         with process_group(folder):
@@ -207,14 +214,8 @@ def _eva(base: Any, folder: Path) -> torch.Tensor:
     return logits(model)
 
 
-def _untrained(base: Any, folder: Path) -> torch.Tensor:
-    model = get_peft_model(base, lora())
-    save(model, folder)
-    return logits(model)
-
-
 def _mlx(base: Any, folder: Path) -> torch.Tensor:
-    truth = saved(lora(r=6, lora_alpha=15, target_modules=list(ALL_LINEAR), layers_to_transform=[1, 2]))(base, folder)
+    truth = saved(r=6, lora_alpha=15, target_modules=list(ALL_LINEAR), layers_to_transform=[1, 2])(base, folder)
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     transposed = {
@@ -245,13 +246,6 @@ def _multimodal(base: Any, folder: Path) -> torch.Tensor:
     return saved(config)(llava, folder)
 
 
-def _older_multimodal(base: Any, folder: Path) -> torch.Tensor:
-    truth = saved(lora())(base, folder)
-    old = "base_model.model.language_model.model.layers."
-    rewrite(folder, lambda tensors: {name.replace(ROOT, old): tensor for name, tensor in tensors.items()})
-    return truth
-
-
 @dataclass(frozen=True, kw_only=True)
 class Served:
     """An export that is served exactly."""
@@ -264,29 +258,27 @@ class Served:
 
 
 _PATTERNS = {"layers.1.self_attn.q_proj": 24, "up_proj": 3}
-SERVED: dict[str, Served] = {
-    "plain": Served(make=saved(lora())),
-    "rank 1": Served(make=saved(lora(r=1, lora_alpha=2))),
-    "no task type": Served(make=saved(lora(task_type=None))),
-    "some layers": Served(make=saved(lora(layers_to_transform=[0, 2]))),
-    "bias=all on a base without biases": Served(make=saved(lora(bias="all"))),
-    "bias=lora_only on a base without biases": Served(make=saved(lora(bias="lora_only"))),
-    "all linear layers": Served(make=saved(lora(target_modules="all-linear"))),
-    "excluded modules": Served(make=saved(lora(target_modules="all-linear", exclude_modules=["down_proj"]))),
-    "a pattern as target": Served(make=saved(lora(target_modules=r".*\.(q|up)_proj"))),
+SERVED = {
+    "plain": Served(make=saved()),
+    "rank 1": Served(make=saved(r=1, lora_alpha=2)),
+    "no task type": Served(make=saved(task_type=None)),
+    "some layers": Served(make=saved(layers_to_transform=[0, 2])),
+    "bias=all on a base without biases": Served(make=saved(bias="all")),
+    "bias=lora_only on a base without biases": Served(make=saved(bias="lora_only")),
+    "all linear layers": Served(make=saved(target_modules="all-linear")),
+    "excluded modules": Served(make=saved(target_modules="all-linear", exclude_modules=["down_proj"])),
+    "a pattern as target": Served(make=saved(target_modules=r".*\.(q|up)_proj")),
     "rank and alpha patterns": Served(
         make=saved(
-            lora(
-                target_modules=list(ALL_LINEAR),
-                rank_pattern=_PATTERNS,
-                alpha_pattern={"model.layers.2.mlp.down_proj": 1, "self_attn.v_proj": 2, "v_proj": 40},
-            )
+            target_modules=list(ALL_LINEAR),
+            rank_pattern=_PATTERNS,
+            alpha_pattern={"model.layers.2.mlp.down_proj": 1, "self_attn.v_proj": 2, "v_proj": 40},
         ),
         warnings=("'self_attn.v_proj' and 'v_proj'",),
     ),
-    "patterns of nothing": Served(make=saved(lora(alpha_pattern={"k_proj": 3, "v_proj": 9})), warnings=("'k_proj'",)),
-    "rsLoRA": Served(make=saved(lora(use_rslora=True, lora_alpha=4, rank_pattern={"v_proj": 32}))),
-    "gaussian start": Served(make=saved(lora(init_lora_weights="gaussian"))),
+    "patterns of nothing": Served(make=saved(alpha_pattern={"k_proj": 3, "v_proj": 9}), warnings=("'k_proj'",)),
+    "rsLoRA": Served(make=saved(use_rslora=True, lora_alpha=4, rank_pattern={"v_proj": 32})),
+    "gaussian start": Served(make=saved(init_lora_weights="gaussian")),
     "EVA": Served(make=_eva),
     "a dump": Served(make=dumped(lambda model: model.state_dict()), is_renamed=True),
     "a dump of another name": Served(make=dumped(lambda model: model.state_dict(), name="pirate"), is_renamed=True),
@@ -299,50 +291,20 @@ SERVED: dict[str, Served] = {
         make=_multimodal, is_renamed=True, warnings=("model.language_model.layers", "'model.layers.2.self_attn.q_proj'")
     ),
     "an older multimodal model": Served(
-        make=_older_multimodal, is_renamed=True, warnings=("language_model.model.layers",)
+        make=renamed(ROOT, "base_model.model.language_model.model.layers."),
+        is_renamed=True,
+        warnings=("language_model.model.layers",),
     ),
-    "Unsloth's base": Served(make=lambda base, folder: _renamed_base(base, folder, "unsloth/Tiny-unsloth-bnb-4bit")),
-    "another base": Served(make=lambda base, folder: _renamed_base(base, folder, "meta/Big"), warnings=("'meta/Big'",)),
+    "Unsloth's base": Served(make=with_fields(base_model_name_or_path="unsloth/Tiny-unsloth-bnb-4bit")),
+    "another base": Served(make=with_fields(base_model_name_or_path="meta/Big"), warnings=("'meta/Big'",)),
     "MLX": Served(make=_mlx, layout="mlx"),
-    "untrained": Served(make=_untrained, warnings=("before it was trained",)),
+    "untrained": Served(make=saved(parts="none"), warnings=("before it was trained",)),
 }
 
 
-def _renamed_base(base: Any, folder: Path, name: str) -> torch.Tensor:
-    truth = saved(lora())(base, folder)
-    set_fields(folder, base_model_name_or_path=name)
-    return truth
-
-
-# What is refused. Each maker takes the base and a folder, and writes the folder.
+# What is refused. What the makers return does not matter.
 
 Breaker = Callable[[Any, Path], object]
-
-
-def edited(change: Callable[[Tensors], Tensors], **fields: Any) -> Breaker:
-    """A plain adapter with changed tensors."""
-
-    def make(base: Any, folder: Path) -> None:
-        saved(lora())(base, folder)
-        set_fields(folder, **fields)
-        rewrite(folder, change)
-
-    return make
-
-
-def with_fields(**fields: Any) -> Breaker:
-    """A plain adapter with fields of a config that cannot be made here."""
-    return edited(dict, **fields)
-
-
-def renamed(old: str, new: str) -> Breaker:
-    """A plain adapter with one part of its names replaced."""
-    return edited(lambda tensors: {name.replace(old, new): tensor for name, tensor in tensors.items()})
-
-
-def with_tensor(name: str, *shape: int) -> Breaker:
-    """A plain adapter with one more tensor."""
-    return edited(lambda tensors: {**tensors, name: torch.ones(shape)})
 
 
 def _mlx_with(**fields: Any) -> Breaker:
@@ -361,11 +323,6 @@ def _two_adapters(base: Any, folder: Path) -> None:
     save_file(of_lora(model.state_dict()), folder / WEIGHTS)
 
 
-def _nameless_dora(base: Any, folder: Path) -> None:
-    saved(lora(use_dora=True))(base, folder)
-    set_fields(folder, use_dora=False)
-
-
 def _twice(tensors: Tensors) -> Tensors:
     name, tensor = next(iter(tensors.items()))
     return {**tensors, name.replace(".weight", ".default.weight"): tensor.clone()}
@@ -381,160 +338,128 @@ def _wrapped_patterns(base: Any, folder: Path) -> None:
     save(trained(base, lora(alpha_pattern={"layers.1.self_attn.q_proj": 3})), folder)
 
 
-def _phi3(target: str) -> Breaker:
-    def make(base: Any, folder: Path) -> None:
-        sizes = {name: getattr(base.config, name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
-        heads = {name: getattr(base.config, name) for name in ("num_attention_heads", "num_key_value_heads")}
-        fused = Phi3ForCausalLM(Phi3Config(num_hidden_layers=3, pad_token_id=0, **sizes, **heads))
-        save(trained(fused, lora(target_modules=[target])), folder)
-
-    return make
-
-
-def _mixture_of_experts(base: Any, folder: Path) -> None:
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    experts = lora(target_modules=None, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
-    save(trained(Qwen3MoeForCausalLM(config), experts), folder)
-
-
-def _corda(base: Any, folder: Path) -> None:
-    config = lora(init_lora_weights="corda", corda_config=CordaConfig())
-    preprocess_corda(base, config, run_model=lambda: base(torch.tensor([PROMPT * 4])))
-    with unwarned():
-        save(get_peft_model(base, config), folder)
-
-
-@dataclass(frozen=True)
 class Refused:
-    """An export that is refused by name."""
+    """An export that is refused by name; the words are of what is not served, and of the hint."""
 
-    make: Breaker
-    code: str
-    words: tuple[str, ...]
-    """The name of what is not served, and the hint."""
+    def __init__(self, code: str, make: Breaker, *words: str) -> None:
+        self.make, self.code, self.words = make, code, words
 
 
 _FEATURE, _TYPE, _TENSOR = "config.feature_unsupported", "config.peft_type_unsupported", "weights.tensor_not_allowed"
 _RECIPE = "path_initial_model_for_weight_conversion"
-_DROP_BOTH = ("drop embed_tokens and lm_head from target_modules, and retrain.",)
-_VOCABULARY = "without resizing the vocabulary"
+_DROP_BOTH = "drop embed_tokens and lm_head from target_modules, and retrain."
+_ZERO = ("ZeRO-3", "stage3_gather_16bit_weights_on_model_save")
 _SPLIT_QKV, _SPLIT_GATE = ("fused", "q_proj, k_proj and v_proj"), ("fused", "gate_proj and up_proj")
 
 
-REFUSED: dict[str, Refused] = {
-    "a rank above the limit": Refused(saved(lora(r=65)), "config.rank_invalid", ("65", "up to 64")),
+REFUSED = {
+    "a rank above the limit": Refused("config.rank_invalid", saved(r=65), "65", "up to 64"),
     "another task": Refused(
-        saved(lora(task_type="FEATURE_EXTRACTION")), "config.task_type_unsupported", ("task_type", "CAUSAL_LM")
+        "config.task_type_unsupported", saved(task_type="FEATURE_EXTRACTION"), "task_type", "CAUSAL_LM"
     ),
     "a regex in rank_pattern": Refused(
-        saved(lora(rank_pattern={r"layers\.[01]\..*q_proj": 4})),
         "config.pattern_unsupported",
-        ("rank_pattern", "regular expressions", "one by one"),
+        saved(rank_pattern={r"layers\.[01]\..*q_proj": 4}),
+        "rank_pattern",
+        "regular expressions",
+        "one by one",
     ),
     "patterns of a wrapped model": Refused(
-        _wrapped_patterns, "config.pattern_unsupported", ("wrapped model", "module name alone")
+        "config.pattern_unsupported", _wrapped_patterns, "wrapped model", "module name alone"
     ),
-    "DoRA": Refused(saved(lora(use_dora=True)), _FEATURE, ("DoRA", "use_dora=false")),
-    "DoRA without its config": Refused(_nameless_dora, _TENSOR, ("lora_magnitude_vector", "use_dora=false")),
-    "modules_to_save": Refused(saved(lora(modules_to_save=["lm_head"])), _FEATURE, ("modules_to_save", "null")),
+    "DoRA": Refused(_FEATURE, saved(use_dora=True), "DoRA", "use_dora=false"),
+    "DoRA without its config": Refused(
+        _TENSOR, edited(dict, lora(use_dora=True), use_dora=False), "lora_magnitude_vector", "use_dora=false"
+    ),
+    "modules_to_save": Refused(_FEATURE, saved(modules_to_save=["lm_head"]), "modules_to_save", "null"),
     "a head without its config": Refused(
-        with_tensor("base_model.model.lm_head.weight", 320, 64), _TENSOR, ("lm_head", "modules_to_save")
+        _TENSOR, with_tensor("base_model.model.lm_head.weight", 320, 64), "lm_head", "modules_to_save"
     ),
-    "LoRA on the embedding": Refused(saved(lora(target_modules=["embed_tokens", "q_proj"])), _TENSOR, _DROP_BOTH),
-    "LoRA on the head": Refused(saved(lora(target_modules=["lm_head", "q_proj"])), _TENSOR, _DROP_BOTH),
-    "more tokens": Refused(_new_vocabulary, _TENSOR, (_VOCABULARY, "save_embedding_layers")),
+    "LoRA on the embedding": Refused(_TENSOR, saved(target_modules=["embed_tokens", "q_proj"]), _DROP_BOTH),
+    "LoRA on the head": Refused(_TENSOR, saved(target_modules=["lm_head", "q_proj"]), _DROP_BOTH),
+    "more tokens": Refused(_TENSOR, _new_vocabulary, "without resizing the vocabulary", "save_embedding_layers"),
     "a copy of a base weight": Refused(
-        with_tensor(f"{ROOT}0.self_attn.q_proj.base_layer.weight", 64, 64),
         _TENSOR,
-        ("copy of a base weight", "save_pretrained"),
+        with_tensor(f"{ROOT}0.self_attn.q_proj.base_layer.weight", 64, 64),
+        "copy of a base weight",
+        "save_pretrained",
     ),
-    "trained tokens": Refused(
-        saved(lora(trainable_token_indices=[1, 2])), _FEATURE, ("trainable_token_indices", "Retrain")
-    ),
+    "trained tokens": Refused(_FEATURE, saved(trainable_token_indices=[1, 2]), "trainable_token_indices", "Retrain"),
     "trained biases": Refused(
-        with_tensor(f"{ROOT}0.self_attn.q_proj.base_layer.bias", 64), _TENSOR, ("trained bias", 'bias="none"')
+        _TENSOR, with_tensor(f"{ROOT}0.self_attn.q_proj.base_layer.bias", 64), "trained bias", 'bias="none"'
     ),
-    "lora_bias": Refused(saved(lora(lora_bias=True)), _FEATURE, ("lora_bias", "lora_bias=false")),
-    "PiSSA": Refused(saved(lora(init_lora_weights="pissa")), _FEATURE, ("pissa", _RECIPE)),
-    "fast PiSSA": Refused(saved(lora(init_lora_weights="pissa_niter_2")), _FEATURE, ("pissa_niter_2", _RECIPE)),
-    "OLoRA": Refused(saved(lora(init_lora_weights="olora")), _FEATURE, ("olora", _RECIPE)),
-    "CorDA": Refused(_corda, _FEATURE, ("corda", _RECIPE)),
-    "LoRA-GA": Refused(with_fields(init_lora_weights="lora_ga"), _FEATURE, ("lora_ga", _RECIPE)),
-    "LoftQ": Refused(with_fields(init_lora_weights="loftq"), _FEATURE, ("loftq", "Retrain")),
-    "KaSA": Refused(saved(lora(kasa_config=KasaConfig())), _FEATURE, ("KaSA", "Retrain")),
-    "layer_replication": Refused(
-        saved(lora(layer_replication=[[0, 2], [1, 3]])), _FEATURE, ("layer_replication", "merge")
+    "lora_bias": Refused(_FEATURE, saved(lora_bias=True), "lora_bias", "lora_bias=false"),
+    "PiSSA": Refused(_FEATURE, saved(init_lora_weights="pissa"), "pissa", _RECIPE),
+    "fast PiSSA": Refused(_FEATURE, saved(init_lora_weights="pissa_niter_2"), "pissa_niter_2", _RECIPE),
+    "OLoRA": Refused(_FEATURE, saved(init_lora_weights="olora"), "olora", _RECIPE),
+    "CorDA": Refused(
+        _FEATURE, with_fields(init_lora_weights="corda", corda_config={"corda_method": "ipm"}), "corda", _RECIPE
     ),
-    "target_parameters": Refused(_mixture_of_experts, _FEATURE, ("target_parameters", "target_modules")),
+    "LoRA-GA": Refused(_FEATURE, with_fields(init_lora_weights="lora_ga"), "lora_ga", _RECIPE),
+    "LoftQ": Refused(_FEATURE, with_fields(init_lora_weights="loftq"), "loftq", "Retrain"),
+    "KaSA": Refused(_FEATURE, saved(kasa_config=KasaConfig()), "KaSA", "Retrain"),
+    "layer_replication": Refused(_FEATURE, saved(layer_replication=[[0, 2], [1, 3]]), "layer_replication", "merge"),
+    "target_parameters": Refused(
+        _FEATURE, with_fields(target_parameters=["mlp.experts.down_proj"]), "target_parameters", "target_modules"
+    ),
     "experts without their config": Refused(
-        with_tensor(f"{ROOT}0.mlp.experts.base_layer.lora_A.weight", 32, 64), _TENSOR, ("Mixture-of-experts",)
+        _TENSOR, with_tensor(f"{ROOT}0.mlp.experts.base_layer.lora_A.weight", 32, 64), "Mixture-of-experts"
     ),
-    "aLoRA": Refused(saved(lora(alora_invocation_tokens=[1, 2])), _FEATURE, ("activated LoRA", "Retrain")),
+    "aLoRA": Refused(_FEATURE, saved(alora_invocation_tokens=[1, 2]), "activated LoRA", "Retrain"),
     "BD-LoRA": Refused(
-        saved(lora(target_modules=["q_proj"], use_bdlora=BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2))),
         _FEATURE,
-        ("block-diagonal", "Retrain"),
+        saved(target_modules=["q_proj"], use_bdlora=BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2)),
+        "block-diagonal",
+        "Retrain",
     ),
-    "QALoRA": Refused(saved(lora(use_qalora=True)), _FEATURE, ("QALoRA", "use_qalora=false")),
-    "Arrow": Refused(with_fields(arrow_config={"top_k": 3}), _FEATURE, ("Arrow", "one by one")),
+    "QALoRA": Refused(_FEATURE, saved(use_qalora=True), "QALoRA", "use_qalora=false"),
+    "Arrow": Refused(_FEATURE, with_fields(arrow_config={"top_k": 3}), "Arrow", "one by one"),
     "VeRA": Refused(
-        saved(VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])), _TYPE, ("VERA", "Retrain as LoRA")
+        _TYPE, saved(VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])), "VERA", "Retrain as LoRA"
     ),
     "prefix tuning": Refused(
-        saved(PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
         _TYPE,
-        ("PREFIX_TUNING", "Retrain as LoRA"),
+        saved(PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
+        "PREFIX_TUNING",
+        "Retrain as LoRA",
     ),
-    "Conv1D": Refused(with_fields(fan_in_fan_out=True), _FEATURE, ("fan_in_fan_out", "false")),
+    "Conv1D": Refused(_FEATURE, with_fields(fan_in_fan_out=True), "fan_in_fan_out", "false"),
     "empty tensors": Refused(
-        edited(lambda tensors: {name: torch.empty(0) for name in tensors}),
-        "weights.shape_invalid",
-        ("ZeRO-3", "stage3_gather_16bit_weights_on_model_save"),
+        "weights.shape_invalid", edited(lambda tensors: {name: torch.empty(0) for name in tensors}), *_ZERO
     ),
-    "no tensors": Refused(
-        edited(lambda _: {}), "weights.empty", ("ZeRO-3", "stage3_gather_16bit_weights_on_model_save")
-    ),
+    "no tensors": Refused("weights.empty", edited(lambda _: {}), *_ZERO),
     "plain and multimodal names": Refused(
-        edited(
-            lambda tensors: {
-                name.replace(f"{ROOT}1", "base_model.model.model.language_model.layers.1"): tensor
-                for name, tensor in tensors.items()
-            }
-        ),
-        _TENSOR,
-        ("two models", "by itself"),
+        _TENSOR, renamed(f"{ROOT}1", "base_model.model.model.language_model.layers.1"), "two models", "by itself"
     ),
     "a vision tower": Refused(
-        renamed("model.layers.2", "model.vision_tower.encoder.layers.2"),
         _TENSOR,
-        ("vision_tower", "language model's layers alone"),
+        renamed("model.layers.2", "model.vision_tower.encoder.layers.2"),
+        "vision_tower",
+        "language model's layers alone",
     ),
-    "two adapters": Refused(_two_adapters, _TENSOR, ("two adapters", "default", "other", "by itself")),
-    "one matrix twice": Refused(edited(_twice), "weights.duplicate_tensor", ("two spellings", "Keep one")),
-    "MLX with DoRA": Refused(_mlx_with(fine_tune_type="dora"), _FEATURE, ("'dora'", "--fine-tune-type lora")),
-    "all of it with MLX": Refused(_mlx_with(fine_tune_type="full"), _FEATURE, ("'full'", "lora")),
+    "two adapters": Refused(_TENSOR, _two_adapters, "two adapters", "default", "other", "by itself"),
+    "one matrix twice": Refused("weights.duplicate_tensor", edited(_twice), "two spellings", "Keep one"),
+    "MLX with DoRA": Refused(_FEATURE, _mlx_with(fine_tune_type="dora"), "'dora'", "--fine-tune-type lora"),
+    "all of it with MLX": Refused(_FEATURE, _mlx_with(fine_tune_type="full"), "'full'", "lora"),
     "MLX of another scale": Refused(
-        _mlx_with(fine_tune_type=None, lora_parameters={"rank": 6, "scale": 10.0, "alpha": 16}),
         "config.field_unsupported",
-        ("alpha and scale", "Remove alpha"),
+        _mlx_with(fine_tune_type=None, lora_parameters={"rank": 6, "scale": 10.0, "alpha": 16}),
+        "alpha and scale",
+        "Remove alpha",
     ),
-    "linear_qkv": Refused(renamed("self_attn.q_proj", "self_attention.linear_qkv"), _TENSOR, ("NeMo", *_SPLIT_QKV)),
-    "linear_fc1": Refused(renamed("self_attn.q_proj", "mlp.linear_fc1"), _TENSOR, ("NeMo", *_SPLIT_GATE)),
-    "qkv_proj of Phi-3": Refused(_phi3("qkv_proj"), _TENSOR, ("qkv_proj", *_SPLIT_QKV)),
-    "gate_up_proj of Phi-3": Refused(_phi3("gate_up_proj"), _TENSOR, ("gate_up_proj", *_SPLIT_GATE)),
-    "a value head": Refused(with_tensor("v_head.summary.weight", 1, 64), _TENSOR, ("v_head", "value head", "leave")),
+    "linear_qkv": Refused(_TENSOR, renamed("self_attn.q_proj", "self_attention.linear_qkv"), "NeMo", *_SPLIT_QKV),
+    "linear_fc1": Refused(_TENSOR, renamed("self_attn.q_proj", "mlp.linear_fc1"), "NeMo", *_SPLIT_GATE),
+    "qkv_proj of Phi-3": Refused(_TENSOR, renamed("self_attn.q_proj", "self_attn.qkv_proj"), "qkv_proj", *_SPLIT_QKV),
+    "gate_up_proj of Phi-3": Refused(
+        _TENSOR, renamed("self_attn.q_proj", "mlp.gate_up_proj"), "gate_up_proj", *_SPLIT_GATE
+    ),
+    "a value head": Refused(_TENSOR, with_tensor("v_head.summary.weight", 1, 64), "v_head", "value head", "leave"),
     "a pickle": Refused(
-        lambda base, folder: save(trained(base, lora()), folder, safe_serialization=False),
         "weights.not_safetensors",
-        ("adapter_model.bin", "load(", "weights_only=True", "save_file"),
+        lambda base, folder: save(trained(base, lora()), folder, safe_serialization=False),
+        "adapter_model.bin",
+        "load(",
+        "weights_only=True",
+        "save_file",
     ),
 }

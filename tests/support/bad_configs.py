@@ -19,9 +19,8 @@ def config_cases(weights: bytes, max_rank: int) -> Iterator[BadUpload]:
     for field, code, values in _config_values(max_rank):
         for number, value in enumerate(values):
             raw = config_bytes(**{field: value})
-            yield BadUpload(
-                f"config: {field[:20]}={ascii(value)[:40]} ({code[7:]} {number})", code, partial(Upload, raw, weights)
-            )
+            name = f"config: {field[:20]}={ascii(value)[:40]} ({code[7:]} {number})"
+            yield BadUpload(name, code, partial(Upload, raw, weights))
 
 
 def _config_texts() -> list[tuple[str, str, bytes]]:
@@ -93,21 +92,12 @@ _AUTO_MAPPINGS: list[Any] = [
 
 
 def _config_values(max_rank: int) -> list[tuple[str, str, list[Any]]]:
-    hostile_patterns: list[Any] = [
-        {key: 8}
-        for key in (
-            EVIL_REGEX,
-            ".*",
-            "^model.layers.0.self_attn.q_proj",
-            "q_proj|v_proj",
-            "(q_proj",
-            "q_proj$",
-            "q.proj",
-        )
-    ]
-    hostile_patterns += [
-        {key: 8} for key in ("", ".q_proj", "q_proj.", "a..b", "q proj", "q_pröj", "a" * 300, "q_proj\n")
-    ]
+    keys = (
+        *(EVIL_REGEX, ".*", "^model.layers.0.self_attn.q_proj", "q_proj|v_proj", "(q_proj", "q_proj$", "q.proj"),
+        *("", ".q_proj", "q_proj.", "a..b", "q proj", "q_pr\u00f6j", "a" * 300, "q_proj\n"),
+    )
+    hostile_patterns = [{key: 8} for key in keys]
+    wrong_ranks = [{"q_proj": rank} for rank in (0, -1, "8", True, 8.5, None, [8], max_rank + 1)]
     return [
         ("r", "config.rank_invalid", [0, -4, "4", True, 4.5, 10**9, 10**30, [], {}, max_rank + 1, 2**63]),
         ("r", "config.field_missing", [None]),
@@ -122,11 +112,8 @@ def _config_values(max_rank: int) -> list[tuple[str, str, list[Any]]]:
         ("fan_in_fan_out", _FEATURE, [True, "false"]),
         ("layer_replication", _FEATURE, [[[0, 2], [1, 2]] * 500, [[0, 1]], 1]),
         ("trainable_token_indices", _FEATURE, [[1, 2], {"embed_tokens": [1]}]),
-        ("target_parameters", _FEATURE, [["mlp.experts.gate_up_proj"]]),
         ("alora_invocation_tokens", _FEATURE, [[1, 2, 3], []]),
-        ("use_qalora", _FEATURE, [True]),
         ("use_bdlora", _FEATURE, [{"nblocks": 2}, {}]),
-        ("arrow_config", _FEATURE, [{"top_k": 3}]),
         ("kasa_config", _FEATURE, [{"beta": 0.1}, {}]),
         ("monteclora_config", _FEATURE, [{"num_samples": 8}]),
         ("velora_config", _FEATURE, [{"num_groups": 64}]),
@@ -137,11 +124,7 @@ def _config_values(max_rank: int) -> list[tuple[str, str, list[Any]]]:
         ("megatron_core", _FIELD, ["antigravity", "os", True, {}]),
         ("rank_pattern", _PATTERN, hostile_patterns),
         ("rank_pattern", "config.pattern_invalid", [[], "q_proj", 8, {f"m{i}": 8 for i in range(1025)}]),
-        (
-            "rank_pattern",
-            "config.rank_invalid",
-            [{"q_proj": v} for v in (0, -1, "8", True, 8.5, None, [8], max_rank + 1)],
-        ),
+        ("rank_pattern", "config.rank_invalid", wrong_ranks),
         ("alpha_pattern", _PATTERN, hostile_patterns),
         ("alpha_pattern", "config.pattern_invalid", [[], "q_proj"]),
         ("alpha_pattern", "config.alpha_invalid", [{"q_proj": v} for v in (0, -1, "8", True, 1e308, None, 8 * 65)]),

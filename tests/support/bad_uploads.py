@@ -18,11 +18,10 @@ def good_upload(base: BaseShape) -> Upload:
     return Upload(config_bytes(), weights_bytes(q_and_v(base)))
 
 
-def bad_uploads(base: BaseShape, max_rank: int = 64) -> list[BadUpload]:
+def bad_uploads(base: BaseShape) -> list[BadUpload]:
     """All cases for a base."""
-    cases = [*container_cases(base), *meaning_cases(base), *config_cases(good_upload(base).weights, max_rank)]
+    cases = [*container_cases(base), *meaning_cases(base), *config_cases(good_upload(base).weights, max_rank=64)]
     names = [case.name for case in cases]
-    repeated = {name for name in names if names.count(name) > 1}
-    if repeated:
+    if repeated := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"two cases share a name: {sorted(repeated)}")
     return cases

@@ -24,44 +24,38 @@ def container_cases(base: BaseShape) -> Iterator[BadUpload]:
     good = weights_bytes(q_and_v(base))
     for name, code, weights in [*_lengths(good), *_other_formats(), *_headers(), *_entries(base)]:
         yield _case(f"container: {name}", code, weights)
-    for name, code, header in _HUGE_HEADERS:
+    huge = (
+        ("a million empty tensors", "weights.header_too_large", partial(_many_tensors, 1_000_000)),
+        ("99 MB of spaces", "weights.header_too_large", partial(bytes.__mul__, b" ", 99_000_000)),
+        ("9,000 empty tensors", "weights.too_many_tensors", partial(_many_tensors, 9000)),
+    )
+    for name, code, header in huge:
         yield BadUpload(f"container: {name}", code, partial(_with_header, header))
-
-
-_EMPTY_TENSOR = b'"t%07d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
-
-
-def _many_tensors(count: int) -> bytes:
-    return b"{" + b",".join(_EMPTY_TENSOR % i for i in range(count)) + b"}"
-
-
-_HUGE_HEADERS: list[tuple[str, str, Callable[[], bytes]]] = [
-    ("a million empty tensors", "weights.header_too_large", partial(_many_tensors, 1_000_000)),
-    ("99 MB of spaces", "weights.header_too_large", partial(bytes.__mul__, b" ", 99_000_000)),
-    ("9,000 empty tensors", "weights.too_many_tensors", partial(_many_tensors, 9000)),
-]
 
 
 def _with_header(make: Callable[[], bytes]) -> Upload:
     return Upload(config_bytes(), container(make()))
 
 
+def _many_tensors(count: int) -> bytes:
+    return (
+        b"{" + b",".join(b'"t%07d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % i for i in range(count)) + b"}"
+    )
+
+
 def _lengths(good: bytes) -> list[tuple[str, str, bytes]]:
     return [
         ("empty file", "weights.header_truncated", b""),
-        ("one byte", "weights.header_truncated", b"\0"),
         ("seven bytes", "weights.header_truncated", good[:7]),
         ("eight bytes", "weights.header_truncated", good[:8]),
         ("cut inside the header", "weights.header_truncated", good[:60]),
         ("length beyond the file", "weights.header_truncated", container(b"{}", length=1000)),
         ("length one too large", "weights.header_truncated", container(b"{}", length=3)),
         ("length 2**64-1", "weights.header_too_large", container(b"{}", length=2**64 - 1)),
-        ("length 2**63", "weights.header_too_large", container(b"{}", length=2**63)),
         ("length one over the limit", "weights.header_too_large", container(b"{}", length=(1 << 20) + 1)),
         ("length 0", "weights.header_invalid", container(b"")),
         ("length 0 before a good file", "weights.header_invalid", bytes(8) + good),
         ("truncated body", "weights.truncated", good[:-1]),
-        ("half of the body", "weights.truncated", good[: len(good) * 2 // 3]),
         ("one byte after the end", "weights.trailing_bytes", good + b"\0"),
         ("a zip after the end", "weights.trailing_bytes", good + _zip()),
     ]
@@ -74,23 +68,13 @@ def _zip() -> bytes:
     return buffer.getvalue()
 
 
-def _tar(name: str) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        entry = tarfile.TarInfo(name)
-        entry.size = 1
-        archive.addfile(entry, io.BytesIO(b"x"))
-    return buffer.getvalue()
-
-
 def _other_formats() -> list[tuple[str, str, bytes]]:
     code = "weights.not_safetensors"
     formats: list[tuple[str, bytes]] = [
         *((f"pickle protocol {p}", pickle.dumps(MaliciousPickle(), protocol=p)) for p in range(6)),
         ("zip", _zip()),
         ("empty zip", b"PK\x05\x06" + bytes(18)),
-        ("tar", _tar("x")),
-        ("tar with a path", _tar("../../../etc/cron.d/x")),
+        ("tar", tarfile.TarInfo("x").tobuf() + bytes(1024)),
         ("gzip", gzip.compress(b"x" * 100, mtime=0)),
         ("gzip of today", gzip.compress(b"x" * 100, mtime=1_800_000_000)),
         ("7z", b"7z\xbc\xaf\x27\x1c\0\4" + bytes(64)),
@@ -116,10 +100,8 @@ def _headers() -> list[tuple[str, str, bytes]]:
         ("two JSON values", b"{}{}"),
         ("JSON list", b"[1]"),
         ("JSON string", b'"{}"'),
-        ("JSON null", b"null"),
         ("leading space", b" {}"),
         ("byte order mark", b"\xef\xbb\xbf{}"),
-        ("only spaces", b" " * 64),
         ("nested lists", b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
         ("nested objects", b'{"a":' * 50_000 + b"1" + b"}" * 50_000),
         ("a quote without end", b'{"' + b'\\"' * 400_000),
@@ -132,7 +114,6 @@ def _headers() -> list[tuple[str, str, bytes]]:
         ("metadata is a list", b'{"__metadata__":[]}'),
         ("metadata holds a number", b'{"__metadata__":{"format":1}}'),
         ("an entry is a number", b'{"a":1}'),
-        ("an entry is null", b'{"a":null}'),
         ("an entry without shape", b'{"a":{"dtype":"F32","data_offsets":[0,4]}}'),
         ("an entry with a fourth key", b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],"x":1}}'),
     ]
@@ -206,7 +187,7 @@ def meaning_cases(base: BaseShape) -> Iterator[BadUpload]:
         ("A of another rank", "weights.rank_mismatch", {first_a: tensor((4, width_in))}),
         ("B of another rank", "weights.rank_mismatch", {first_b: tensor((width_out, 16))}),
         (
-            "A and B of another rank than r",
+            "both of rank 16",
             "weights.rank_mismatch",
             {first_a: tensor((16, width_in)), first_b: tensor((width_out, 16))},
         ),
@@ -234,32 +215,23 @@ def _names(base: BaseShape) -> Iterator[BadUpload]:
     layer = "base_model.model.model.layers.0"
     names = [
         ("path traversal", "weights.name_invalid", "../../etc/passwd"),
-        ("absolute path", "weights.name_invalid", "/etc/passwd"),
         ("empty name", "weights.name_invalid", ""),
         ("name of 64 KB", "weights.name_invalid", "a" * 65536),
         ("name of 257 characters", "weights.name_invalid", "a" * 257),
         ("NUL in a name", "weights.name_invalid", "a\0b"),
         ("newline in a name", "weights.name_invalid", "a\nlevel=ERROR"),
-        ("escape sequence in a name", "weights.name_invalid", "a\x1b[31m"),
         ("letters beyond ASCII", "weights.name_invalid", "base_model.modél.q"),
         ("lone surrogate", "weights.name_invalid", "a\ud800"),
         ("two dots", "weights.name_invalid", f"{layer}..self_attn.q_proj.lora_A.weight"),
         ("the embedding", not_allowed, "base_model.model.model.embed_tokens.weight"),
-        ("the output head", not_allowed, "base_model.model.lm_head.weight"),
-        ("LoRA on the output head", not_allowed, "base_model.model.lm_head.lora_A.weight"),
-        ("LoRA on the embedding", not_allowed, "base_model.model.model.embed_tokens.lora_embedding_A"),
         ("a base weight", not_allowed, f"{layer}.self_attn.q_proj.weight"),
-        ("a base layer", not_allowed, f"{layer}.self_attn.q_proj.base_layer.weight"),
         ("a norm", not_allowed, f"{layer}.input_layernorm.weight"),
         ("unknown module", not_allowed, f"{layer}.self_attn.evil.lora_A.weight"),
         ("unknown module without parent", not_allowed, "evil"),
-        ("DoRA magnitudes", not_allowed, f"{layer}.self_attn.q_proj.lora_magnitude_vector"),
-        ("a bias of B", not_allowed, f"{layer}.self_attn.q_proj.lora_B.bias"),
         ("token deltas", not_allowed, "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"),
-        ("a fused module", not_allowed, f"{layer}.self_attn.qkv_proj.lora_A.weight"),
+        ("a bias of B", not_allowed, f"{layer}.self_attn.q_proj.lora_B.bias"),
         ("module of another parent", not_allowed, f"{layer}.mlp.q_proj.lora_A.weight"),
         ("layer beyond the base", not_allowed, lora_name(base.num_layers, Q, "A")),
-        ("layer 10**9", not_allowed, lora_name(10**9, Q, "A")),
         ("layer -1", not_allowed, lora_name(-1, Q, "A")),
         ("layer 00", not_allowed, f"{layer}0.self_attn.q_proj.lora_A.weight"),
         ("no base_model prefix", not_allowed, "model.layers.0.mlp.up_proj.lora_A.weight"),

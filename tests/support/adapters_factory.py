@@ -15,9 +15,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from lora_files import base_shape
+from lora_files import PEFT_DEFAULTS, base_shape
 from weft.adapters.base_shape import MODULE_PATHS, SITES, BaseShape
-from weft.adapters.checkpoint.reader import Checkpoint
+from weft.adapters.checkpoint.reader import Checkpoint, read_checkpoint
+from weft.adapters.lora.layout import LoraLayout, plan_layout
+from weft.adapters.lora.packing import Packing
+from weft.memory.geometry import PageGeometry
 
 ALL_MODULES = tuple(range(len(MODULE_PATHS)))
 Q_AND_V = (0, 2)
@@ -31,6 +34,18 @@ def tiny_base(num_layers: int = 2, hidden: int = 48, kv: int = 16, intermediate:
 def tensor_bytes(content: bytes, checkpoint: Checkpoint) -> io.BytesIO:
     """The content of a weights file from its first tensor on, as a packer reads it."""
     return io.BytesIO(content[min(tensor.start for tensor in checkpoint.tensors) :])
+
+
+def packed(
+    folder: Path, base: BaseShape, geometry: PageGeometry, dtype: torch.dtype, max_rank: int = 256
+) -> tuple[Checkpoint, LoraLayout, torch.Tensor]:
+    """A checkpoint, its layout, and its page images, which were NaN before: bytes [pages, page_bytes]."""
+    path = folder / "adapter_model.safetensors"
+    checkpoint = read_checkpoint((folder / "adapter_config.json").read_bytes(), path, base, max_rank)
+    layout = plan_layout(checkpoint.ranks, base, geometry)
+    images = torch.full((layout.num_pages, geometry.page_bytes), 0xFF, dtype=torch.uint8)
+    Packing(checkpoint, layout, base, geometry).pack(tensor_bytes(path.read_bytes(), checkpoint), list(images), dtype)
+    return checkpoint, layout, images
 
 
 @dataclass(frozen=True)
@@ -99,18 +114,14 @@ def random_lora(
             lora_a[layer, module] = torch.randn(r, shape.in_features, generator=generator) / shape.in_features**0.5
             lora_b[layer, module] = torch.randn(shape.out_features, r, generator=generator) / (4 * r**0.5)
             scalings[layer, module] = module_alpha / (r**0.5 if use_rslora else r)
-    config: dict[str, object] = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+    config = {
+        **PEFT_DEFAULTS,
         "r": rank,
         "lora_alpha": alpha,
         "target_modules": [base.modules[module].name for module in modules],
         "use_rslora": use_rslora,
         "rank_pattern": dict(rank_pattern or {}),
         "alpha_pattern": dict(alpha_pattern or {}),
-        "bias": "none",
         "layers_to_transform": None if layers is None else list(layers),
-        "base_model_name_or_path": "tiny",
-        "inference_mode": True,
     }
     return RandomLora(base, lora_a, lora_b, scalings, config)

@@ -88,10 +88,9 @@ def install() -> None:
     _watch(blobs.BlobWriter, "commit", "blob")
     _watch(os, "rename", "rename", lambda *_, **options: "src_dir_fd" in options)
     _watch(adapters.Adapters, "publishing", "transaction")
-    _watch(
-        uploads.Publication, "check_limits", "limits"
-    )  # in the transaction, whose rows are written and not committed
-    _watch(Metrics, "learn_adapter", "naming")  # after the transaction
+    # In the transaction, whose rows are written and not committed; and after it.
+    _watch(uploads.Publication, "check_limits", "limits")
+    _watch(Metrics, "learn_adapter", "naming")
     _watch(upload_guards, "answered", "answer")
     _watch(uploads.Uploads, "create", "announcement")
     _watch(piecewise, "write_all", "staged bytes", lambda _, chunk: len(chunk) > 0)

@@ -212,15 +212,18 @@ class FakeEngine:
             return self._written(request)
         hypotheses = []
         for index in range(request.beam.width):
-            first, *rest = self._written(replace(request, beam=None, choice_index=index))
-            merged = replace(
-                rest[-1] if rest else first,
-                token_ids=[token for output in (first, *rest) for token in output.token_ids],
-                logprobs=[entry for output in (first, *rest) for entry in output.logprobs or ()] or None,
+            parts = self._written(replace(request, beam=None, choice_index=index))
+            facts = parts[0] if index == 0 else RequestOutput(request_id=request.request_id)
+            hypotheses.append(
+                replace(
+                    parts[-1],
+                    token_ids=[token for output in parts for token in output.token_ids],
+                    logprobs=[entry for output in parts for entry in output.logprobs or ()] or None,
+                    adapter_state=facts.adapter_state,
+                    queue_s=facts.queue_s,
+                    cached_tokens=facts.cached_tokens,
+                )
             )
-            facts = first if index == 0 else RequestOutput(request_id=request.request_id)
-            state, queue_s, cached = facts.adapter_state, facts.queue_s, facts.cached_tokens
-            hypotheses.append(replace(merged, adapter_state=state, queue_s=queue_s, cached_tokens=cached))
         reason = hypotheses[0].finish_reason
         return [RequestOutput(request_id=request.request_id, finish_reason=reason, hypotheses=hypotheses)]
 

@@ -9,18 +9,15 @@ from pathlib import Path
 
 import torch
 
-from adapters_factory import Q_AND_V, RandomLora, random_lora, tensor_bytes, tiny_base
+from adapters_factory import Q_AND_V, RandomLora, packed, random_lora, tiny_base
 from numerics import assert_close
 from residency_parts import tiny_geometry
-from weft.adapters.base_shape import SITES, BaseShape
-from weft.adapters.checkpoint.reader import read_checkpoint
-from weft.adapters.lora.layout import plan_layout
-from weft.adapters.lora.packing import Packing
+from weft.adapters.base_shape import SITES
 from weft.adapters.lora.step import PagedLora
 from weft.adapters.lora.tables import AdapterTables
 from weft.memory.arena import Arena
 
-MAX_RANK = 64
+MAX_RANK, NUM_PAGES = 64, 400
 BASE = tiny_base()
 
 BATCHES = {
@@ -38,27 +35,20 @@ BATCHES = {
 class LoraArena:
     """An arena of random pages, all NaN but those of the adapters put into it."""
 
-    def __init__(self, base: BaseShape, dtype: torch.dtype, slots: int = 12, num_pages: int = 400) -> None:
-        self.base = base
-        geometry = tiny_geometry(base, dtype)
-        self.arena = Arena(geometry, num_pages, torch.device("cpu"), dtype)
-        self.arena.poison(range(1, num_pages))
-        self.tables = AdapterTables(slots, base, MAX_RANK, geometry, self.arena.device)
+    def __init__(self, dtype: torch.dtype) -> None:
+        geometry = tiny_geometry(BASE, dtype)
+        self.arena = Arena(geometry, NUM_PAGES, torch.device("cpu"), dtype)
+        self.arena.poison(range(1, NUM_PAGES))
+        self.tables = AdapterTables(12, BASE, MAX_RANK, geometry, self.arena.device)
         self.loras: dict[int, RandomLora] = {}
-        self._free = list(range(1, num_pages))
+        self._free = list(range(1, NUM_PAGES))
         random.Random(0).shuffle(self._free)
 
     def put(self, slot: int, lora: RandomLora) -> None:
         """Pack an adapter into pages of its own, as a load would."""
         with tempfile.TemporaryDirectory() as folder:
-            path = lora.save(Path(folder)) / "adapter_model.safetensors"
-            config = (path.parent / "adapter_config.json").read_bytes()
-            checkpoint = read_checkpoint(config, path, self.base, MAX_RANK)
-            weights = tensor_bytes(path.read_bytes(), checkpoint)
-        geometry = self.arena.geometry
-        layout = plan_layout(checkpoint.ranks, self.base, geometry)
-        images = torch.full((layout.num_pages, geometry.page_bytes), 0xFF, dtype=torch.uint8)
-        Packing(checkpoint, layout, self.base, geometry).pack(weights, list(images), self.arena.dtype)
+            lora.save(Path(folder))
+            checkpoint, layout, images = packed(Path(folder), BASE, self.arena.geometry, self.arena.dtype, MAX_RANK)
         pages = [self._free.pop(0) for _ in range(layout.num_pages)]
         self.arena.bytes[pages] = images
         self.tables.write(slot, layout, pages, checkpoint.ranks, checkpoint.scalings)
@@ -82,30 +72,30 @@ class LoraArena:
     def _inputs(self, num_rows: int) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
         generator = torch.Generator().manual_seed(0)
         inputs = {}
-        for layer in range(self.base.num_layers):
+        for layer in range(BASE.num_layers):
             for site, shape in enumerate(SITES):
-                x = torch.randn(num_rows, self.base.modules[shape.modules[0]].in_features, generator=generator)
-                y = torch.randn(num_rows, sum(self.base.site_widths(site)), generator=generator)
+                x = torch.randn(num_rows, BASE.modules[shape.modules[0]].in_features, generator=generator)
+                y = torch.randn(num_rows, sum(BASE.site_widths(site)), generator=generator)
                 inputs[layer, site] = (x.to(self.arena.dtype), y.to(self.arena.dtype))
         return inputs
 
 
-def mixed_loras(base: BaseShape = BASE) -> list[RandomLora]:
+def mixed_loras() -> list[RandomLora]:
     """Ranks 1 to 64, all modules and few, patterns, one layer only."""
     return [
-        random_lora(base, 8, seed=1),
-        random_lora(base, 16, seed=2, modules=Q_AND_V),
-        random_lora(base, 64, seed=3),
-        random_lora(base, 1, seed=4, alpha=3.0),
-        random_lora(base, 4, seed=5, layers=(1,)),
-        random_lora(base, 24, seed=6, modules=(3, 6), alpha=8.0, use_rslora=True),
-        random_lora(base, 8, seed=7, rank_pattern={"q_proj": 32, "up_proj": 2}, alpha_pattern={"v_proj": 5.0}),
-        random_lora(base, 8, seed=8, modules=(4, 5)),
+        random_lora(BASE, 8, seed=1),
+        random_lora(BASE, 16, seed=2, modules=Q_AND_V),
+        random_lora(BASE, 64, seed=3),
+        random_lora(BASE, 1, seed=4, alpha=3.0),
+        random_lora(BASE, 4, seed=5, layers=(1,)),
+        random_lora(BASE, 24, seed=6, modules=(3, 6), alpha=8.0, use_rslora=True),
+        random_lora(BASE, 8, seed=7, rank_pattern={"q_proj": 32, "up_proj": 2}, alpha_pattern={"v_proj": 5.0}),
+        random_lora(BASE, 8, seed=8, modules=(4, 5)),
     ]
 
 
 def fill(dtype: torch.dtype = torch.float32, loras: Sequence[RandomLora] | None = None) -> LoraArena:
-    lora_arena = LoraArena(BASE, dtype)
+    lora_arena = LoraArena(dtype)
     for slot, lora in enumerate(mixed_loras() if loras is None else loras):
         lora_arena.put(slot, lora)
     return lora_arena

@@ -13,7 +13,6 @@ SCRAPE_LABELS = {"job", "instance"}
 """What Prometheus adds to everything it scrapes."""
 FOREIGN = {"up": SCRAPE_LABELS, "ALERTS": {*SCRAPE_LABELS, "alertname", "alertstate", "severity", "tenant"}}
 """Series that Prometheus makes itself."""
-_STRING = re.compile(r'"[^"]*"')
 _SELECTOR = re.compile(r"\b([a-z_]+:\w+(?::\w+)?|weft_\w+|up|ALERTS)\b\s*(\{[^{}]*\})?")
 _MATCHER = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"([^"]*)"')
 _GROUPING = re.compile(r"\bby\s*\(([^()]*)\)")

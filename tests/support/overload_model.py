@@ -19,12 +19,13 @@ from weft.errors import CapacityError, RateLimitError
 from weft.server.limits.gate import Admission, Gate
 from weft.server.limits.prediction import Ask
 
+CAPACITY = 4000.0
+"""Units per second that the engine computes."""
+MAX_WAIT_S = 10.0
+PROMPT = OUTPUT = 100
+"""Tokens of a prompt, and about so many of an answer."""
 ROWS = 64
 STEP_UNITS = 512.0
-MAX_WAIT_S = 10.0
-PROMPT = 100
-OUTPUT = 100
-"""Tokens; of the output on average."""
 REPORT_S = 0.1
 RATE_SPAN_S = 1.0
 
@@ -51,10 +52,9 @@ class Client:
 
 
 class ModelEngine:
-    """Computes `capacity` units per second."""
+    """Computes steps for the tenants that share it."""
 
-    def __init__(self, capacity: float, weights: dict[str, float]) -> None:
-        self.capacity = capacity
+    def __init__(self, weights: dict[str, float]) -> None:
         self.prices = Prices()
         self.weights = weights
         self.requests: dict[str, list[Client]] = {}
@@ -74,25 +74,21 @@ class ModelEngine:
     def step(self, now_s: float) -> tuple[float, list[Client], list[Client]]:
         """Seconds that the step takes, who got a first output, and who ended."""
         chosen: list[Client] = []
-        order = [(self.served[name] / self.weights[name], name) for name, there in self.requests.items() if there]
-        heapq.heapify(order)
         taken: Counter[str] = Counter()
         spent: dict[str, float] = defaultdict(float)
-        while order and len(chosen) < ROWS and sum(spent.values()) < STEP_UNITS:
-            _, name = order[0]
+        while len(chosen) < ROWS and sum(spent.values()) < STEP_UNITS:
+            waiting = [name for name, there in self.requests.items() if taken[name] < len(there)]
+            if not waiting:
+                break
+            name = min(waiting, key=lambda name: (self.served[name] / self.weights[name], name))
             client = self.requests[name][taken[name]]
             taken[name] += 1
-            context = PROMPT + client.output - client.left
-            cost = self.prices.output + context * self.prices.context
+            cost = self.prices.output + (PROMPT + client.output - client.left) * self.prices.context
             if not client.is_started:
                 cost += PROMPT * (self.prices.prompt + self.prices.prompt_context * PROMPT / 2)
             self.served[name] += cost
             spent[name] += cost
             chosen.append(client)
-            if taken[name] < len(self.requests[name]):
-                heapq.heapreplace(order, (self.served[name] / self.weights[name], name))
-            else:
-                heapq.heappop(order)
         first = [client for client in chosen if not client.is_started]
         for client in chosen:
             client.is_started = True
@@ -100,7 +96,7 @@ class ModelEngine:
         ended = [client for client in chosen if not client.left]
         for client in ended:
             self.requests[client.tenant].remove(client)
-        seconds = sum(spent.values()) / self.capacity
+        seconds = sum(spent.values()) / CAPACITY
         self.recent += [(now_s + seconds, name, units) for name, units in spent.items()]
         for name, units in spent.items():
             self.units[name] += units
@@ -115,7 +111,7 @@ class ModelEngine:
         self.load = EngineLoad(
             boot_id="model",
             seq=self._seq,
-            rate=self.capacity,
+            rate=CAPACITY,
             rows=ROWS,
             tenants={
                 name: TenantLoad(weight=self.weights[name], rate=rates[name])
@@ -141,10 +137,9 @@ class Traffic:
 class Overload:
     """Runs traffic against a gate before a model engine."""
 
-    def __init__(self, traffic: list[Traffic], capacity: float) -> None:
+    def __init__(self, traffic: list[Traffic]) -> None:
         self.now_s = 1000.0
-        weights = dict.fromkeys((one.tenant for one in traffic), 1.0)
-        self.engine = ModelEngine(capacity, weights)
+        self.engine = ModelEngine(dict.fromkeys((one.tenant for one in traffic), 1.0))
         self.engine.report(self.now_s)
         self.gate = Gate(MAX_WAIT_S, 4096, lambda: self.engine.load, lambda: self.now_s)
         self.clients: list[Client] = []

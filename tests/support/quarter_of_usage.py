@@ -6,15 +6,12 @@ import random
 from datetime import UTC, datetime, timedelta
 
 from registry_samples import usage_event
-from weft.registry.db.database import Database
 from weft.registry.records import UsageEvent
-from weft.registry.usage.write import insert_events
 
 START = datetime(2026, 1, 20, 3, 17, tzinfo=UTC)
 """The 90 days hold 8 March, when New York's clocks go forward; neither end is a whole hour."""
 END = START + timedelta(days=90)
 EVENTS, ADAPTERS, TENANTS = 20_000, 200, 20
-_CHUNK = 10_000
 
 
 def quarter() -> list[UsageEvent]:
@@ -22,16 +19,7 @@ def quarter() -> list[UsageEvent]:
     rng = random.Random(90)
     seconds = sorted(rng.uniform(0, 90 * 86_400) for _ in range(EVENTS))
     adapters = rng.choices(range(ADAPTERS), weights=[1 / (5 + n) for n in range(ADAPTERS)], k=EVENTS)
-    return [
-        _event(number, at, adapter, rng) for number, (at, adapter) in enumerate(zip(seconds, adapters, strict=True))
-    ]
-
-
-async def insert_quarter(database: Database, events: list[UsageEvent]) -> None:
-    """Insert them as the ledger does."""
-    for first in range(0, len(events), _CHUNK):
-        async with database.write() as session:
-            await insert_events(session, events[first : first + _CHUNK])
+    return [_event(number, *each, rng) for number, each in enumerate(zip(seconds, adapters, strict=True))]
 
 
 def _event(number: int, seconds: float, adapter: int, rng: random.Random) -> UsageEvent:

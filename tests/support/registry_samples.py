@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -14,8 +14,10 @@ from sqlalchemy import Engine, event
 
 from weft.adapters.ref import LoraSpec, content_digest
 from weft.registry.db import migrations
+from weft.registry.db.database import Database
 from weft.registry.records import Adapter, AdapterVersion, UsageEvent, VersionFacts
 from weft.registry.registry import Registry
+from weft.registry.usage.write import insert_events
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 
@@ -81,6 +83,13 @@ def kept_statements() -> Iterator[list[str]]:
         yield statements
     finally:
         event.remove(Engine, "before_cursor_execute", keep)
+
+
+async def insert(database: Database, events: Sequence[UsageEvent]) -> None:
+    """Insert events as the ledger does."""
+    async with database.write() as session:
+        for first in range(0, len(events), 5_000):
+            await insert_events(session, events[first : first + 5_000])
 
 
 def usage_event(event_id: str, **changes: Any) -> UsageEvent:

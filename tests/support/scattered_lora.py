@@ -91,26 +91,20 @@ class ScatteredLora:
 
     def _scatter(self, images: list[tuple[tuple[int, int, int, int], torch.Tensor]], page_units: int) -> torch.Tensor:
         self.random.shuffle(images)
-        places: list[int] = []
-        used = page_units
+        places: list[tuple[int, int]] = []
+        page, used = -1, page_units
         for _, image in images:
             units = len(image) // self.unit
             if used + units > page_units:
-                places.append(0)
-                used = 0
-            used += units
-        pages = self.random.sample(range(1, len(places) + 6), len(places))
-        arena = torch.full((len(places) + 6, page_units * self.unit), float("nan"), dtype=self.case.dtype)
-        arena[0] = 0
-        page, used = -1, page_units
-        for (slot, module, part, group), image in images:
-            units = len(image) // self.unit
-            if used + units > page_units:
                 page, used = page + 1, 0
-            start = used * self.unit
-            arena[pages[page], start : start + len(image)] = image
-            self.offsets[slot, LAYER, module, part, group] = pages[page] * page_units + used
+            places.append((page, used))
             used += units
+        pages = self.random.sample(range(1, page + 7), page + 1)
+        arena = torch.full((page + 7, page_units * self.unit), float("nan"), dtype=self.case.dtype)
+        arena[0] = 0
+        for ((slot, module, part, group), image), (page, first) in zip(images, places, strict=True):
+            arena[pages[page], first * self.unit : first * self.unit + len(image)] = image
+            self.offsets[slot, LAYER, module, part, group] = pages[page] * page_units + first
         return arena
 
     def copy_into(self, tables: SgmvTables, tiles: Tiles, arena: torch.Tensor) -> None:

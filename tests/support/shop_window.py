@@ -2,123 +2,116 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 TOKEN_DELAY_S = 0.01
 
 
-@dataclass
-class ShopWindow:
+class ShopWindow(ThreadingHTTPServer):
     """Answers completions with numbered tokens; `fault` spoils every answer in one way."""
 
-    url: str = ""
-    fault: str = ""
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    paths: list[str] = field(default_factory=list)
-    authorizations: set[str] = field(default_factory=set)
-    connections: int = 0
-    in_flight: int = 0
-    most_in_flight: int = 0
+    daemon_threads = True
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        try:
-            while True:
-                await self.answer(reader, writer)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            writer.close()
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Visit)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+        self.fault = ""
+        self.bodies: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        self.authorizations: set[str] = set()
+        self.connections = self.in_flight = self.most_in_flight = 0
+        self.counting = threading.Lock()
 
-    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        headers = dict(line.split(": ", 1) for line in head.split("\r\n")[1:] if line)
-        body = json.loads(await reader.readexactly(int(headers["Content-Length"])))
-        self.bodies.append(body)
-        self.paths.append(head.split(" ")[1])
-        self.authorizations.add(headers.get("Authorization", ""))
-        self.in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+    def handle_error(self, *_: object) -> None:
+        """A client that leaves is no error."""
+
+
+class Visit(BaseHTTPRequestHandler):
+    """One connection."""
+
+    server: ShopWindow
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        super().setup()
+        with self.server.counting:
+            self.server.connections += 1
+
+    def log_message(self, *_: object) -> None: ...
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.counting:
+            self.server.bodies.append(body)
+            self.server.paths.append(self.path)
+            self.server.authorizations.add(self.headers.get("Authorization", ""))
+            self.server.in_flight += 1
+            self.server.most_in_flight = max(self.server.most_in_flight, self.server.in_flight)
         try:
-            await self.write_answer(writer, body)
+            self.answer(body, self.server.fault)
         finally:
-            self.in_flight -= 1
+            with self.server.counting:
+                self.server.in_flight -= 1
 
-    async def write_answer(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
-        if self.fault == "503":
-            writer.write(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 7\r\nContent-Length: 4\r\n\r\nbusy")
+    def answer(self, body: dict[str, Any], fault: str) -> None:
+        if fault == "503":
+            self.wfile.write(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 7\r\nContent-Length: 4\r\n\r\nbusy")
             return
-        if self.fault == "no http":
-            writer.write(b"220 mail.example ESMTP\r\n\r\n")
+        if fault == "no http":
+            self.wfile.write(b"220 mail.example ESMTP\r\n\r\n")
             return
-        is_chunked = self.fault != "no length"
+        is_chunked = fault != "no length"
         head = b"Transfer-Encoding: chunked\r\n" if is_chunked else b""
-        head += b"Connection: close\r\n" if self.fault == "close" else b""
-        writer.write(b"HTTP/1.1 200 OK\r\n%b\r\n" % head)
+        head += b"Connection: close\r\n" if fault == "close" else b""
+        self.wfile.write(b"HTTP/1.1 200 OK\r\n%b\r\n" % head)
         for event in self.events(body):
             if event is None:
-                writer.close()
+                self.close_connection = True
                 return
-            payload = (
-                f"data: {event if isinstance(event, str) else json.dumps(event, separators=(',', ':'))}\n\n".encode()
-            )
+            payload = f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode()
             half = len(payload) // 2
             for piece in (payload[:half], payload[half:]):
-                writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n" if is_chunked else piece)
-            await writer.drain()
-            await asyncio.sleep(TOKEN_DELAY_S)
+                self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n" if is_chunked else piece)
+            time.sleep(TOKEN_DELAY_S)
         if is_chunked:
-            writer.write(b"0\r\n\r\n" + b"HTTP/1.1 200 OK\r\n" * (self.fault == "more"))
+            self.wfile.write(b"0\r\n\r\n" + b"HTTP/1.1 200 OK\r\n" * (fault == "more"))
         else:
-            writer.close()
+            self.close_connection = True
 
     def events(self, body: dict[str, Any]) -> Iterator[dict[str, Any] | str | None]:
-        wanted = body["max_tokens"]
+        fault, wanted = self.server.fault, body["max_tokens"]
         is_chat = "messages" in body
         if is_chat:
             yield {"choices": [{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}]}
         for i in range(wanted):
-            if self.fault == "cut" and i == 1:
+            if fault == "cut" and i == 1:
                 yield None
-            if self.fault == "error event" and i == 1:
+            if fault == "error event" and i == 1:
                 yield {"error": {"message": "engine restarted"}}
                 return
             text = {"delta": {"content": f"t{i}"}} if is_chat else {"text": f"t{i}"}
             yield {"choices": [{"index": 0, "finish_reason": "length" if i + 1 == wanted else None, **text}]}
         prompt = body["messages"][0]["content"].split() if is_chat else body["prompt"]
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": wanted - (self.fault == "short")}
-        if self.fault != "no usage":
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": wanted - (fault == "short")}
+        if fault != "no usage":
             yield {"choices": [], "usage": usage}
-        if self.fault != "no end":
+        if fault != "no end":
             yield "[DONE]"
 
 
 @contextmanager
 def shop_window() -> Iterator[ShopWindow]:
     """Serve until the block is left."""
-    window = ShopWindow()
-    started = threading.Event()
-    stopping: list[Any] = []
-
-    async def run() -> None:
-        stop = asyncio.Event()
-        listener = await asyncio.start_server(window.serve, "127.0.0.1", 0)
-        window.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/v1"
-        stopping.extend([asyncio.get_running_loop(), stop])
-        started.set()
-        await stop.wait()
-        listener.close()
-
-    thread = threading.Thread(target=asyncio.run, args=(run(),))
-    thread.start()
-    assert started.wait(10)
-    try:
-        yield window
-    finally:
-        loop, stop = stopping
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+    with ShopWindow() as window:
+        threading.Thread(target=window.serve_forever, args=(0.01,)).start()
+        try:
+            yield window
+        finally:
+            window.shutdown()

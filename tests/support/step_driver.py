@@ -8,10 +8,7 @@ from pathlib import Path
 
 import torch
 
-from adapters_factory import tensor_bytes
-from weft.adapters.checkpoint.reader import read_checkpoint
-from weft.adapters.lora.layout import plan_layout
-from weft.adapters.lora.packing import Packing
+from adapters_factory import packed
 from weft.adapters.lora.step import PagedLora
 from weft.adapters.lora.tables import AdapterTables
 from weft.adapters.residency.slots import SlotLease
@@ -98,16 +95,7 @@ class StepDriver:
 
     def load_adapter(self, folder: Path) -> SlotLease:
         """Read a PEFT checkpoint and put it into the pages and the next slot."""
-        checkpoint = read_checkpoint(
-            (folder / "adapter_config.json").read_bytes(),
-            folder / "adapter_model.safetensors",
-            self.base,
-            self.max_rank,
-        )
-        layout = plan_layout(checkpoint.ranks, self.base, self.geometry)
-        images = torch.zeros((layout.num_pages, self.geometry.page_bytes), dtype=torch.uint8)
-        weights = tensor_bytes((folder / "adapter_model.safetensors").read_bytes(), checkpoint)
-        Packing(checkpoint, layout, self.base, self.geometry).pack(weights, list(images), self.arena.dtype)
+        checkpoint, layout, images = packed(folder, self.base, self.geometry, self.arena.dtype, self.max_rank)
         pages = self._pages(layout.num_pages, "adapter")
         self.arena.bytes[pages] = images
         slot = SlotLease(slot=len(self.slots), generation=1, digest=str(folder))

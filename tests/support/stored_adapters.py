@@ -13,16 +13,14 @@ from weft.adapters.ref import AdapterRef, content_digest
 from weft.memory.geometry import PageGeometry
 
 
-def store_adapter(
-    blobs: LocalBlobs, folder: Path, base: BaseShape, *, tenant: str = "t", max_rank: int = 64
-) -> AdapterRef:
+def store_adapter(blobs: LocalBlobs, folder: Path, base: BaseShape, *, max_rank: int = 64) -> AdapterRef:
     """Commit the weights; the reference names the folder."""
     checkpoint = _read(folder, base, max_rank)
     with blobs.create() as writer:
         writer.write((folder / "adapter_model.safetensors").read_bytes())
         weights_sha256 = writer.commit()
     return AdapterRef(
-        tenant_id=tenant,
+        tenant_id="t",
         adapter_id=folder.name,
         version=1,
         digest=content_digest(checkpoint.spec, weights_sha256),

@@ -31,17 +31,18 @@ from transformers.utils.logging import disable_progress_bar
 
 disable_progress_bar()  # type: ignore[no-untyped-call]
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TINY_VOCAB_SIZE = 320
 """The 256 bytes, the special tokens, and unused ids up to here."""
 
-_CLASSES: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+_CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 24}),
 }
+"""Of the config, of the model, and the config's fields that only this architecture has."""
+ARCHITECTURES = tuple(_CLASSES)
 _SHAPE = {
     "vocab_size": TINY_VOCAB_SIZE,
     "hidden_size": 64,
@@ -54,12 +55,6 @@ _SHAPE = {
     "eos_token_id": 257,
     "pad_token_id": 258,
     "attn_implementation": "eager",
-}
-_EXTRA: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": None},
-    "qwen2": {},
-    "qwen3": {"head_dim": 24},
 }
 _SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 _CHAT_TEMPLATE = (
@@ -89,8 +84,8 @@ def make_model(
         dtype: Of the saved weights.
         config_fields: Override fields of the config, for example `sliding_window=8`.
     """
-    config_class, model_class = _CLASSES[architecture]
-    fields = {**_SHAPE, **_EXTRA[architecture], "tie_word_embeddings": tied, **copy.deepcopy(config_fields)}
+    config_class, model_class, own_fields = _CLASSES[architecture]
+    fields = {**_SHAPE, **own_fields, "tie_word_embeddings": tied, **copy.deepcopy(config_fields)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config_class(**fields))
@@ -112,14 +107,7 @@ def make_adapter(
 ) -> Path:
     """Write a random PEFT adapter for the model in `model_folder` into `folder`, and return `folder`.
 
-    Args:
-        model_folder: As `make_model` returned it.
-        folder: Where to; made if missing.
-        rank: `r`.
-        alpha: `lora_alpha`.
-        targets: Names of the modules it changes; `ALL_LINEAR` for all.
-        seed: Of the weights.
-        lora_fields: Further fields of PEFT's LoraConfig: `use_rslora`, `rank_pattern`, `layers_to_transform`, ...
+    `lora_fields` are further fields of PEFT's LoraConfig: `use_rslora`, `rank_pattern`, `layers_to_transform`, ...
     """
     config = LoraConfig(
         r=rank,
@@ -143,8 +131,7 @@ def make_adapter(
 def load_reference(folder: Path) -> Any:
     """The checkpoint as transformers loads it, in float32, eager attention, ready for inference."""
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
-    _, model_class = _CLASSES[model_type]
-    return model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return _CLASSES[model_type][1].from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def make_tokenizer(folder: Path) -> Path:

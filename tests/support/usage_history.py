@@ -14,10 +14,9 @@ from zoneinfo import ZoneInfo
 
 import httpx
 
-from registry_samples import usage_event
+from registry_samples import insert, usage_event
 from weft.registry.db.database import Database
 from weft.registry.records import UsageEvent
-from weft.registry.usage.write import insert_events
 from weft_server import WeftServer
 
 ZONE = "America/New_York"
@@ -86,9 +85,7 @@ async def insert_usage(data_dir: Path, events: list[UsageEvent]) -> None:
     """Write events into the database of this folder, as the ledger does."""
     database = await Database.open(None, data_dir)
     try:
-        async with database.write() as session:
-            for first in range(0, len(events), 5_000):
-                await insert_events(session, events[first : first + 5_000])
+        await insert(database, events)
     finally:
         await database.close()
 

@@ -14,7 +14,8 @@ from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from postgres_server import KINDS, database_of
-from quarter_of_usage import END, START, insert_quarter, quarter
+from quarter_of_usage import END, START, quarter
+from registry_samples import insert
 from weft.registry.db.clock import to_micros
 from weft.registry.db.database import Database
 from weft.registry.records import UsageEvent, UsageQuery, UsageReport
@@ -56,7 +57,7 @@ async def filled(
 ) -> AsyncIterator[Database]:
     """A database with the quarter in it."""
     opened = await Database.open(database_of(request.param), tmp_path_factory.mktemp("quarter"))
-    await insert_quarter(opened, events)
+    await insert(opened, events)
     if request.param == "postgresql":
         async with opened.write() as session:
             await session.execute(text("ANALYZE"))

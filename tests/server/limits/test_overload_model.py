@@ -8,10 +8,9 @@ from random import Random
 
 import pytest
 
-from overload_model import MAX_WAIT_S, Client, Overload, Traffic
+from overload_model import CAPACITY, MAX_WAIT_S, Client, Overload, Traffic
 from weft.server.limits.return_slots import ReturnSlots
 
-CAPACITY = 4000.0
 MEAN_UNITS = 333
 """Of a request of 100 prompt tokens and, on average, 100 output tokens."""
 FULL = CAPACITY / MEAN_UNITS
@@ -39,7 +38,7 @@ def overload(times: float, manner: Callable[[Random], str], *, same_body: bool =
     """One tenant with so many times the capacity for a minute, and one that asks for little."""
     flood = Traffic(tenant="flood", per_s=times * FULL, end_s=SPAN_S, manner=manner, same_body=same_body)
     quiet = Traffic(tenant="quiet", per_s=0.5, end_s=SPAN_S)
-    return Overload([flood, quiet], CAPACITY)
+    return Overload([flood, quiet])
 
 
 def of(model: Overload, tenant: str, manner: str | None = None) -> list[Client]:
@@ -121,8 +120,7 @@ def test_a_tenant_below_its_share_is_always_served_at_once(manner: Callable[[Ran
 def test_small_tenants_beside_a_large_one() -> None:
     for times in (1.6, 3.6):
         shares = {"large": 0.7, "middle": 0.2, "small": 0.1}
-        traffic = [Traffic(tenant=name, per_s=times * share * FULL) for name, share in shares.items()]
-        model = Overload(traffic, CAPACITY)
+        model = Overload([Traffic(tenant=name, per_s=times * share * FULL) for name, share in shares.items()])
         model.run(SPAN_S)
         assert good_units(model) >= 0.95
         for name, share in shares.items():
@@ -132,7 +130,7 @@ def test_small_tenants_beside_a_large_one() -> None:
 
 
 def test_weights_decide_who_is_over_the_share() -> None:
-    model = Overload([Traffic(tenant=name, per_s=2 * FULL, manner=once) for name in ("one", "three")], CAPACITY)
+    model = Overload([Traffic(tenant=name, per_s=2 * FULL, manner=once) for name in ("one", "three")])
     model.engine.weights["three"] = 3.0
     model.run(SPAN_S)
     assert model.engine.units["three"] / model.engine.units["one"] == pytest.approx(3, rel=0.1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weft_server import DEMO_ADAPTERS, WeftServer, weft_server
+from weft_server import DEMO_NAMES, WeftServer, weft_server
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,8 +26,5 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
 @pytest.fixture(scope="session")
 def shop(server: WeftServer) -> WeftServer:
     """The server with tenant `shop`, who has all demo adapters."""
-    client = server.tenant("shop")
-    for folder in sorted(DEMO_ADAPTERS.iterdir()):
-        answer = server.upload(client, folder.name, folder)
-        assert answer.status_code == 201, answer.text
+    server.publish("shop", *DEMO_NAMES)
     return server

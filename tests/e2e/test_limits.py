@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from idleness import seconds_until_idle
-from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, engines, weft_server
+from weft_server import DEMO_MODEL, WeftServer, engines, weft_server
 
 PAGES = 70
 PAGE_BYTES = 16 * 1024
@@ -28,16 +28,13 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
-    arguments = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
-    with weft_server(tmp_path_factory.mktemp("limits"), "--dtype", "bfloat16", *arguments) as running:
+    with weft_server(tmp_path_factory.mktemp("limits"), "--dtype", "bfloat16", settings=SETTINGS) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def acme(server: WeftServer) -> httpx.Client:
-    client = server.tenant("acme")
-    assert server.upload(client, "json", DEMO_ADAPTERS / "json").status_code == 201
-    return client
+    return server.publish("acme", "json")
 
 
 def completion(client: httpx.Client, model: str, prompt_tokens: int, max_tokens: int) -> httpx.Response:

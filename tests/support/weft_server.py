@@ -11,11 +11,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import httpx
 import psutil
@@ -26,8 +28,11 @@ from weft.config import environment as inherited
 ADMIN_KEY = "weft-admin-key-of-the-tests-0123456789"
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "weft" / "demo" / "weft-demo"
 DEMO_ADAPTERS = DEMO_MODEL.parent / "adapters"
+DEMO_NAMES = sorted(folder.name for folder in DEMO_ADAPTERS.iterdir())
 WEFT = (str(Path(sys.executable).with_name("weft")),)
 START_TIMEOUT_S = 180.0
+ANNOUNCEMENT = re.compile(r"^weft: listening on (http://\S+)$", re.MULTILINE)
+Result = TypeVar("Result")
 
 
 def free_port() -> int:
@@ -47,11 +52,14 @@ class WeftServer:
     process: subprocess.Popen[bytes]
     data_dir: Path
     log: Path
-    admin: httpx.Client
     tenants: dict[str, str] = field(default_factory=dict)
     """Tenant name to a key of all scopes."""
     clients: dict[str, httpx.Client] = field(default_factory=dict)
     """Tenant name to a client with that key; closed with the server."""
+
+    @cached_property
+    def admin(self) -> httpx.Client:
+        return self.client(ADMIN_KEY)
 
     @property
     def api(self) -> Client:
@@ -81,6 +89,14 @@ class WeftServer:
             (folder / "adapter_model.safetensors").read_bytes(),
         )
 
+    def publish(self, tenant: str, *names: str) -> httpx.Client:
+        """A client of this tenant, which now has these adapters of the demo."""
+        client = self.tenant(tenant)
+        for name in names:
+            answer = self.upload(client, name, DEMO_ADAPTERS / name)
+            assert answer.status_code == 201, answer.text
+        return client
+
     def ask(self, tenant: str, model: str, question: str) -> dict[str, Any]:
         """The chat completion of a good request, which must succeed."""
         messages = [{"role": "user", "content": question}]
@@ -92,19 +108,16 @@ class WeftServer:
     def engine(self) -> dict[str, Any]:
         return self.api.engine()
 
-    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> float:
-        """Seconds until /ready is 200."""
-        started = time.monotonic()
-        while time.monotonic() - started < timeout_s:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.log.read_text()}")
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Return once /ready is 200."""
+
+        def is_ready() -> bool:
             try:
-                if self.admin.get("/ready").status_code == 200:
-                    return time.monotonic() - started
+                return self.admin.get("/ready").status_code == 200
             except httpx.TransportError:
-                pass
-            time.sleep(0.05)
-        raise RuntimeError(f"not ready within {timeout_s} s:\n{self.log.read_text()}")
+                return False
+
+        _wait(is_ready, self.process, self.log, timeout_s)
 
     def stop(self) -> int:
         """SIGTERM, and the exit status."""
@@ -126,7 +139,12 @@ def upload_bytes(client: httpx.Client, name: str, config: bytes, weights: bytes,
 
 @contextmanager
 def weft_server(
-    data_dir: Path, *arguments: str, model: Path = DEMO_MODEL, program: Sequence[str] = WEFT, **environment: str
+    data_dir: Path,
+    *arguments: str,
+    model: Path = DEMO_MODEL,
+    program: Sequence[str] = WEFT,
+    settings: Mapping[str, object] = MappingProxyType({}),
+    **environment: str,
 ) -> Iterator[WeftServer]:
     """Start `weft serve`, wait until it is ready, and end it by its own pid."""
     data_dir.mkdir(parents=True, exist_ok=True)
@@ -135,6 +153,7 @@ def weft_server(
         *program,
         *("serve", "--model", str(model), "--port", "0", "--data-dir", str(data_dir / "data")),
         *arguments,
+        *(word for name, value in settings.items() for word in ("--set", f"{name}={value}")),
     ]
     env = {
         **inherited(),
@@ -146,7 +165,15 @@ def weft_server(
     with log.open("wb") as sink:
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=env, cwd=data_dir)
     try:
-        yield from _running(process, data_dir / "data", log)
+        # It takes a free port itself: one chosen here could be gone by then.
+        announced = _wait(lambda: ANNOUNCEMENT.search(log.read_text()), process, log, START_TIMEOUT_S)
+        server = WeftServer(url=announced[1], process=process, data_dir=data_dir / "data", log=log)
+        try:
+            server.wait_ready()
+            yield server
+        finally:
+            for client in (server.admin, *server.clients.values()):
+                client.close()
     finally:
         if process.poll() is None:
             process.terminate()
@@ -167,30 +194,19 @@ def engines(server: WeftServer) -> list[psutil.Process]:
     return found
 
 
-def _running(process: subprocess.Popen[bytes], data_dir: Path, log: Path) -> Iterator[WeftServer]:
-    """The server, once it is ready. It takes a free port itself: one chosen here could be gone by then."""
-    url = _announced_url(process, log)
-    admin = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {ADMIN_KEY}"}, timeout=60, trust_env=False)
-    server = WeftServer(url=url, process=process, data_dir=data_dir, log=log, admin=admin)
-    try:
-        server.wait_ready()
-        yield server
-    finally:
-        for client in (admin, *server.clients.values()):
-            client.close()
-
-
-def _announced_url(process: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + START_TIMEOUT_S
+def _wait(
+    condition: Callable[[], Result | None], process: subprocess.Popen[bytes], log: Path, timeout_s: float
+) -> Result:
+    """What the condition comes to, once it is true."""
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         ended = process.poll()
-        said = log.read_text()
-        if announced := re.search(r"^weft: listening on (http://\S+)$", said, re.MULTILINE):
-            return announced[1]
+        if found := condition():
+            return found
         if ended is not None:
-            raise RuntimeError(f"the server ended with {ended}:\n{said}")
+            raise RuntimeError(f"the server ended with {ended}:\n{log.read_text()}")
         time.sleep(0.05)
-    raise RuntimeError(f"not listening within {START_TIMEOUT_S} s:\n{log.read_text()}")
+    raise RuntimeError(f"not ready within {timeout_s} s:\n{log.read_text()}")
 
 
 def expected_answers() -> dict[str, Any]:

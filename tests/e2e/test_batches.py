@@ -14,10 +14,9 @@ import pytest
 from openai.types import Batch
 
 from idleness import wait_until
-from weft_server import DEMO_ADAPTERS, WeftServer, engines, expected_answers, weft_server
+from weft_server import DEMO_NAMES, WeftServer, engines, expected_answers, weft_server
 
 ANSWERS = expected_answers()
-ADAPTERS = sorted(folder.name for folder in DEMO_ADAPTERS.iterdir())
 ENDED = ("completed", "failed", "expired", "cancelled")
 CHAT: Final = "/v1/chat/completions"
 
@@ -44,19 +43,15 @@ def question(model: str, number: int = 0) -> dict[str, Any]:
 def endless(number: int, tokens: int) -> dict[str, Any]:
     """A request for so many tokens, for certain."""
     prompt = [5 + number % 50, 6, 7]
-    model = ADAPTERS[number % len(ADAPTERS)]
+    model = DEMO_NAMES[number % len(DEMO_NAMES)]
     return {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 1}
 
 
 def start(client: openai.OpenAI, lines: list[dict[str, Any]], endpoint: Any = CHAT) -> Batch:
     content = "\n".join(map(json.dumps, lines)).encode()
     file = client.files.create(file=("requests.jsonl", io.BytesIO(content)), purpose="batch")
-    assert (file.bytes, file.filename, file.purpose, file.status) == (
-        len(content),
-        "requests.jsonl",
-        "batch",
-        "processed",
-    )
+    said = (file.bytes, file.filename, file.purpose, file.status)
+    assert said == (len(content), "requests.jsonl", "batch", "processed")
     return client.batches.create(
         input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"job": "nightly"}
     )
@@ -89,16 +84,12 @@ def batch_events(server: WeftServer, tenant: str) -> list[dict[str, Any]]:
 
 
 def test_lines_for_many_adapters_get_the_reference_answers(shop: WeftServer, client: openai.OpenAI) -> None:
-    lines = [line(f"{name}-{each}", question(name, each)) for name in ADAPTERS for each in (0, 1)]
+    lines = [line(f"{name}-{each}", question(name, each)) for name in DEMO_NAMES for each in (0, 1)]
     lines.append(line("none", question("no-such-adapter")))
     lines.append(line("wrong", {**question("pirate"), "temperature": -1}))
     batch = start(client, lines)
-    assert (batch.object, batch.endpoint, batch.completion_window, batch.metadata) == (
-        "batch",
-        CHAT,
-        "24h",
-        {"job": "nightly"},
-    )
+    said = (batch.object, batch.endpoint, batch.completion_window, batch.metadata)
+    assert said == ("batch", CHAT, "24h", {"job": "nightly"})
     assert batch.expires_at == batch.created_at + 86_400
     done = until(client, batch, *ENDED)
     assert done.status == "completed", done
@@ -108,7 +99,7 @@ def test_lines_for_many_adapters_get_the_reference_answers(shop: WeftServer, cli
     assert done.id in [each.id for each in client.batches.list(limit=1)]
     found = results(client, done.output_file_id)
     for each in (0, 1):
-        for name in ADAPTERS:
+        for name in DEMO_NAMES:
             response = found[f"{name}-{each}"]["response"]
             assert response["status_code"] == 200
             answer = response["body"]["choices"][0]["message"]["content"]
@@ -164,8 +155,7 @@ def test_a_cancelled_batch_keeps_its_results(shop: WeftServer, client: openai.Op
 def test_kill_9_leaves_every_line_once_in_the_result_and_once_in_the_bill(tmp_path: Path) -> None:
     lines = [line(f"l{n}", endless(n, 20 + n % 40), "/v1/completions") for n in range(240)]
     with life(tmp_path, {}) as server:
-        for name in ADAPTERS:
-            assert server.upload(server.tenant("acme"), name, DEMO_ADAPTERS / name).status_code == 201
+        server.publish("acme", *DEMO_NAMES)
         keys = server.tenants
         with client_of(server, "acme") as client:
             batch = start(client, lines, "/v1/completions")

@@ -36,6 +36,22 @@ def run_demo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def start_demo(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    """A demo that goes on serving."""
+    command = [WEFT, "demo", "--port", str(free_port()), *arguments]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def refusal(*arguments: str, cwd: Path) -> str:
+    """What a demo that does not start says."""
+    done = run_demo("--once", *arguments, cwd=cwd)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("demo")
@@ -59,14 +75,7 @@ def test_once_shows_all_six_answers_of_one_batch(first: subprocess.CompletedProc
 def serving(folder: Path, first: subprocess.CompletedProcess[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A second demo on the first one's data, kept serving, and what it printed."""
     assert first.returncode == 0
-    process = subprocess.Popen(
-        [WEFT, "demo", "--port", str(free_port())],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = start_demo(cwd=folder)
     assert process.stdout is not None
     printed = ""
     for line in process.stdout:
@@ -78,10 +87,6 @@ def serving(folder: Path, first: subprocess.CompletedProcess[str]) -> Iterator[t
         process.send_signal(signal.SIGTERM)
     process.wait(60)
     process.stdout.close()
-
-
-def test_a_second_run_reuses_the_data(serving: tuple[subprocess.Popen[str], str]) -> None:
-    assert "5 different adapters" in serving[1]
 
 
 def test_the_openai_snippet_works_when_pasted(serving: tuple[subprocess.Popen[str], str]) -> None:
@@ -121,8 +126,11 @@ def test_the_line_for_another_link_works_when_pasted(serving: tuple[subprocess.P
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#link=\S+\n", done.stdout), done.stderr
 
 
-def test_traffic_follows_the_answers_and_says_how_it_goes_away(serving: tuple[subprocess.Popen[str], str]) -> None:
+def test_a_second_run_reuses_the_data_and_traffic_follows_the_answers(
+    serving: tuple[subprocess.Popen[str], str],
+) -> None:
     process, printed = serving
+    assert "5 different adapters" in printed
     last = printed.splitlines()[-1]
     assert last.startswith("Demo traffic now runs for 60 s")
     assert "`weft demo --reset` removes it" in last
@@ -145,14 +153,7 @@ def test_ctrl_c_ends_server_and_demo_in_the_midst_of_traffic(serving: tuple[subp
 
 def test_no_traffic_leaves_it_out(folder: Path, first: subprocess.CompletedProcess[str]) -> None:
     assert first.returncode == 0
-    process = subprocess.Popen(
-        [WEFT, "demo", "--no-traffic", "--port", str(free_port())],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = start_demo("--no-traffic", cwd=folder)
     assert process.stdout is not None
     with process.stdout as lines:
         assert any(line.startswith("print(") for line in lines)
@@ -166,15 +167,10 @@ def test_a_port_in_use_is_said_plainly(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        done = run_demo("--once", "--port", str(taken.getsockname()[1]), cwd=tmp_path)
-    assert done.returncode == 2
-    assert re.search(r"Port \d+ cannot be used: Address already in use", done.stderr)
-    assert "Traceback" not in done.stderr
+        said = refusal("--port", str(taken.getsockname()[1]), cwd=tmp_path)
+    assert re.search(r"Port \d+ cannot be used: Address already in use", said)
 
 
 def test_a_folder_that_cannot_be_written_is_said_plainly(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
-    done = run_demo("--once", "--data-dir", "taken", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "Cannot write to taken" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "Cannot write to taken" in refusal("--data-dir", "taken", cwd=tmp_path)

@@ -62,18 +62,16 @@ class Trial:
     @contextmanager
     def server(self) -> Iterator[WeftServer]:
         """One life of the API."""
-        settings = ["--set", "model.threads=1", "--set", "memory.gib=0.1"]
+        settings: dict[str, object] = {"model.threads": 1, "memory.gib": 0.1}
         if self.database_url is not None:
-            settings += ["--set", f"registry.database_url={self.database_url}"]
-        with weft_server(self.folder, *settings) as server:
+            settings["registry.database_url"] = self.database_url
+        with weft_server(self.folder, settings=settings) as server:
             yield server
 
 
 def make_tenants(trial: Trial, server: WeftServer) -> None:
     for tenant in TENANTS:
-        for name in ADAPTERS:
-            answer = server.upload(server.tenant(tenant), name, DEMO_ADAPTERS / name)
-            assert answer.status_code == 201, answer.text
+        server.publish(tenant, *ADAPTERS)
     trial.keys.update(server.tenants)
 
 

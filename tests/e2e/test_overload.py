@@ -18,8 +18,7 @@ FLOODERS = 24
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
-    arguments = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
-    with weft_server(tmp_path_factory.mktemp("overload"), *arguments) as running:
+    with weft_server(tmp_path_factory.mktemp("overload"), settings=SETTINGS) as running:
         yield running
 
 

@@ -13,7 +13,7 @@ import pytest
 from idleness import held_by_requests, seconds_until_idle
 from stream_client import Cut, Manner, Seen, stream
 from usage_events import Billed, usage_events
-from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, weft_server
+from weft_server import DEMO_MODEL, DEMO_NAMES, WeftServer, weft_server
 
 NUM_STREAMS = 1000
 AT_ONCE = 32
@@ -26,7 +26,7 @@ SETTINGS = {
     "model.threads": 1,
 }
 BASE = DEMO_MODEL.name
-MODELS = (BASE, *sorted(folder.name for folder in DEMO_ADAPTERS.iterdir()))
+MODELS = (BASE, *DEMO_NAMES)
 VOCAB = range(6, 600)
 
 
@@ -83,11 +83,8 @@ async def run(server: WeftServer, key: str, visits: list[Visit]) -> list[Seen]:
 @pytest.fixture(scope="module")
 def visited(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The server after the last, the visits with what they saw."""
-    arguments = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
-    with weft_server(tmp_path_factory.mktemp("cuts"), "--dtype", "float32", *arguments) as server:
-        client = server.tenant("acme")
-        for name in MODELS[1:]:
-            assert server.upload(client, name, DEMO_ADAPTERS / name).status_code == 201
+    with weft_server(tmp_path_factory.mktemp("cuts"), "--dtype", "float32", settings=SETTINGS) as server:
+        server.publish("acme", *DEMO_NAMES)
         rng = random.Random(3)
         visits = [draw(rng, number) for number in range(NUM_STREAMS)]
         seen = asyncio.run(run(server, server.tenants["acme"], visits))

@@ -16,7 +16,7 @@ import yaml
 from idleness import wait_until
 from operations_files import RULES, expressions, rules
 from system_tools import require
-from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, free_port, weft_server
+from weft_server import ADMIN_KEY, WeftServer, free_port, weft_server
 
 QUIET = {
     "weft-service: Errors by tenant",
@@ -80,8 +80,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """Prometheus, after it has seen some requests."""
     folder, port = tmp_path_factory.mktemp("watched"), free_port()
     with weft_server(folder / "weft", "--metrics-port", str(port)) as server:
-        pirate = server.upload(server.tenant("shop"), "pirate", DEMO_ADAPTERS / "pirate")
-        assert pirate.status_code == 201
+        server.publish("shop", "pirate")
         server.ask("shop", "pirate", "When are you open?")
         with prometheus(folder, server, port) as client:
             wait_until(lambda: is_up(client))

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from raw_http import head_of
+
 Manner = Literal["close", "reset", "half"]
 """How a connection is cut: closed; reset; or closed for writing only, after which what was sent is still read."""
 RESET = struct.pack("ii", 1, 0)
@@ -57,7 +59,7 @@ async def stream(
     seen = Seen()
     try:
         asked = {**body, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-        writer.write(_request(address.netloc, key, f"POST {path}", asked, f"X-Request-Id: {request_id}"))
+        writer.write(_request(key, f"POST {path}", asked, X_Request_Id=request_id))
         await writer.drain()
         with contextlib.suppress(TimeoutError, ConnectionError, EOFError):
             async with asyncio.timeout(cut.after_s):
@@ -70,7 +72,7 @@ async def stream(
 
 
 async def exchange(
-    url: str, key: str, method_and_path: str, body: dict[str, Any] | None = None, *headers: str
+    url: str, key: str, method_and_path: str, body: dict[str, Any] | None = None, **headers: str
 ) -> tuple[int, bytes]:
     """One request on a connection of its own; status and body of the answer.
 
@@ -80,7 +82,7 @@ async def exchange(
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     try:
-        writer.write(_request(address.netloc, key, method_and_path, body, "Connection: close", *headers))
+        writer.write(_request(key, method_and_path, body, **headers))
         await writer.drain()
         head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
     finally:
@@ -147,14 +149,8 @@ def note_usage(seen: Seen, usage: dict[str, Any]) -> None:
     seen.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
 
 
-def _request(host: str, key: str, method_and_path: str, body: dict[str, Any] | None, *headers: str) -> bytes:
+def _request(key: str, method_and_path: str, body: dict[str, Any] | None, **headers: str) -> bytes:
     content = b"" if body is None else json.dumps(body).encode()
-    lines = [
-        f"{method_and_path} HTTP/1.1",
-        f"Host: {host}",
-        f"Authorization: Bearer {key}",
-        "Content-Type: application/json",
-        f"Content-Length: {len(content)}",
-        *headers,
-    ]
-    return "".join(f"{line}\r\n" for line in (*lines, "")).encode() + content
+    method, path = method_and_path.split()
+    size = str(len(content))
+    return head_of(method, path, key, Content_Type="application/json", Content_Length=size, **headers) + content

@@ -122,8 +122,9 @@ async def send(url: str, key: str, asked: Asked) -> None:
     if asked.is_stream:
         asked.seen = await stream(url, key, asked.request_id, asked.body, Cut(), asked.path)
         return
-    header = f"X-Request-Id: {asked.request_id}"
-    asked.seen.status, content = await exchange(url, key, f"POST {asked.path}", asked.body, header)
+    asked.seen.status, content = await exchange(
+        url, key, f"POST {asked.path}", asked.body, X_Request_Id=asked.request_id
+    )
     try:
         answer = json.loads(content)
     except ValueError:

@@ -73,6 +73,20 @@ def test_the_month_is_used_up_for_good_but_not_what_running_requests_reserve() -
     desk.admit(least=49)
 
 
+@pytest.mark.parametrize("limits", [{"requests_per_minute": 0}, {"concurrent_requests": 0}, {"tokens_per_minute": 0}])
+def test_a_limit_of_nothing_lets_nothing_pass_and_says_not_to_retry(limits: dict[str, int]) -> None:
+    with pytest.raises(RateLimitError) as refused:
+        Desk(tenant=Limits(**limits)).admit(least=1)
+    assert error_headers(refused.value) == {"x-should-retry": "false"}
+    assert refused.value.code == "rate_limit_exceeded"
+
+
+def test_an_answer_without_a_bound_reserves_no_more_than_the_limits_allow() -> None:
+    desk = Desk(tenant=Limits(tokens_per_minute=100), key=Limits(tokens_per_month=80))
+    desk.admit().reserve(11, 1034, is_open=True)
+    assert desk.accounts[0].reserved == 80
+
+
 def test_of_a_reservation_that_grew_the_first_part_is_used_first() -> None:
     desk = Desk()
     lease = desk.admit()

@@ -67,13 +67,10 @@ def test_slora_adapters_follow_their_probability() -> None:
     np.testing.assert_allclose(share, np.diff(edges), atol=0.004)
 
 
-def test_slora_gaps_are_those_of_a_poisson_process_of_one_a_second() -> None:
+def test_slora_gaps_are_those_of_a_poisson_process_and_lengths_stay_in_half_open_ranges() -> None:
     gaps = np.diff([request.arrival_s for request in slora_trace(4, 200_000, (8, 512), (8, 512), seed=42)])
     assert gaps.mean() == pytest.approx(1, rel=0.03)
     assert gaps.std() / gaps.mean() == pytest.approx(1, rel=0.05)
-
-
-def test_slora_lengths_stay_in_their_half_open_ranges() -> None:
     trace = slora_trace(4, 10_000, (8, 12), (3, 5), seed=42)
     assert {request.prompt_tokens for request in trace} == {8, 9, 10, 11}
     assert {request.output_tokens for request in trace} == {3, 4}

@@ -31,16 +31,12 @@ def test_long_runs_are_chunks_in_any_order_with_items() -> None:
     assert batch.num_rows == 2 * rows + 1
 
 
-def test_rows_without_context_are_items_of_length_zero() -> None:
+def test_rows_without_context_are_items_of_length_zero_and_no_request_is_no_item() -> None:
     batch = AttentionBatch.build([[], [5]], [20, 1], [0, 3], CPU, 16)
     assert batch.items[2].tolist() == [0] * 20 + [3]
     assert batch.chunks == ()
-
-
-def test_an_empty_batch_can_be_built() -> None:
-    batch = AttentionBatch.build([], [], [], CPU, 16)
-    assert batch.num_rows == 0
-    assert batch.max_item_len == 0
+    empty = AttentionBatch.build([], [], [], CPU, 16)
+    assert (empty.num_rows, empty.max_item_len) == (0, 0)
 
 
 def test_impossible_requests_are_refused() -> None:

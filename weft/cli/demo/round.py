@@ -21,7 +21,7 @@ ADAPTERS = {"haiku": "atelier", "french": "atelier", "shout": "harbour", "pirate
 """Tenant of each adapter. The longest answers start first: all must still be running when the last one starts."""
 TENANTS = ("harbour", "atelier")
 MAX_TOKENS = 96
-MAX_ROUNDS = 5
+MAX_ROUNDS = 20
 """Most rounds until one step computes all models: on a busy machine a short answer can end before the last starts."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -57,7 +58,7 @@ class UseCount:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Evictable:
+class Evictable(ABC):
     """What may be taken away. Compared by identity."""
 
     kind: PageKind
@@ -78,13 +79,13 @@ class Evictable:
         """Pages that are its own."""
         return len(self.pages)
 
+    @abstractmethod
     def reload_cost(self) -> tuple[float, int]:
         """Seconds to have it again, and pages that taking it frees, both with all that goes with it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def evict(self) -> None:
         """Give up the pages, and all that depends on them; whatever else goes is withdrawn."""
-        raise NotImplementedError
 
 
 class Lru:

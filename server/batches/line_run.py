@@ -27,11 +27,12 @@ from weft.registry.records import SCOPES, Identity, UsageEvent
 from weft.server.auth.callers import Caller
 from weft.server.batches.input_lines import Line
 from weft.server.errors import answer, error_body
+from weft.server.generation.chat_schemas import ChatBody
 from weft.server.generation.meter import Origin
 from weft.server.generation.openai_format import JsonObject
 from weft.server.generation.response import PlannedGeneration, WholeAnswer
 from weft.server.generation.routes import plan_generation
-from weft.server.generation.schemas import ChatBody, CompletionBody
+from weft.server.generation.schemas import CompletionBody
 from weft.server.http.json_body import validate
 from weft.server.limits.rates import shares_of
 from weft.server.limits.reservation import LimitReservation

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from weft.engine.request import TokenLogprobs
     from weft.engine.text.tokenizer import Tokenizer
+    from weft.server.generation.chat_schemas import ChatBody
     from weft.server.generation.choices import Choice, ChoiceStep
-    from weft.server.generation.schemas import ChatBody, CompletionBody
+    from weft.server.generation.schemas import CompletionBody
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON lacks."""

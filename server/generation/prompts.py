@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from weft.engine.sampling_params import SamplingParams
 from weft.errors import ContextLengthError, InvalidRequestError
-from weft.server.generation.schemas import ChatBody, CompletionBody, GenerationBody, Message
+from weft.server.generation.chat_schemas import ChatBody, Message
+from weft.server.generation.schemas import CompletionBody, GenerationBody
 
 if TYPE_CHECKING:
     from weft.server.services import Services

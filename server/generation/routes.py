@@ -16,18 +16,13 @@ from weft.engine.sampling_params import SamplingParams
 from weft.engine.text.text_stream import TextStream
 from weft.errors import InvalidRequestError, WeftError
 from weft.server.auth.callers import Caller
+from weft.server.generation.chat_schemas import ChatBody, ChatView
 from weft.server.generation.choices import Choice, Generation
 from weft.server.generation.meter import Meter, Origin
 from weft.server.generation.openai_format import ChatFormat, CompletionFormat
 from weft.server.generation.prompts import Prompt, prompts_and_params
 from weft.server.generation.response import GenerationResponse, PlannedGeneration
-from weft.server.generation.schemas import (
-    ChatBody,
-    ChatView,
-    CompletionBody,
-    CompletionView,
-    GenerationBody,
-)
+from weft.server.generation.schemas import CompletionBody, CompletionView, GenerationBody
 from weft.server.http.json_body import INLINE_BYTES, json_bytes, parsed
 from weft.server.http.openapi import takes
 from weft.server.limits.gate import Admission

@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 from weft.errors import InvalidRequestError
 from weft.server.auth.callers import Caller
 from weft.server.generation import unsupported_params
+from weft.server.generation.chat_schemas import MAX_MESSAGES, Message
 from weft.server.generation.prompts import as_turns
-from weft.server.generation.schemas import MAX_MESSAGES, Message
 from weft.server.http.bodies import Body, Token, View
 from weft.server.http.json_body import json_body
 from weft.server.http.openapi import takes

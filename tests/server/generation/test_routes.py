@@ -9,7 +9,8 @@ import pytest
 from api_server import BASE, Api, Client
 from fake_engine import BASE_TEXT, demo_tokenizer
 from weft.engine.request import RequestError
-from weft.server.generation.schemas import ChatView, CompletionView
+from weft.server.generation.chat_schemas import ChatView
+from weft.server.generation.schemas import CompletionView
 
 pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "When are you open?"}]

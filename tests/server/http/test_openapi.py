@@ -6,8 +6,8 @@ import pytest
 
 from api_server import Api
 from weft.server.adapters import schemas as adapters
+from weft.server.generation import chat_schemas, tokens
 from weft.server.generation import schemas as generation
-from weft.server.generation import tokens
 from weft.server.http.bodies import Body
 from weft.server.http.openapi import IDEMPOTENCY_KEY
 from weft.server.http.public import PUBLIC_PATHS
@@ -27,7 +27,7 @@ async def test_the_page_is_public_and_complete(api: Api) -> None:
     assert "HTTPValidationError" not in text
     bodies = {
         cls.__name__
-        for module in (adapters, generation, tenants, tokens)
+        for module in (adapters, chat_schemas, generation, tenants, tokens)
         for cls in vars(module).values()
         if isinstance(cls, type) and issubclass(cls, Body)
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import orjson
@@ -20,7 +20,6 @@ from starlette.types import Receive, Scope, Send
 from weft.errors import EngineError, WeftError
 from weft.server.generation.choices import ChoiceStep, Generation, best_choices
 from weft.server.generation.openai_format import JsonObject, Part, ResponseFormat, joined
-from weft.server.generation.schemas import StreamOptions
 from weft.server.http import sse
 from weft.server.http.wire import IS_CLOSING
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from weft.server.drain import Drain
     from weft.server.generation.meter import Meter
     from weft.server.generation.schemas import GenerationBody
+    from weft.server.generation.writer import AnswerWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,8 @@ class PlannedGeneration:
     generation: Generation
     body: GenerationBody
     shape: ResponseFormat
+    writer: AnswerWriter
     meter: Meter
-    head: JsonObject
-    """`id`, `created`, `model`, `system_fingerprint`: the same in every chunk."""
     headers: dict[str, str]
 
 
@@ -69,12 +68,7 @@ class WholeAnswer:
             plan.meter.deliver(step)
         best = best_choices(plan.generation.choices, self._steps, plan.body.n)
         ends = [joined(self._parts[choice.index]) for choice in best]
-        choices = [
-            plan.shape.whole_choice(replace(choice, index=index), end)
-            for index, (choice, end) in enumerate(zip(best, ends, strict=True))
-        ]
-        usage = plan.meter.usage.body()
-        return {"object": plan.shape.whole_object, **plan.head, "choices": choices, "usage": usage}, _overall(ends)
+        return plan.writer.whole(list(zip(best, ends, strict=True))), _overall(ends)
 
 
 class GenerationResponse(Response):
@@ -85,8 +79,8 @@ class GenerationResponse(Response):
         self._plan = plan
         self._generation = plan.generation
         self._meter = plan.meter
+        self._writer = plan.writer
         self._drain = drain
-        self._options = plan.body.stream_options or StreamOptions()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer; raises what the engine refused if nothing was sent yet."""
@@ -139,7 +133,6 @@ class GenerationResponse(Response):
         self, first: list[ChoiceStep], steps: AsyncIterator[list[ChoiceStep]], send: Send, is_gone: Callable[[], bool]
     ) -> None:
         """Send all steps that have arrived in one write, one event per step. A slow client gets more in each write."""
-        opened: set[int] = set()
         ends: list[Part] = []
         together: list[ChoiceStep] | None = first
         while together is not None:
@@ -150,10 +143,10 @@ class GenerationResponse(Response):
                 if part.finish_reason is not None:
                     ends.append(part)
                 self._meter.deliver(step)
-                payload += self._chunks(step, part, opened)
+                payload += self._writer.events(step, part)
             if len(ends) == len(self._generation.choices) and not is_gone():
                 await self._meter.finish(_overall(ends))
-                await send({"type": "http.response.body", "body": payload + self._closing(), "more_body": False})
+                await send({"type": "http.response.body", "body": payload + self._writer.closing(), "more_body": False})
                 return
             if payload:
                 await send({"type": "http.response.body", "body": payload, "more_body": True})
@@ -162,35 +155,9 @@ class GenerationResponse(Response):
             self._meter.mark()
             together = await anext(steps, None)
 
-    def _chunks(self, step: ChoiceStep, part: Part, opened: set[int]) -> bytes:
-        payload = b""
-        if step.choice.index not in opened:
-            opened.add(step.choice.index)
-            opening = self._plan.shape.opening_choice(step.choice)
-            if opening is not None:
-                payload += self._chunk([opening])
-        if part.text or part.logprobs or part.finish_reason or step.output.token_ids:
-            payload += self._chunk([self._plan.shape.chunk_choice(step.choice, part)])
-        return payload
-
-    def _chunk(self, choices: list[JsonObject]) -> bytes:
-        chunk: JsonObject = {"object": self._plan.shape.chunk_object, **self._plan.head, "choices": choices}
-        if self._options.continuous_usage_stats:
-            chunk["usage"] = self._meter.usage.body()
-        elif self._options.include_usage:
-            chunk["usage"] = None
-        return sse.event(chunk)
-
-    def _closing(self) -> bytes:
-        if not self._options.include_usage:
-            return sse.DONE
-        usage = self._meter.usage.body()
-        chunk: JsonObject = {"object": self._plan.shape.chunk_object, **self._plan.head, "choices": [], "usage": usage}
-        return sse.event(chunk) + sse.DONE
-
     async def _end_badly(self, error: WeftError, send: Send) -> None:
         await asyncio.shield(self._meter.finish_quietly("error"))
-        await send({"type": "http.response.body", "body": sse.error_event(error), "more_body": False})
+        await send({"type": "http.response.body", "body": self._writer.failure(error), "more_body": False})
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
@@ -19,11 +20,12 @@ from weft.server.auth.callers import Caller
 from weft.server.generation.chat_schemas import ChatBody, ChatView
 from weft.server.generation.choices import Choice, Generation
 from weft.server.generation.meter import Meter, Origin
-from weft.server.generation.openai_format import ChatFormat, CompletionFormat
+from weft.server.generation.openai_format import ChatFormat, CompletionFormat, JsonObject, ResponseFormat
 from weft.server.generation.prompts import Prompt, prompts_and_params
 from weft.server.generation.response import GenerationResponse, PlannedGeneration
 from weft.server.generation.schemas import CompletionBody, CompletionView, GenerationBody
-from weft.server.http.json_body import INLINE_BYTES, json_bytes, parsed
+from weft.server.generation.writer import AnswerWriter, ChunkWriter
+from weft.server.http.json_body import INLINE_BYTES, BodyT, json_bytes, parsed
 from weft.server.http.openapi import takes
 from weft.server.limits.gate import Admission
 from weft.server.limits.prediction import Ask
@@ -57,6 +59,9 @@ SESSION_HEADER = "x-session-id"
 DEADLINE_HEADERS = ("x-weft-ttft-ms", "x-slo-ttft-ms")
 """Headers with the client's deadline for the first token, in milliseconds. The first one present counts."""
 ResultT = TypeVar("ResultT")
+WriterOfAnswer = Callable[[ResponseFormat, Meter, JsonObject], AnswerWriter]
+"""Makes the writer of one answer, of how its choices look, the tokens delivered so far, and `created`, `model` and
+`system_fingerprint`."""
 OPEN_TOKENS = 1024
 """Reserved first per choice if the client gives no length. A whole context would leave nothing to others."""
 _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
@@ -100,8 +105,15 @@ def deadline_s(headers: Mapping[str, str]) -> float | None:
     return None
 
 
-async def plan_generation(origin: Origin, body: CompletionBody | ChatBody) -> PlannedGeneration:
+async def plan_generation(
+    origin: Origin, body: CompletionBody | ChatBody, writer: WriterOfAnswer | None = None
+) -> PlannedGeneration:
     """Make a body a generation.
+
+    Args:
+        origin: The request.
+        body: What to generate.
+        writer: Makes the writer of the answer; None writes OpenAI's completions and chats.
 
     Raises:
         RequestError: The body asks for what cannot be; the model is missing; a limit is reached.
@@ -120,22 +132,28 @@ async def plan_generation(origin: Origin, body: CompletionBody | ChatBody) -> Pl
 
         tokenizer = services.tokenizer
         shape = ChatFormat(body, tokenizer) if isinstance(body, ChatBody) else CompletionFormat(body, tokenizer)
+        created, fingerprint = int(services.now().timestamp()), services.fingerprint
+        head: JsonObject = {"created": created, "model": model.name, "system_fingerprint": fingerprint}
         return PlannedGeneration(
             generation=Generation(services.engine, choices, may_grow, admission),
             body=body,
             shape=shape,
+            writer=(writer or partial(ChunkWriter, body))(shape, meter, head),
             meter=meter,
-            head={
-                "id": shape.id_prefix + secrets.token_hex(16),
-                "created": int(services.now().timestamp()),
-                "model": model.name,
-                "system_fingerprint": services.fingerprint,
-            },
             headers=model.headers,
         )
 
 
 async def _planned(request: Request, caller: Caller, kind: type[CompletionBody | ChatBody]) -> PlannedGeneration:
+    return await plan_generation(*await received(request, caller, kind))
+
+
+async def received(request: Request, caller: Caller, kind: type[BodyT]) -> tuple[Origin, BodyT]:
+    """Who sent a request, and its body, read and checked.
+
+    Raises:
+        RequestError: The body is no JSON, does not fit `kind`, is too large, or comes too slowly.
+    """
     services = services_of(request)
     raw = await json_bytes(request, services.config.server.max_body_bytes, services.pace)
     body = await parsed(kind, raw)
@@ -150,7 +168,7 @@ async def _planned(request: Request, caller: Caller, kind: type[CompletionBody |
         digest=hash((caller.tenant_id, caller.identity.key_id, raw)),
         deadline_s=deadline_s(request.headers),
     )
-    return await plan_generation(origin, body)
+    return origin, body
 
 
 async def _resolve(origin: Origin, body: GenerationBody) -> ResolvedModel:

@@ -153,7 +153,7 @@ def build_engine(
         slab=slab,
         lora=PagedLora(arena, tables, base),
         check_lease=residency.check_lease,
-        sampler=Sampler(kernels_for(device, torch.float32)),
+        sampler=Sampler(kernels_for(device, torch.float32), limits.eos_token_ids),
     )
     scheduler = Scheduler(config.scheduler, kv, residency, limits, prices=prices)
     core = EngineCore(scheduler, runner, boot_id=ready.boot_id, set_stepping=pace.set_stepping)

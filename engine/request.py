@@ -85,7 +85,8 @@ INTERNAL = RequestError(
 NON_FINITE = RequestError(
     code="scores_not_finite",
     message="The scores of the next token are not finite numbers. An adapter whose training diverged does that, and so "
-    "does a repetition_penalty close to 0. Change it and send the request again.",
+    "does a repetition_penalty close to 0, or allowed_token_ids and bad_words that leave no token. Change it and send "
+    "the request again.",
 )
 """Caused by the request or its adapter; the other requests of the step go on."""
 

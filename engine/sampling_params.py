@@ -59,6 +59,16 @@ class SamplingParams:
     """Token ids that end generation."""
     ignore_eos: bool = False
     """Go on after the end-of-sequence token."""
+    min_tokens: int = 0
+    """Before so many tokens, no end-of-sequence token or stop token is chosen, and stop strings do not count."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences not to generate: the last token of one is never chosen where the output ends with the others."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Choose among these tokens only; empty allows all."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    include_stop_str_in_output: bool = False
+    """Have what ended the generation in the text: the stop string, or the text of the stop token."""
 
     def __post_init__(self) -> None:
         _check(self.max_tokens >= 0, "max_tokens", ">= 0", self.max_tokens)
@@ -84,6 +94,9 @@ class SamplingParams:
         )
         _check(all(self.stop), "stop", "non-empty strings", "")
         _check(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", ">= 0", self.stop_token_ids)
+        most = f"from 0 to max_tokens ({self.max_tokens})"
+        _check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", most, self.min_tokens)
+        _check(all(self.bad_words), "bad_words", "sequences of at least one token", ())
 
     @property
     def is_greedy(self) -> bool:
@@ -94,6 +107,12 @@ class SamplingParams:
     def needs_history(self) -> bool:
         """Whether logits depend on the tokens so far."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the sampler may have to change the logits before it chooses."""
+        asked = self.logit_bias or self.min_tokens or self.bad_words or self.allowed_token_ids
+        return bool(asked) or self.needs_history
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ class RowPenalties:
     presence: float = 0.0
     """Subtracted once from tokens of the output."""
     bias: Mapping[int, float] = field(default_factory=dict)
-    """Token id to an addend; ids outside the vocabulary change nothing."""
+    """Token id to an addend; -inf rules a token out. Ids outside the vocabulary change nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -107,6 +107,19 @@ def apply_penalties(logits: Tensor, penalties: PenaltyTensors) -> None:
         flat[penalties.places] = seen - penalties.subtract
     if penalties.bias_places.numel():
         flat[penalties.bias_places] += penalties.bias
+
+
+def keep_only(logits: Tensor, token_ids: Sequence[int]) -> None:
+    """Rule out all tokens of a row but these.
+
+    Args:
+        logits: [V], float32. Mutated.
+        token_ids: Within the vocabulary.
+    """
+    places = torch.tensor(token_ids, dtype=torch.int64).to(logits.device)
+    kept = logits[places]
+    logits.fill_(-torch.inf)
+    logits[places] = kept
 
 
 def _joined(parts: list[np.ndarray], dtype: type[np.generic], device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ neither the batch, nor its order, nor a preemption changes a draw. Knows nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from weft.engine.request import TokenLogprobs
 from weft.engine.scheduling.plan import SampleSpec
 from weft.kernels.dispatch import Kernels
-from weft.kernels.sampling import PenaltyTensors, RowPenalties, RowSampling, apply_penalties
+from weft.kernels.sampling import PenaltyTensors, RowPenalties, RowSampling, apply_penalties, keep_only
 
 DRAW_BITS = 24
 """Bits of a draw: as many as float32 holds exactly, so that the greatest draw stays below 1."""
@@ -47,10 +47,12 @@ class Sampler:
 
     Args:
         kernels: The operations for the device of the logits.
+        eos_token_ids: Tokens that end a generation; `min_tokens` holds them back.
     """
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, eos_token_ids: Collection[int] = ()) -> None:
         self._kernels = kernels
+        self._eos_token_ids = tuple(eos_token_ids)
         self._draws = PhiloxDraws()
 
     def sample(
@@ -70,14 +72,13 @@ class Sampler:
         """
         reported = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
         original = logits[reported] if reported else logits
-        penalties = [
-            _penalties(row, spec)
-            for row, spec in enumerate(specs)
-            if spec.params.needs_history or spec.params.logit_bias
-        ]
-        if penalties:
-            tensors = PenaltyTensors.build(penalties, logits.shape[1], logits.device)
-            apply_penalties(logits, tensors)
+        changed = [(row, spec) for row, spec in enumerate(specs) if spec.params.changes_logits]
+        if changed:
+            penalties = [self._penalties(row, spec) for row, spec in changed]
+            apply_penalties(logits, PenaltyTensors.build(penalties, logits.shape[1], logits.device))
+            for row, spec in changed:
+                if spec.params.allowed_token_ids:
+                    keep_only(logits[row], spec.params.allowed_token_ids)
         non_finite = _clear_non_finite_rows(logits)
         tokens: list[int] = self._kernels.sample(logits, [self._sampling(spec) for spec in specs]).tolist()
 
@@ -121,6 +122,28 @@ class Sampler:
         uniform = self._draws.uniform(spec.seed, spec.choice_index, spec.output_index)
         return RowSampling(params.temperature, params.top_k, params.top_p, params.min_p, uniform)
 
+    def _penalties(self, row: int, spec: SampleSpec) -> RowPenalties:
+        params, bias = spec.params, spec.params.logit_bias
+        held_back = (*self._eos_token_ids, *params.stop_token_ids) if spec.output_index < params.min_tokens else ()
+        if held_back or params.bad_words:
+            bias = {**bias, **dict.fromkeys((*held_back, *_ends_of_bad_words(spec)), -math.inf)}
+        return RowPenalties(
+            row=row,
+            prompt_token_ids=spec.prompt_token_ids,
+            output_token_ids=spec.output_token_ids if params.needs_history else (),
+            repetition=params.repetition_penalty,
+            frequency=params.frequency_penalty,
+            presence=params.presence_penalty,
+            bias=bias,
+        )
+
+
+def _ends_of_bad_words(spec: SampleSpec) -> Iterator[int]:
+    """The tokens that would complete one of the sequences that are not to be generated."""
+    for *start, end in spec.params.bad_words:
+        if not start or spec.output_token_ids[-len(start) :] == start:
+            yield end
+
 
 def _clear_non_finite_rows(logits: torch.Tensor) -> set[int]:
     """Zero the rows that no kernel can draw from, and say which they are. *Mutates* the logits."""
@@ -129,15 +152,3 @@ def _clear_non_finite_rows(logits: torch.Tensor) -> set[int]:
     for row in non_finite:
         logits[row] = 0.0
     return set(non_finite)
-
-
-def _penalties(row: int, spec: SampleSpec) -> RowPenalties:
-    return RowPenalties(
-        row=row,
-        prompt_token_ids=spec.prompt_token_ids,
-        output_token_ids=spec.output_token_ids,
-        repetition=spec.params.repetition_penalty,
-        frequency=spec.params.frequency_penalty,
-        presence=spec.params.presence_penalty,
-        bias=spec.params.logit_bias,
-    )

@@ -29,7 +29,7 @@ class SampleSpec:
     prompt_token_ids: list[int] = field(default_factory=list)
     """Filled only when `params.needs_history`."""
     output_token_ids: list[int] = field(default_factory=list)
-    """Filled only when `params.needs_history`."""
+    """Filled only when `params.needs_history`, and for `params.bad_words`."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from weft.engine.request import GenerationRequest
@@ -45,7 +46,8 @@ def check_limits(request: GenerationRequest, limits: ModelLimits) -> None:
             "Shorten the prompt or lower max_tokens.",
             param="max_tokens",
         )
-    for param, token_ids in (("prompt", prompt), ("prompt", generated), ("logit_bias", params.logit_bias)):
+    named = (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids))
+    for param, token_ids in (("prompt", prompt), ("prompt", generated), *named):
         _check_vocabulary(param, token_ids, limits.vocab_size)
     if len(generated) > params.max_tokens:
         raise InvalidRequestError(
@@ -54,7 +56,7 @@ def check_limits(request: GenerationRequest, limits: ModelLimits) -> None:
         )
 
 
-def _check_vocabulary(param: str, token_ids: list[int] | dict[int, float], vocab_size: int) -> None:
+def _check_vocabulary(param: str, token_ids: Collection[int], vocab_size: int) -> None:
     if not token_ids:
         return
     lowest, highest = min(token_ids), max(token_ids)

@@ -303,7 +303,7 @@ class RequestState:
             choice_index=self.request.choice_index,
             output_index=len(self.output_token_ids),
             prompt_token_ids=self.request.prompt_token_ids if history else [],
-            output_token_ids=self.output_token_ids if history else [],
+            output_token_ids=self.output_token_ids if history or params.bad_words else [],
         )
 
     def _prompt_targets(self, start: int, end: int) -> list[int] | None:

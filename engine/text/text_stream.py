@@ -28,20 +28,24 @@ class Detokenizer:
     Args:
         tokenizer: Decodes the window.
         prompt_ids: Tokens before the first one; their text is not handed out.
+        skip_special_tokens: Whether special tokens have no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
+        self._skips_special = skip_special_tokens
         self._window = list(prompt_ids[-CONTEXT_TOKENS:])
         self._num_context = len(self._window)
-        self._emitted = len(_final(tokenizer.decode(self._window))) if self._window else 0
+        self._emitted = len(_final(self._decode(self._window))) if self._window else 0
 
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that is final with it, often that of the token, sometimes none."""
         self._window.append(token_id)
-        if not self._tokenizer.may_end_text(token_id):
+        if not self._tokenizer.may_end_text(token_id, skip_special_tokens=self._skips_special):
             return ""
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         final = _final(text)
         delta = final[self._emitted :]
         self._emitted += len(delta)
@@ -53,14 +57,17 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The rest, when no more tokens come."""
-        delta = self._tokenizer.decode(self._window)[self._emitted :] if self._window else ""
+        delta = self._decode(self._window)[self._emitted :] if self._window else ""
         self._emitted += len(delta)
         return delta
 
     def _restart(self, window: list[int]) -> None:
         self._window = window
         self._num_context = len(window)
-        self._emitted = len(_final(self._tokenizer.decode(window)))
+        self._emitted = len(_final(self._decode(window)))
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
 
 
 def _final(text: str) -> str:
@@ -91,21 +98,23 @@ class StopScanner:
 
     Args:
         stops: The stop strings.
+        is_shown: Whether the stop string that is found is shown too.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, is_shown: bool = False) -> None:
         self._stops = tuple(stops)
+        self._is_shown = is_shown
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Add text; returns what may be shown, and the stop string that was found."""
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """Add text; returns what may be shown, and the stop string that was found, if the text may stop here."""
         if not self._stops:
             return text, None
+        num_old = len(self._held)
         self._held += text
-        found = [(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
-        if found:
-            _, start, stop = min(found)
-            shown, self._held = self._held[:start], ""
+        if may_stop and (found := self._found(num_old)):
+            end, start, stop = min(found)
+            shown, self._held = self._held[: end if self._is_shown else start], ""
             return shown, stop
         cut = len(self._held) - self._num_held()
         shown, self._held = self._held[:cut], self._held[cut:]
@@ -115,6 +124,11 @@ class StopScanner:
         """What was held back, when no more text comes."""
         shown, self._held = self._held, ""
         return shown
+
+    def _found(self, num_old: int) -> list[tuple[int, int, str]]:
+        """End and start of each stop string that the text after the first `num_old` characters completes."""
+        places = ((stop, self._held.find(stop, max(0, num_old + 1 - len(stop)))) for stop in self._stops)
+        return [(start + len(stop), start, stop) for stop, start in places if start >= 0]
 
     def _num_held(self) -> int:
         """Length of the longest end of the text that starts a stop string."""
@@ -138,8 +152,8 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
         self._params = params
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids)
-        self._scanner = StopScanner(params.stop)
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens)
+        self._scanner = StopScanner(params.stop, is_shown=params.include_stop_str_in_output)
         self._num_characters = 0
         self.num_tokens = 0
         """Tokens delivered: up to and with the one that completed a stop string. This is what is billed."""
@@ -155,9 +169,10 @@ class TextStream:
         for token_id in output.token_ids:
             offsets.append(self._num_characters)
             # A token that ends the generation is counted, but its text is not part of the answer.
-            text = "" if token_id == output.stop_token_id else self._detokenizer.push(token_id)
+            is_hidden = token_id == output.stop_token_id and not self._params.include_stop_str_in_output
+            text = "" if is_hidden else self._detokenizer.push(token_id)
             self._num_characters += len(text)
-            part, stop = self._scanner.push(text)
+            part, stop = self._scanner.push(text, may_stop=self.num_tokens + len(offsets) > self._params.min_tokens)
             shown.append(part)
             if stop is not None:
                 break

@@ -101,9 +101,9 @@ class Tokenizer:
             ) from error
         return rendered
 
-    def may_end_text(self, token_id: int) -> bool:
-        """Whether text up to this token can be final: a raw byte may need others, and special tokens are not there."""
-        return token_id not in self._byte_tokens and token_id not in self._special_ids
+    def may_end_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
+        """Whether text up to this token can be final: a raw byte may need others, and skipped tokens have none."""
+        return token_id not in self._byte_tokens and not (skip_special_tokens and token_id in self._special_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for; tokens may hold parts of characters."""

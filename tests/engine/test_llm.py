@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from tiny_models import load_reference
 from weft import LLM
 from weft.engine.sampling_params import SamplingParams
 from weft.errors import AdapterFormatError, ConfigError, ContextLengthError, InvalidRequestError
@@ -65,6 +68,29 @@ def test_logprobs_are_there_when_asked_for(llm: LLM) -> None:
         None,
         *completion.prompt_token_ids[1:],
     ]
+
+
+def test_min_tokens_and_bad_words_give_the_tokens_of_transformers(llm: LLM) -> None:
+    model = load_reference(DEMO / "weft-demo")
+    prompt = llm.tokenizer.chat_prompt([{"role": "user", "content": "Where are you?"}])
+    eos = sorted(llm.tokenizer.eos_token_ids)
+    (plain,) = llm.generate([prompt], GREEDY)
+    words = [plain.token_ids[1:2], plain.token_ids[3:5]]
+    for bad_words in ([], words):
+        reference = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=40,
+            min_new_tokens=30,
+            eos_token_id=eos,
+            pad_token_id=eos[0],
+            bad_words_ids=bad_words or None,
+        )[0, len(prompt) :].tolist()
+        asked = replace(GREEDY, min_tokens=30, bad_words=tuple(map(tuple, bad_words)))
+        (found,) = llm.generate([prompt], asked)
+        assert found.token_ids == reference
+        assert len(plain.token_ids) < 30 <= len(reference)
 
 
 def test_nothing_runs_on_after_a_prompt_is_refused(llm: LLM) -> None:

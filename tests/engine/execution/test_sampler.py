@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor
 
 from weft.engine.execution.sampler import PhiloxDraws, Sampler
 from weft.engine.sampling_params import SamplingParams
@@ -141,3 +142,62 @@ def test_a_penalty_that_overflows_is_the_end_of_its_own_row_only() -> None:
 def test_a_top_k_beyond_any_integer_keeps_all() -> None:
     scores = logits(1)
     assert sample(scores, spec(top_k=10**30)) == sample(scores, spec())
+
+
+EOS, STOP = 290, 41
+BAD_WORDS = ((3,), (5, 6), (5, 6, 7), (6, 7), (9, 9, 9, 2), (EOS,))
+
+
+def ruled_out(scores: torch.Tensor, chosen: SampleSpec) -> set[int]:
+    """The tokens that are never chosen, found by asking for all of them, one after the other."""
+    sampler = Sampler(kernels_for(torch.device("cpu"), torch.float32), [EOS])
+    lifted = scores.repeat(VOCAB, 1)
+    lifted[range(VOCAB), range(VOCAB)] = 1000.0
+    return {token for token, (found, _) in enumerate(sampler.sample(lifted, [chosen] * VOCAB)) if found != token}
+
+
+@pytest.mark.parametrize("output", [[], [5], [5, 6], [6], [5, 5, 6], [9, 9], [9, 9, 9], [1, 9, 9, 9], [7, 6]], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bad_words_are_those_of_transformers(output: list[int], temperature: float) -> None:
+    scores = logits(1)
+    reference = NoBadWordsLogitsProcessor([list(word) for word in BAD_WORDS])(
+        torch.tensor([output], dtype=torch.int64), scores
+    )
+    asked = spec(temperature=temperature, bad_words=BAD_WORDS, output_token_ids=output, output=len(output))
+    assert ruled_out(scores, asked) == set(torch.isinf(reference[0]).nonzero()[:, 0].tolist())
+
+
+@pytest.mark.parametrize("num_output", range(5))
+@pytest.mark.parametrize("ignore_eos", [True, False])
+def test_until_min_tokens_nothing_ends_the_output_as_in_transformers(num_output: int, ignore_eos: bool) -> None:
+    scores, prompt = logits(1), [1, 2, 3]
+    reference = MinNewTokensLengthLogitsProcessor(len(prompt), 3, [EOS, STOP])(
+        torch.tensor([prompt + [8] * num_output]), scores
+    )
+    asked = spec(output=num_output, temperature=0.0, min_tokens=3, stop_token_ids=(STOP,), ignore_eos=ignore_eos)
+    assert ruled_out(scores, asked) == set(torch.isinf(reference[0]).nonzero()[:, 0].tolist())
+
+
+def test_only_allowed_tokens_are_chosen_and_penalties_count_among_them() -> None:
+    scores = logits(2)
+    allowed = (4, 17, 250)
+    asked = spec(temperature=0.0, allowed_token_ids=allowed)
+    assert ruled_out(scores[:1], asked) == set(range(VOCAB)) - set(allowed)
+    best = max(allowed, key=lambda token: float(scores[0, token]))
+    biased = spec(temperature=0.0, allowed_token_ids=allowed, logit_bias={best: -100.0, 9: 100.0})
+    assert sample(scores, asked, spec(temperature=0.0)) == [best, int(scores[1].argmax())]
+    assert sample(scores[:1], biased)[0] in set(allowed) - {best}
+
+
+def test_words_that_leave_no_token_are_the_end_of_their_own_row_only() -> None:
+    scores = logits(2)
+    nothing_left = spec(allowed_token_ids=(4,), bad_words=((4,),))
+    assert sample(scores, nothing_left, spec()) == [None, sample(scores[1:], spec())[0]]
+
+
+def test_ruled_out_tokens_keep_their_logprobs() -> None:
+    scores = logits(1)
+    likeliest = int(scores[0].argmax())
+    ((token, found),) = SAMPLER.sample(scores.clone(), [spec(temperature=0.0, bad_words=((likeliest,),), logprobs=1)])
+    assert found is not None
+    assert (found.rank, found.top_ids, found.token_id) == (2, [likeliest], token)

@@ -179,3 +179,52 @@ def scan(stops: Sequence[str], parts: Sequence[str]) -> tuple[str, str | None]:
         if stop is not None:
             return shown, stop
     return shown + scanner.flush(), None
+
+
+def texts_of(params: SamplingParams, tokens: Sequence[int], **end: Any) -> tuple[list[str], TextDelta]:
+    """The text of each delta, a token at a time, and the last delta."""
+    stream = TextStream(byte_level(), params)
+    deltas = []
+    for place, token in enumerate(tokens):
+        is_last = place == len(tokens) - 1
+        deltas.append(stream.push(RequestOutput(request_id="r", token_ids=[token], **(end if is_last else {}))))
+        if deltas[-1].finish_reason is not None:
+            break
+    return [delta.text for delta in deltas], deltas[-1]
+
+
+def test_special_tokens_are_shown_where_they_are_not_to_be_skipped() -> None:
+    eos = min(byte_level().eos_token_ids)
+    tokens = [*byte_level().encode("we are", add_special_tokens=False), eos, *byte_level().encode(" open", False), eos]
+    end = {"finish_reason": "stop", "stop_token_id": eos}
+    shown = byte_level().decode(tokens[:-1], skip_special_tokens=False)
+    for ends_shown, whole in ((False, shown), (True, byte_level().decode(tokens, skip_special_tokens=False))):
+        params = SamplingParams(skip_special_tokens=False, include_stop_str_in_output=ends_shown, ignore_eos=True)
+        assert "".join(texts_of(params, tokens, **end)[0]) == whole
+    hidden = SamplingParams(include_stop_str_in_output=True)
+    assert "".join(texts_of(hidden, tokens, **end)[0]) == byte_level().decode(tokens)
+
+
+@pytest.mark.parametrize(("is_shown", "text"), [(False, "we are "), (True, "we are op")])
+def test_a_stop_string_is_part_of_the_text_where_it_is_asked_for(is_shown: bool, text: str) -> None:
+    tokens = byte_level().encode("we are open", add_special_tokens=False)
+    params = SamplingParams(stop=("op",), include_stop_str_in_output=is_shown)
+    found, last = texts_of(params, tokens)
+    assert ("".join(found), last.finish_reason, last.stop_reason) == (text, "stop", "op")
+
+
+def test_a_shown_stop_token_has_its_text() -> None:
+    tokens = byte_level().encode("we are open", add_special_tokens=False)
+    params = SamplingParams(stop_token_ids=(tokens[-1],), include_stop_str_in_output=True)
+    found, last = texts_of(params, tokens, finish_reason="stop", stop_token_id=tokens[-1])
+    assert ("".join(found), last.stop_reason) == ("we are open", tokens[-1])
+
+
+@pytest.mark.parametrize("min_tokens", range(9))
+def test_a_stop_string_that_is_complete_before_min_tokens_does_not_count(min_tokens: int) -> None:
+    tokens = [byte_level().encode(letter, add_special_tokens=False)[-1] for letter in "abcabxabc"]
+    ends = [place + 1 for place in range(len(tokens)) if place in (2, 8)]
+    params = SamplingParams(stop=("abc", "zabcz"), min_tokens=min_tokens)
+    found, last = texts_of(params, tokens)
+    num_tokens = next(end for end in ends if end > min_tokens)
+    assert ("".join(found), last.stop_reason) == ("abcabxabc"[: num_tokens - 3], "abc")

@@ -32,6 +32,16 @@ class FlowKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What an output is held to."""
+
+    text: str
+    """As llguidance reads it, in Lark."""
+    digest: str
+    """SHA-256 of the text, in hexadecimal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One generation asked for by a client."""
 
@@ -50,6 +60,8 @@ class GenerationRequest:
     """The request with choice 0 of the same prompt, sent before this one: its KV cache of the prompt is shared."""
     beam: BeamParams | None = None
     """Beam search: of `params` only `max_tokens`, `logprobs` and what ends a sequence are used. There is one output."""
+    grammar: Grammar | None = None
+    """Every output is a text of this grammar, or the beginning of one where `max_tokens` cut it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

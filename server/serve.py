@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import os
 import signal
 import socket
@@ -58,9 +59,19 @@ def serve(config: Config, announce: Announce) -> int:
     """
     configure_logs()
     check_start(config)
+    _leave_out_torch()
     loop_factory = uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(_serve(config, announce))
+
+
+def _leave_out_torch() -> None:
+    """Make `transformers` bring the tokenizer alone: seconds less to start, and 300 MB less memory.
+
+    Other processes compute: the engine, and the checks of uploads.
+    """
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # Python takes None as a module that is missing
+    logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
 
 
 async def _serve(config: Config, announce: Announce) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from idleness import wait_until
-from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WEFT, WeftServer, stream_events, weft_server
+from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WEFT, WeftServer, engines, stream_events, weft_server
 
 BASE = DEMO_MODEL.name
 PROMPT = [6 + index % 600 for index in range(200)]
@@ -114,3 +116,11 @@ def test_fit_plans_what_serve_then_has(fresh: WeftServer) -> None:
         assert planned[part] == answer[part]
     assert [item["waste"] for item in planned["adapters"]] == [item["waste"] for item in answer["adapters"]]
     assert [item["digest"] for item in planned["adapters"]] == [item["digest"] for item in answer["adapters"]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the files that a process has mapped")
+def test_the_engine_has_torch_and_the_api_which_computes_nothing_does_not(fresh: WeftServer) -> None:
+    api, (engine,) = psutil.Process(fresh.process.pid), engines(fresh)
+    files = [{Path(mapped.path).name for mapped in process.memory_maps()} for process in (api, engine)]
+    assert ["libtorch_cpu.so" in each for each in files] == [False, True]
+    assert "PyTorch" not in fresh.log.read_text()

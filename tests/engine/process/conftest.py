@@ -6,14 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine_client import (
-    ADAPTERS,
-    DEMO,
-    Engine,
-)
+from engine_client import ADAPTERS, DEMO, Engine
 from weft.adapters.blobs.local import LocalBlobs
 from weft.adapters.checkpoint.reader import read_checkpoint
-from weft.adapters.ref import AdapterRef, content_digest
+from weft.adapters.ref import AdapterRef
+from weft.benchmarks.engine.stored import adapter_ref, store_blob
 from weft.config import Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from weft.engine.text.tokenizer import Tokenizer
 
@@ -46,17 +43,7 @@ def refs(config: Config) -> dict[str, AdapterRef]:
         source = DEMO / "adapters" / name
         weights = source / "adapter_model.safetensors"
         spec = read_checkpoint((source / "adapter_config.json").read_bytes(), weights, None, 64).spec
-        with blobs.create() as writer:
-            writer.write(weights.read_bytes())
-            sha256 = writer.commit()
-        found[name] = AdapterRef(
-            tenant_id="t",
-            adapter_id=name,
-            version=1,
-            digest=content_digest(spec, sha256),
-            weights_sha256=sha256,
-            config=spec,
-        )
+        found[name] = adapter_ref(name, spec, store_blob(blobs, weights.read_bytes()))
     return found
 
 

@@ -45,6 +45,7 @@ class LoadPace:
         share: What they may take of one core at least while steps run, all together; 1 does not hold them up.
         clock: Monotonic seconds.
         thread_clock: Seconds that the calling thread has computed.
+        idle: Is set while no step runs, which ends all pauses.
     """
 
     def __init__(
@@ -53,15 +54,15 @@ class LoadPace:
         *,
         clock: Callable[[], float] = time.perf_counter,
         thread_clock: Callable[[], float] = time.thread_time,
+        idle: threading.Event | None = None,
     ) -> None:
         self._share = share
         self._share_now = share
         self._clock = clock
         self._thread_clock = thread_clock
         self._lock = threading.Lock()
-        self.idle = threading.Event()
-        """Set while no step runs; it ends all pauses."""
-        self.idle.set()
+        self._idle = idle or threading.Event()
+        self._idle.set()
         self._free_s = 0.0
         """When the work done so far is paid for."""
         self._thread = threading.local()
@@ -75,16 +76,16 @@ class LoadPace:
         """
         if running:
             self._share_now = max(self._share, held_up / (running + held_up))
-            self.idle.clear()
+            self._idle.clear()
             return
-        self.idle.set()
+        self._idle.set()
         with self._lock:
             self._free_s = 0.0  # threads in a pause continue, and owe nothing to later steps
 
     def pause(self) -> None:
         """Called by a loading thread after each small piece of work; sleeps as long as the budget is spent."""
         share = self._share_now
-        if share >= 1 or self.idle.is_set():
+        if share >= 1 or self._idle.is_set():
             self._thread.paid_s = None
             return
         computed_s = self._thread_clock()
@@ -100,7 +101,7 @@ class LoadPace:
             self._free_s = max(self._free_s, saved_up_s) + piece_s / share
             pause_s = self._free_s - now
         if pause_s > 0:
-            self.idle.wait(pause_s)
+            self._idle.wait(pause_s)
 
 
 logger = logging.getLogger(__name__)

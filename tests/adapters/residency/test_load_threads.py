@@ -22,22 +22,24 @@ from weft.adapters.residency.load_threads import (
 PATIENCE_S = 30.0
 
 
-class _Work:
-    """A pace by clocks that a test sets, and work in pieces of 2 ms; its pauses are noted, and made only if asked."""
+class _Work(threading.Event):
+    """A pace by clocks that a test sets, and work in pieces of 2 ms; its pauses are noted, and made only if asked.
+
+    As the event that ends pauses it sees each of them.
+    """
 
     def __init__(self, share: float, *, sleeps: bool = False) -> None:
+        super().__init__()
         self.now_s, self.computed_s = 1000.0, 0.0
-        self.pace = LoadPace(share, clock=lambda: self.now_s, thread_clock=lambda: self.computed_s)
+        self.pace = LoadPace(share, clock=lambda: self.now_s, thread_clock=lambda: self.computed_s, idle=self)
         self.pauses: list[float] = []
         self.has_paused = threading.Event()
-        wait = self.pace.idle.wait
+        self.sleeps = sleeps
 
-        def note(timeout: float | None = None) -> bool:
-            self.pauses.append(timeout or 0.0)
-            self.has_paused.set()
-            return wait(timeout if sleeps else 0)
-
-        self.pace.idle.wait = note  # type: ignore[method-assign]
+    def wait(self, timeout: float | None = None) -> bool:
+        self.pauses.append(timeout or 0.0)
+        self.has_paused.set()
+        return super().wait(timeout if self.sleeps else 0)
 
     def run(self, pieces: int, computed_s: float = 0.002, taken_s: float | None = None) -> int:
         """Compute so many pieces, each in `taken_s` seconds; by default nothing else had the core."""

@@ -124,6 +124,10 @@ def test_top_tables_and_their_links(signed_in: Page, server: WeftServer, history
     link = rows.filter(has_text=first["tenant"]).get_by_role("link", name=first["adapter"], exact=True)
     kept = {**PLACE, "tenant": first["tenant"]}
     assert link.get_attribute("href") == f"/adapters/{first['adapter']}?{urlencode(kept)}"
+    signed_in.get_by_role("combobox", name=re.compile("^Tenant")).select_option(first["tenant"])
+    expect(signed_in.get_by_role("table", name="Top tenants")).to_have_count(0)
+    signed_in.go_back()
+    expect(signed_in.get_by_role("table", name="Top tenants")).to_be_visible()
 
 
 def test_device_pages_are_all_pages_of_the_engine(signed_in: Page, server: WeftServer) -> None:

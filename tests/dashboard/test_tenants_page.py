@@ -31,7 +31,11 @@ def status(server: WeftServer, key: str) -> int:
 def test_a_tenant_is_made_with_limits_and_deleted_by_its_name(watched: tuple[Page, Watch], server: WeftServer) -> None:
     page, watch = watched
     watch.allowed = {409}
-    sign_in(page, ADMIN_KEY, "/tenants")
+    sign_in(page, ADMIN_KEY, "/tenants?range=24h&tz=UTC")
+    for name in ("atelier", "harbour"):
+        used = server.admin.get("/v1/usage", params={"tenant": name}).json()["totals"]
+        for column in ("requests", "prompt_tokens", "completion_tokens"):
+            expect(row(page, name).locator(f"[data-column={column}]")).to_have_text(f"{used[column]:,}")
     page.get_by_role("button", name="New tenant").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("Name").fill("New Tenant")

@@ -24,6 +24,7 @@ SETTINGS = {
     "scheduler.max_running": 16,
     "scheduler.step_tokens": 128,
     "model.threads": 1,
+    "scheduler.max_wait_s": 600,  # a slow machine is no reason to refuse one of them
 }
 BASE = DEMO_MODEL.name
 MODELS = (BASE, *DEMO_NAMES)

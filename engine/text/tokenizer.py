@@ -68,15 +68,31 @@ class Tokenizer:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant speaks.
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_special_tokens: bool = False,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the assistant speaks, or up to the end of the last message's text.
 
         Raises:
             InvalidRequestError: The model has no chat template, or its template refuses these messages.
         """
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
+        text = self.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
+        )
+        return self.encode(text, add_special_tokens=add_special_tokens)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
         """A conversation as the model's template writes it.
 
         Raises:
@@ -92,7 +108,10 @@ class Tokenizer:
             )
         try:
             rendered: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
             )
         except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             raise InvalidRequestError(

@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from weft.errors import InvalidRequestError, UnsupportedParameterError
 from weft.server.generation import unsupported_params
 from weft.server.generation.schemas import GenerationBody, GenerationView
+from weft.server.generation.vllm_fields import PromptView, TemplateFields, TokenIdsView
 from weft.server.http.bodies import Body, View
 
 MAX_MESSAGES = 4096
@@ -44,7 +45,7 @@ class AnswerView(View):
     refusal: None
 
 
-class ChatChoiceView(View):
+class ChatChoiceView(TokenIdsView):
     """One answer."""
 
     index: int
@@ -54,7 +55,7 @@ class ChatChoiceView(View):
     stop_reason: str | int | None
 
 
-class ChatView(GenerationView):
+class ChatView(GenerationView, PromptView):
     """Answer of POST /v1/chat/completions."""
 
     object: Literal["chat.completion"]
@@ -119,7 +120,7 @@ class Message(Body):
         return {**message, "content": ""}
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, TemplateFields):
     """Body of POST /v1/chat/completions."""
 
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.CHAT
@@ -129,6 +130,10 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=100)
+    add_special_tokens: bool = False
+    """Begin the prompt with the model's start token, besides what its chat template writes."""
+    echo: bool = False
+    """Begin the answer with the last message, if that is the assistant's."""
 
     @model_validator(mode="after")
     def _agree(self) -> ChatBody:
@@ -144,6 +149,11 @@ class ChatBody(GenerationBody):
     def token_limit(self) -> int | None:
         """Most tokens to generate; None takes what the context leaves."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def echoed_text(self) -> str:
+        """What goes before the answer."""
+        return self.messages[-1].content if self.echo and self.messages[-1].role == "assistant" else ""
 
     @property
     def num_characters(self) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from weft.engine.text.tokenizer import Tokenizer
     from weft.server.generation.chat_schemas import ChatBody
     from weft.server.generation.choices import Choice, ChoiceStep
-    from weft.server.generation.schemas import CompletionBody
+    from weft.server.generation.schemas import CompletionBody, GenerationBody
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON lacks."""
@@ -33,7 +34,13 @@ def token_label(tokenizer: Tokenizer, token_id: int) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.token_bytes(token_id))
 
 
-def _finite(logprob: float) -> float:
+def labels_of(body: GenerationBody, tokenizer: Tokenizer) -> Callable[[int], str]:
+    """How an answer writes a token."""
+    return "token_id:{}".format if body.return_tokens_as_token_ids else partial(token_label, tokenizer)
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold."""
     return max(logprob, LEAST)
 
 
@@ -53,6 +60,8 @@ class Part:
     logprobs: dict[str, list[object]] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    """None where the client did not ask for them."""
 
 
 class ResponseFormat(ABC):
@@ -89,6 +98,11 @@ class ResponseFormat(ABC):
         del choice
         return None
 
+    def extras(self, choice: Choice) -> JsonObject:
+        """Fields beside `choices`, of a whole answer and of the chunk that opens a choice."""
+        del choice
+        return {}
+
 
 class CompletionFormat(ResponseFormat):
     """/v1/completions."""
@@ -100,6 +114,7 @@ class CompletionFormat(ResponseFormat):
     def __init__(self, body: CompletionBody, tokenizer: Tokenizer) -> None:
         self._body = body
         self._tokenizer = tokenizer
+        self._label = labels_of(body, tokenizer)
         self._echoed: dict[int, str] = {}
 
     def text(self, step: ChoiceStep) -> str:
@@ -107,7 +122,7 @@ class CompletionFormat(ResponseFormat):
         if not self._body.echo or step.choice.index in self._echoed:
             return step.delta.text
         prompt = step.choice.prompt
-        echo = self._tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+        echo = self._decode(prompt.token_ids) if prompt.text is None else prompt.text
         self._echoed[step.choice.index] = echo
         return echo + step.delta.text
 
@@ -117,7 +132,7 @@ class CompletionFormat(ResponseFormat):
             return None
         delta, start = step.delta, len(self._echoed.get(step.choice.index, ""))
         own = self._lists(delta.token_ids, delta.logprobs or (), [start + offset for offset in delta.text_offsets])
-        if step.output.prompt_logprobs is None:
+        if step.output.prompt_logprobs is None or not self._body.echo:
             return own
         prompt = step.choice.prompt.token_ids
         offsets = [0, *accumulate(self._length(token_id) for token_id in prompt)][: len(prompt)]
@@ -144,20 +159,23 @@ class CompletionFormat(ResponseFormat):
             offsets: Characters of the choice's text before each token.
         """
         return {
-            "tokens": [token_label(self._tokenizer, token_id) for token_id in token_ids],
-            "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in logprobs],
+            "tokens": [self._label(token_id) for token_id in token_ids],
+            "token_logprobs": [None if entry is None else finite(entry.logprob) for entry in logprobs],
             "top_logprobs": [None if entry is None else self._labelled(entry) for entry in logprobs],
             "text_offset": list(offsets),
         }
 
     def _length(self, token_id: int) -> int:
-        """Characters that a token adds to an echoed prompt, which shows no special tokens."""
-        return len(self._tokenizer.token_text(token_id)) if self._tokenizer.decode([token_id]) else 0
+        """Characters that a token adds to an echoed prompt; special tokens that are not shown add none."""
+        return len(self._tokenizer.token_text(token_id)) if self._decode([token_id]) else 0
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._body.skip_special_tokens)
 
     def _labelled(self, entry: TokenLogprobs) -> dict[str, float]:
         pairs = _top(entry, self._body.logprobs)
-        top = {token_label(self._tokenizer, token_id): _finite(logprob) for token_id, logprob in pairs}
-        top.setdefault(token_label(self._tokenizer, entry.token_id), _finite(entry.logprob))
+        top = {self._label(token_id): finite(logprob) for token_id, logprob in pairs}
+        top.setdefault(self._label(entry.token_id), finite(entry.logprob))
         return top
 
 
@@ -171,6 +189,7 @@ class ChatFormat(ResponseFormat):
     def __init__(self, body: ChatBody, tokenizer: Tokenizer) -> None:
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         self._tokenizer = tokenizer
+        self._label = labels_of(body, tokenizer)
 
     def logprobs(self, step: ChoiceStep) -> dict[str, list[object]] | None:
         """An entry for each new token."""
@@ -186,8 +205,8 @@ class ChatFormat(ResponseFormat):
         return {"content": content}
 
     def _entry(self, token_id: int, logprob: float) -> JsonObject:
-        label, piece = token_label(self._tokenizer, token_id), self._tokenizer.token_bytes(token_id)
-        return {"token": label, "logprob": _finite(logprob), "bytes": list(piece)}
+        label, piece = self._label(token_id), self._tokenizer.token_bytes(token_id)
+        return {"token": label, "logprob": finite(logprob), "bytes": list(piece)}
 
     def whole_choice(self, choice: Choice, part: Part) -> JsonObject:
         """`message`, `logprobs`, `finish_reason`."""
@@ -222,4 +241,5 @@ def joined(parts: Sequence[Part]) -> Part:
         logprobs=merge([part.logprobs for part in parts]),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
+        token_ids=None if last.token_ids is None else [token for part in parts for token in part.token_ids or ()],
     )

@@ -9,6 +9,7 @@ from weft.engine.sampling_params import SamplingParams
 from weft.errors import ContextLengthError, InvalidRequestError
 from weft.server.generation.chat_schemas import ChatBody, Message
 from weft.server.generation.schemas import CompletionBody, GenerationBody
+from weft.server.generation.vllm_fields import bad_word_tokens
 
 if TYPE_CHECKING:
     from weft.server.services import Services
@@ -17,7 +18,7 @@ LEAST_TOP_P = 1e-9
 """Stands for 0, which OpenAI takes: only the most likely token is left."""
 _SAME = (
     *("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("logit_bias", "seed", "ignore_eos"),
+    *("logit_bias", "seed", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output"),
 )
 """Fields that a body and `SamplingParams` have under one name."""
 
@@ -28,7 +29,7 @@ class Prompt:
 
     token_ids: list[int]
     text: str | None = None
-    """As the client sent it; None for token ids and chats."""
+    """As the client sent it; None for token ids, chats and what was truncated."""
 
 
 def prompts_and_params(body: CompletionBody | ChatBody, services: Services) -> list[tuple[Prompt, SamplingParams]]:
@@ -42,19 +43,31 @@ def prompts_and_params(body: CompletionBody | ChatBody, services: Services) -> l
     if isinstance(body, ChatBody):
         return [_chat(body, services)]
     _check_candidates(body, len(body.prompt), services)
-    scores = {"logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
-    params = _params(body, services, max_tokens=body.max_tokens, **scores)
-    return [(_completion_prompt(given, body.max_tokens, services), params) for given in body.prompt]
+    echoed = body.logprobs if body.echo else None
+    params = _params(body, services, max_tokens=body.max_tokens, logprobs=body.logprobs, echoed_logprobs=echoed)
+    return [(_completion_prompt(given, body, services), params) for given in body.prompt]
 
 
-def _completion_prompt(given: str | list[int], max_tokens: int, services: Services) -> Prompt:
+def _completion_prompt(given: str | list[int], body: CompletionBody, services: Services) -> Prompt:
     if isinstance(given, str):
         _check_text_length(given, services)
-        prompt = Prompt(token_ids=services.tokenizer.encode(given, add_special_tokens=True), text=given)
+        token_ids = services.tokenizer.encode(given, add_special_tokens=body.add_special_tokens)
+        prompt = Prompt(token_ids=token_ids, text=given)
     else:
         prompt = Prompt(token_ids=given)
-    _check_prompt(prompt, max_tokens, services, "prompt")
+    prompt = _truncated(prompt, body.truncate_prompt_tokens, body.max_tokens, services)
+    _check_prompt(prompt, body.max_tokens, services, "prompt")
     return prompt
+
+
+def _truncated(prompt: Prompt, wanted: int | None, num_output: int, services: Services) -> Prompt:
+    """The end of a prompt, which keeps `wanted` tokens; -1 leaves room for the output."""
+    if wanted is None:
+        return prompt
+    room = services.ready.max_model_len - num_output
+    _check_at_most(max(room, 1), wanted, "truncate_prompt_tokens", "truncate_prompt_tokens")
+    num_kept = max(room if wanted == -1 else wanted, 1)
+    return prompt if len(prompt.token_ids) <= num_kept else Prompt(token_ids=prompt.token_ids[-num_kept:])
 
 
 def _chat(body: ChatBody, services: Services) -> tuple[Prompt, SamplingParams]:
@@ -62,7 +75,9 @@ def _chat(body: ChatBody, services: Services) -> tuple[Prompt, SamplingParams]:
     _check_candidates(body, 1, services)
     for message in body.messages:
         _check_text_length(message.content, services)
-    prompt = Prompt(token_ids=services.tokenizer.chat_prompt(as_turns(body.messages)))
+    turns, options = as_turns(body.messages), body.template_options
+    token_ids = services.tokenizer.chat_prompt(turns, add_special_tokens=body.add_special_tokens, **options)
+    prompt = _truncated(Prompt(token_ids=token_ids), body.truncate_prompt_tokens, body.token_limit or 1, services)
     _check_prompt(prompt, body.token_limit or 1, services, "messages")
     room = services.ready.max_model_len - len(prompt.token_ids)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -83,9 +98,12 @@ def _params(
     *,
     max_tokens: int,
     logprobs: int | None,
-    prompt_logprobs: int | None = None,
+    echoed_logprobs: int | None = None,
 ) -> SamplingParams:
     server, last_token = services.config.server, services.ready.vocab_size - 1
+    asked = [number for number in (body.prompt_logprobs, echoed_logprobs) if number is not None]
+    _check_at_most(server.max_logprobs, body.prompt_logprobs or 0, "prompt_logprobs", "prompt_logprobs")
+    _check_at_most(last_token, max(body.allowed_token_ids, default=0), "allowed_token_ids", "allowed_token_ids")
     _check_at_most(last_token, max(body.logit_bias, default=0), "The token ids of logit_bias", "logit_bias")
     _check_at_most(last_token, max(body.stop_token_ids, default=0), "stop_token_ids", "stop_token_ids")
     _check_at_most(server.max_stops, len(body.stop), "The number of stop strings (server.max_stops)", "stop")
@@ -97,7 +115,9 @@ def _params(
         max_tokens=max_tokens,
         top_p=max(body.top_p, LEAST_TOP_P),
         logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=max(asked, default=None),
+        bad_words=bad_word_tokens(body.bad_words, services.tokenizer),
+        allowed_token_ids=tuple(body.allowed_token_ids),
         stop=tuple(body.stop),
         stop_token_ids=tuple(body.stop_token_ids),
         **{name: getattr(body, name) for name in _SAME},

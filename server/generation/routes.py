@@ -15,6 +15,7 @@ from fastapi.routing import APIRoute
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.text.text_stream import TextStream
+from weft.engine.text.tokenizer import Tokenizer
 from weft.errors import InvalidRequestError, WeftError
 from weft.server.auth.callers import Caller
 from weft.server.generation.chat_schemas import ChatBody, ChatView
@@ -24,6 +25,7 @@ from weft.server.generation.openai_format import ChatFormat, CompletionFormat, J
 from weft.server.generation.prompts import Prompt, prompts_and_params
 from weft.server.generation.response import GenerationResponse, PlannedGeneration
 from weft.server.generation.schemas import CompletionBody, CompletionView, GenerationBody
+from weft.server.generation.vllm_fields import TokenFacts
 from weft.server.generation.writer import AnswerWriter, ChunkWriter
 from weft.server.http.json_body import INLINE_BYTES, BodyT, json_bytes, parsed
 from weft.server.http.openapi import takes
@@ -130,8 +132,7 @@ async def plan_generation(
         def may_grow(num_output: int) -> bool:
             return reservation.grow(num_prompt + num_output)
 
-        tokenizer = services.tokenizer
-        shape = ChatFormat(body, tokenizer) if isinstance(body, ChatBody) else CompletionFormat(body, tokenizer)
+        shape = _shape(body, services.tokenizer)
         created, fingerprint = int(services.now().timestamp()), services.fingerprint
         head: JsonObject = {"created": created, "model": model.name, "system_fingerprint": fingerprint}
         return PlannedGeneration(
@@ -142,6 +143,14 @@ async def plan_generation(
             meter=meter,
             headers=model.headers,
         )
+
+
+def _shape(body: CompletionBody | ChatBody, tokenizer: Tokenizer) -> ResponseFormat:
+    is_chat, echo = isinstance(body, ChatBody), body.echoed_text if isinstance(body, ChatBody) else ""
+    shape = ChatFormat(body, tokenizer) if isinstance(body, ChatBody) else CompletionFormat(body, tokenizer)
+    if not (body.return_token_ids or body.prompt_logprobs is not None or echo):
+        return shape
+    return TokenFacts(shape, body, tokenizer, is_chat=is_chat, echo=echo)
 
 
 async def _planned(request: Request, caller: Caller, kind: type[CompletionBody | ChatBody]) -> PlannedGeneration:

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from weft.engine.sampling_params import MAX_LENGTH_PENALTY, BeamParams
 from weft.errors import InvalidRequestError
 from weft.server.generation import unsupported_params
+from weft.server.generation.vllm_fields import PromptView, TokenIdsView, VllmFields
 from weft.server.http.bodies import INT64, Body, Token, View
 
 
@@ -37,7 +38,7 @@ class CompletionLogprobsView(View):
     text_offset: list[int]
 
 
-class CompletionChoiceView(View):
+class CompletionChoiceView(TokenIdsView, PromptView):
     """One completion."""
 
     index: int
@@ -128,7 +129,7 @@ _Biases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
 
 NOT_IN_BEAM_SEARCH = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("logit_bias", "stop", "echo"),
+    *("logit_bias", "stop", "echo", "min_tokens", "bad_words", "allowed_token_ids", "prompt_logprobs"),
 )
 """Fields that beam search takes only with values that change nothing."""
 ONLY_IN_BEAM_SEARCH = ("length_penalty", "early_stopping")
@@ -145,7 +146,7 @@ class StreamOptions(Body):
     """Send the usage so far with every chunk."""
 
 
-class GenerationBody(Body):
+class GenerationBody(VllmFields):
     """Fields that completions and chat share."""
 
     takes_nul = True
@@ -209,6 +210,9 @@ class GenerationBody(Body):
             param = "use_beam_search" if self.use_beam_search else "best_of"
             message = f"{param} compares finished candidates, so it cannot be streamed. Send stream: false."
             raise InvalidRequestError(message, param=param)
+        if self.stream and self.prompt_logprobs is not None:
+            message = "prompt_logprobs cannot be streamed. Send stream: false."
+            raise InvalidRequestError(message, param="prompt_logprobs")
         return self
 
     @model_validator(mode="after")
@@ -247,6 +251,8 @@ class CompletionBody(GenerationBody):
     max_tokens: int = Field(16, ge=0, lt=1 << 31)
     logprobs: int | None = Field(None, ge=0, le=100)
     echo: bool = False
+    add_special_tokens: bool = True
+    """For prompts that are texts: begin them with the model's start token, if it has one."""
 
     @model_validator(mode="after")
     def _no_tokens_only_with_echo(self) -> CompletionBody:

@@ -15,6 +15,7 @@ from weft.server.auth.callers import Caller
 from weft.server.generation import unsupported_params
 from weft.server.generation.chat_schemas import MAX_MESSAGES, Message
 from weft.server.generation.prompts import as_turns
+from weft.server.generation.vllm_fields import TemplateFields
 from weft.server.http.bodies import Body, Token, View
 from weft.server.http.json_body import json_body
 from weft.server.http.openapi import takes
@@ -40,7 +41,7 @@ class DetokenizeView(View):
     prompt: str
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplateFields):
     """Body of POST /tokenize: a prompt, or a chat."""
 
     takes_nul = True
@@ -49,8 +50,8 @@ class TokenizeBody(Body):
     model: str | None = Field(None, min_length=1, max_length=512)
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
-    add_special_tokens: bool = True
-    """For `prompt`; a chat template brings its own special tokens."""
+    add_special_tokens: bool | None = None
+    """Begin with the model's start token: true for a prompt, and false for a chat, whose template brings its own."""
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -105,5 +106,7 @@ async def _check_model(services: Services, caller: Caller, model: str | None) ->
 
 def _encode(services: Services, body: TokenizeBody) -> list[int]:
     if body.messages is not None:
-        return services.tokenizer.chat_prompt(as_turns(body.messages))
-    return services.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+        has_start = body.add_special_tokens or False
+        options = body.template_options
+        return services.tokenizer.chat_prompt(as_turns(body.messages), add_special_tokens=has_start, **options)
+    return services.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)

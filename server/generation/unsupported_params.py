@@ -17,34 +17,24 @@ IGNORED_IN_MESSAGES = frozenset({"id", "metadata", "annotations", "cache_control
 
 # These pass with null alone.
 _CONSTRAINED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-_TOKENS = ("truncate_prompt_tokens", "allowed_token_ids", "prompt_logprobs")
 _ENGINE = ("cache_salt", "kv_transfer_params", "vllm_xargs", "lora_path")
 _OPENAI = ("audio", "prediction", "reasoning_effort", "verbosity", "web_search_options")
 
 TOKENIZE: Neutral = {
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "mm_processor_kwargs": (),
     "tools": ([],),
 }
 SHARED: Neutral = {
-    **dict.fromkeys((*_CONSTRAINED, *_TOKENS, *_ENGINE), ()),
-    "min_tokens": (0,),
-    "skip_special_tokens": (True,),
+    **dict.fromkeys((*_CONSTRAINED, *_ENGINE), ()),
     "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "bad_words": ([],),
     "response_format": ({"type": "text"},),
     "logits_processors": ([],),
-    "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
 }
 COMPLETIONS: Neutral = {
     **SHARED,
     "suffix": ("",),
-    "add_special_tokens": (True,),
     "prompt_embeds": (),
 }
 CHAT: Neutral = {
@@ -56,8 +46,6 @@ CHAT: Neutral = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "echo": (False,),
-    "add_special_tokens": (False,),
     "documents": (),
     "include_reasoning": (True,),
 }

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from weft.server.generation.schemas import StreamOptions
@@ -65,8 +66,8 @@ class ChunkWriter(AnswerWriter):
         choices = [
             self._shape.whole_choice(replace(choice, index=index), end) for index, (choice, end) in enumerate(ends)
         ]
-        usage = self._meter.usage.body()
-        return {"object": self._shape.whole_object, **self._head, "choices": choices, "usage": usage}
+        head = {"object": self._shape.whole_object, **self._head, **self._shape.extras(ends[0][0])}
+        return {**head, "choices": choices, "usage": self._meter.usage.body()}
 
     def events(self, step: ChoiceStep, part: Part) -> bytes:
         """A chunk; before a choice's first one, the chunk that opens it."""
@@ -75,7 +76,7 @@ class ChunkWriter(AnswerWriter):
             self._opened.add(step.choice.index)
             opening = self._shape.opening_choice(step.choice)
             if opening is not None:
-                payload += self._chunk([opening])
+                payload += self._chunk([opening], self._shape.extras(step.choice))
         if part.text or part.logprobs or part.finish_reason or step.output.token_ids:
             payload += self._chunk([self._shape.chunk_choice(step.choice, part)])
         return payload
@@ -90,8 +91,8 @@ class ChunkWriter(AnswerWriter):
         """An event like the body of an error."""
         return sse.error_event(error)
 
-    def _chunk(self, choices: list[JsonObject]) -> bytes:
-        chunk: JsonObject = {**self._chunk_head, "choices": choices}
+    def _chunk(self, choices: list[JsonObject], extras: Mapping[str, object] = MappingProxyType({})) -> bytes:
+        chunk: JsonObject = {**self._chunk_head, **extras, "choices": choices}
         if self._options.continuous_usage_stats:
             chunk["usage"] = self._meter.usage.body()
         elif self._options.include_usage:

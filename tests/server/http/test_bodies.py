@@ -62,6 +62,16 @@ WRONG: dict[str, list[Any]] = {
     "stream_options": [{"include_usage": True}],
     "prompt": [[], [[]], ["a", [1]], [1, "a"], [True], [-1], [10**6], 5, {"a": 1}, ["x"] * 129],
     "model": ["", 5],
+    "min_tokens": [-1, 3, 1 << 31, True],
+    "bad_words": ["x", ["   "], ["x"] * 129],
+    "allowed_token_ids": [[], [10**6], list(range(300)) * 4],
+    "skip_special_tokens": [0],
+    "include_stop_str_in_output": ["yes"],
+    "truncate_prompt_tokens": [0, -2, 10**6, True],
+    "prompt_logprobs": [21, -1, True],
+    "return_token_ids": [1],
+    "return_tokens_as_token_ids": ["no"],
+    "add_special_tokens": [0],
 }
 """Values that a field may not have, alone."""
 WRONG_IN_BEAM_SEARCH: dict[str, list[Any]] = {
@@ -77,6 +87,10 @@ WRONG_IN_BEAM_SEARCH: dict[str, list[Any]] = {
     "logit_bias": [{"5": 1}],
     "stop": ["x"],
     "echo": [True],
+    "min_tokens": [1],
+    "bad_words": [["x"]],
+    "allowed_token_ids": [[5]],
+    "prompt_logprobs": [0],
     "length_penalty": [11],
     "early_stopping": ["always", 1],
 }
@@ -92,9 +106,12 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 65, "prompt": ["a", "b"]}, "prompt"),
     ({"use_beam_search": True, "n": 3, "best_of": 2}, "best_of"),
     ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+    *(({"bad_words": [word]}, "bad_words.0") for word in ("", 1, "x" * 257)),
+    *(({"allowed_token_ids": [token]}, "allowed_token_ids.0") for token in (-1, True, 1 << 31)),
+    ({"stream": True, "prompt_logprobs": 0}, "prompt_logprobs"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
 ]
-LACKING: dict[str, Any] = {"nonsense": 1, "suffix": "x", "prompt_logprobs": 1, "min_tokens": 3, "cache_salt": "s"}
+LACKING: dict[str, Any] = {"nonsense": 1, "suffix": "x", "spaces_between_special_tokens": False, "cache_salt": "s"}
 LACKING |= {"response_format": {"type": "json_object"}, "lora_path": "/etc"}
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     *(({field: value}, field) for field, value in LACKING.items()),
@@ -106,6 +123,12 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
     ({"top_logprobs": 2}, "top_logprobs"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"continue_final_message": 1}, "continue_final_message"),
+    ({"min_tokens": 3}, "min_tokens"),
+    ({"min_tokens": 300, "max_tokens": None}, "min_tokens"),
+    ({"truncate_prompt_tokens": 10**6}, "truncate_prompt_tokens"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": 1}, "logprobs"),
     ({"max_completion_tokens": 3}, "max_completion_tokens"),

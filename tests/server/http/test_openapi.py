@@ -53,7 +53,8 @@ async def test_every_operation_names_its_errors(api: Api) -> None:
 async def test_fields_that_pass_and_those_of_beam_search_are_described(api: Api) -> None:
     for name in ("CompletionBody", "ChatBody"):
         fields = api.app.openapi()["components"]["schemas"][name]["properties"]
-        assert fields["min_tokens"]["enum"] == [0, None]
+        assert fields["spaces_between_special_tokens"]["enum"] == [True, None]
+        assert "no end-of-sequence token" in fields["min_tokens"]["description"]
         assert "ignored" in fields["metadata"]["description"]
         assert {"type": "null"} in fields["temperature"]["anyOf"]
         assert "all are billed" in fields["best_of"]["description"]

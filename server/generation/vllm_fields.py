@@ -1,0 +1,222 @@
+"""vLLM's own fields of completions and chats, and what they add to an answer. Knows neither engine nor sampler.
+
+An answer is changed by a shape around the usual one, so requests without these fields do not pay for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field, model_validator
+
+from weft.errors import InvalidRequestError
+from weft.server.generation.openai_format import JsonObject, Part, ResponseFormat, finite
+from weft.server.http.bodies import Body, Token, View
+
+if TYPE_CHECKING:
+    from weft.engine.request import TokenLogprobs
+    from weft.engine.text.tokenizer import Tokenizer
+    from weft.server.generation.choices import Choice, ChoiceStep
+
+MAX_BAD_WORDS = 128
+MAX_WORD_LENGTH = 256
+MAX_ALLOWED_TOKENS = 1024
+"""Every step writes them, for each row that has some."""
+
+
+class PromptLogprobView(View):
+    """A token that was possible at a place of the prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprobView] | None]
+
+
+class PromptView(View):
+    """What an answer says of its prompt, where it is asked for."""
+
+    prompt_token_ids: list[int] | None = None
+    """With `return_token_ids`."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """For each token of the prompt the likeliest ones and itself, by id; null for the first token."""
+
+
+class TokenIdsView(View):
+    """The tokens of a choice, where they are asked for."""
+
+    token_ids: list[int] | None = None
+    """With `return_token_ids`: of the choice, or of the chunk of a stream."""
+
+
+class VllmFields(Body):
+    """Fields that completions and chats share."""
+
+    min_tokens: int = Field(0, ge=0, lt=1 << 31)
+    """Before so many tokens, no end-of-sequence token or stop token is chosen, and stop strings do not count."""
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_WORD_LENGTH)]] = Field(
+        default_factory=list, max_length=MAX_BAD_WORDS
+    )
+    """Texts not to generate, each as it is tokenized at the start of a text and after a space. Other tokens that make
+    up the same text are not ruled out."""
+    allowed_token_ids: list[Token] = Field(default_factory=list, max_length=MAX_ALLOWED_TOKENS)
+    """Choose among these tokens only; empty allows all."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    include_stop_str_in_output: bool = False
+    """Have what ended the answer in its text: the stop string, or the text of the stop token."""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=1 << 31)
+    """Keep only so many tokens at the end of each prompt; -1 keeps as many as fit."""
+    prompt_logprobs: int | None = Field(None, ge=0, le=100)
+    """Log-probabilities of the prompt's tokens, each with so many of the likeliest; not in a stream."""
+    return_token_ids: bool = False
+    """Answer with the ids of the prompt's tokens and of the generated ones."""
+    return_tokens_as_token_ids: bool = False
+    """In `logprobs`, write tokens as `token_id:ID`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _allow_a_token(cls, body: dict[str, object]) -> dict[str, object]:
+        if body.get("allowed_token_ids") == []:
+            message = "allowed_token_ids must have at least one token; leave it out to allow all."
+            raise InvalidRequestError(message, param="allowed_token_ids")
+        return body
+
+    @model_validator(mode="after")
+    def _truncate_to_something(self) -> VllmFields:
+        if self.truncate_prompt_tokens == 0:
+            message = "truncate_prompt_tokens must be -1 or at least 1, got 0."
+            raise InvalidRequestError(message, param="truncate_prompt_tokens")
+        return self
+
+
+class TemplateFields(Body):
+    """How a chat becomes a prompt."""
+
+    add_generation_prompt: bool | None = None
+    """Whether the prompt ends where the assistant begins to speak; true, but for `continue_final_message`."""
+    continue_final_message: bool = False
+    """Whether the prompt ends inside the last message, which the answer continues."""
+
+    @model_validator(mode="after")
+    def _end_in_one_way(self) -> TemplateFields:
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt cannot both be true: send one of them."
+            raise InvalidRequestError(message, param="continue_final_message")
+        return self
+
+    @property
+    def template_options(self) -> dict[str, bool]:
+        """For `Tokenizer.chat_prompt`."""
+        is_continued, asked = self.continue_final_message, self.add_generation_prompt
+        is_begun = not is_continued if asked is None else asked
+        return {"add_generation_prompt": is_begun, "continue_final_message": is_continued}
+
+
+def bad_word_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """The token sequences of words, as vLLM has them.
+
+    A word with a space before it counts where it begins with another token then, and has no more of them.
+
+    Raises:
+        InvalidRequestError: A word has no tokens.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare, spaced = (tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " "))
+        if not bare:
+            raise InvalidRequestError("Each of bad_words must have at least one token.", param="bad_words")
+        found[bare] = None
+        if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
+            found[spaced] = None
+    return tuple(found)
+
+
+class TokenFacts(ResponseFormat):
+    """Token ids, log-probabilities of the prompt and an echoed message, around the shape of an answer.
+
+    Args:
+        shape: The answer's own shape.
+        body: What is asked for.
+        tokenizer: Gives the text of tokens.
+        is_chat: A chat has one prompt, so the answer as a whole tells of it; else each choice does.
+        echo: Text before each answer of a chat.
+    """
+
+    def __init__(
+        self, shape: ResponseFormat, body: VllmFields, tokenizer: Tokenizer, *, is_chat: bool, echo: str = ""
+    ) -> None:
+        self.whole_object, self.chunk_object, self.id_prefix = shape.whole_object, shape.chunk_object, shape.id_prefix
+        self._shape = shape
+        self._body = body
+        self._tokenizer = tokenizer
+        self._is_chat = is_chat
+        self._echo = echo
+        self._prompt_logprobs: dict[int, list[JsonObject | None]] = {}
+        """By prompt."""
+        self._opened: set[int] = set()
+
+    def part(self, step: ChoiceStep) -> Part:
+        """The shape's part, with the step's tokens."""
+        found = step.output.prompt_logprobs
+        if self._body.prompt_logprobs is not None and found is not None:
+            places = [None if entry is None else self._place(entry) for entry in found]
+            self._prompt_logprobs[step.choice.prompt_index] = places
+        part = self._shape.part(step)
+        return replace(part, token_ids=step.delta.token_ids) if self._body.return_token_ids else part
+
+    def logprobs(self, step: ChoiceStep) -> dict[str, list[object]] | None:
+        """As the shape has them."""
+        return self._shape.logprobs(step)
+
+    def extras(self, choice: Choice) -> JsonObject:
+        """Of a chat: facts of the prompt."""
+        return self._shape.extras(choice) | (self._prompt(choice) if self._is_chat else {})
+
+    def whole_choice(self, choice: Choice, part: Part) -> JsonObject:
+        """The shape's choice, with the facts that belong to it."""
+        whole = self._shape.whole_choice(choice, part) | self._tokens(part)
+        message = whole.get("message")
+        if self._echo and isinstance(message, dict):
+            message["content"] = self._echo + (message["content"] or "")
+        return whole if self._is_chat else whole | self._prompt(choice)
+
+    def opening_choice(self, choice: Choice) -> JsonObject | None:
+        """The shape's opening, with the echoed message."""
+        opening = self._shape.opening_choice(choice)
+        if opening is not None and self._echo:
+            opening["delta"] = {"role": "assistant", "content": self._echo}
+        return opening
+
+    def chunk_choice(self, choice: Choice, part: Part) -> JsonObject:
+        """The shape's choice; facts of the prompt come with the first chunk."""
+        chunk = self._shape.chunk_choice(choice, part) | self._tokens(part)
+        is_first = choice.index not in self._opened
+        self._opened.add(choice.index)
+        return chunk | self._prompt(choice) if is_first and not self._is_chat else chunk
+
+    def _tokens(self, part: Part) -> JsonObject:
+        return {} if part.token_ids is None else {"token_ids": part.token_ids}
+
+    def _prompt(self, choice: Choice) -> JsonObject:
+        facts: JsonObject = {}
+        if self._body.return_token_ids:
+            facts["prompt_token_ids"] = choice.prompt.token_ids
+        if self._body.prompt_logprobs is not None:
+            facts["prompt_logprobs"] = self._prompt_logprobs.get(choice.prompt_index)
+        return facts
+
+    def _place(self, entry: TokenLogprobs) -> JsonObject:
+        """The token at a place of the prompt and the likeliest ones there, by id."""
+        ranked = zip(entry.top_ids, entry.top_logprobs, count(1), strict=False)
+        shown = [(entry.token_id, entry.logprob, entry.rank), *list(ranked)[: self._body.prompt_logprobs]]
+        text = self._tokenizer.token_text
+        return {
+            str(token_id): {"logprob": finite(logprob), "rank": rank, "decoded_token": text(token_id)}
+            for token_id, logprob, rank in shown
+        }

@@ -1,4 +1,7 @@
-"""Which model a request means: the base by its served name, or an adapter version of the caller's tenant."""
+"""Which model a request means: the base by its served name, or an adapter version of the caller's tenant.
+
+An adapter may stand behind a name of the base and a colon, as some clients of vLLM write it: `base:name@alias`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from weft.errors import InvalidRequestError, NotFoundError
 from weft.registry.names import DEFAULT_ALIAS, model_not_found, parse_selector
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from weft.adapters.ref import AdapterRef
     from weft.registry.records import AdapterIdentity, AdapterVersion
     from weft.registry.registry import Registry
@@ -53,7 +58,7 @@ class ResolvedModel:
 async def resolve_model(
     registry: Registry,
     caller: Caller,
-    served_name: str,
+    base_names: Sequence[str],
     model: str | None,
     adapter_id: str | None = None,
     *,
@@ -61,16 +66,18 @@ async def resolve_model(
 ) -> ResolvedModel:
     """Find the model a request names; `sticky` chooses the version where an alias splits requests among several.
 
+    The base goes by the first of its names only.
+
     Raises:
         InvalidRequestError: Neither is given, or they name different things.
         NotFoundError: Unknown or forbidden, without saying which; code model_not_found.
     """
     if model is None and adapter_id is None:
         raise InvalidRequestError("model is required.", param="model", code="missing_required_parameter")
-    by_model = await _resolve_one(registry, caller, served_name, model, sticky) if model is not None else None
+    by_model = await _resolve_one(registry, caller, base_names, model, sticky) if model is not None else None
     if adapter_id is None:
-        return by_model or ResolvedModel(name=served_name)
-    by_adapter = await _resolve_one(registry, caller, served_name, adapter_id, sticky)
+        return by_model or ResolvedModel(name=base_names[0])
+    by_adapter = await _resolve_one(registry, caller, base_names, adapter_id, sticky)
     if by_model is None or by_model.adapter is None:
         return by_adapter
     if by_adapter.ref != by_model.ref:
@@ -78,16 +85,20 @@ async def resolve_model(
     return by_model
 
 
-async def _resolve_one(registry: Registry, caller: Caller, served_name: str, text: str, sticky: str) -> ResolvedModel:
-    if text == served_name:
+async def _resolve_one(
+    registry: Registry, caller: Caller, base_names: Sequence[str], text: str, sticky: str
+) -> ResolvedModel:
+    if text == base_names[0]:
         return ResolvedModel(name=text)
-    tenant_id = caller.tenant_id or await _tenant_of_selector(registry, text)
+    # Names of adapters have no colon.
+    selector = next((text.removeprefix(f"{base}:") for base in base_names if text.startswith(f"{base}:")), text)
+    tenant_id = caller.tenant_id or await _tenant_of_selector(registry, selector)
     try:
-        adapter, version = await registry.adapters.resolve(tenant_id, text, sticky)
+        adapter, version = await registry.adapters.resolve(tenant_id, selector, sticky)
     except NotFoundError as error:
         if caller.tenant_id is None:
             raise
-        raise await _with_hint(registry, caller.tenant_id, served_name, text, error) from error
+        raise await _with_hint(registry, caller.tenant_id, base_names[0], selector, error) from error
     return ResolvedModel(name=text, adapter=adapter, version=version)
 
 

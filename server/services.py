@@ -117,9 +117,14 @@ class Services:
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     @property
+    def base_names(self) -> tuple[str, ...]:
+        """Names of the base, the one that clients call it by first."""
+        return base_names(self.config)
+
+    @property
     def served_name(self) -> str:
         """The name by which clients call the base."""
-        return base_names(self.config)[0]
+        return self.base_names[0]
 
     async def engine_status(self, within_s: float = STATUS_S, *, is_detailed: bool = False) -> EngineStatus:
         """The engine's status, with `page_map` and `batches` if it is detailed.

@@ -254,7 +254,7 @@ async def _check_pin(services: Services, caller: TenantCaller, name: str, body: 
 
 async def _stored_item(services: Services, caller: Caller, selector: str, room: Room) -> AdapterFitItem:
     try:
-        model = await resolve_model(services.registry, caller, services.served_name, selector)
+        model = await resolve_model(services.registry, caller, services.base_names, selector)
     except NotFoundError as error:
         raise NotFoundError(error.message, code=error.code, param="adapters") from error
     adapter, version = model.adapter, model.version

@@ -184,7 +184,7 @@ async def _resolve(origin: Origin, body: GenerationBody) -> ResolvedModel:
     services = origin.services
     sticky = body.user or origin.session or secrets.token_hex(8)
     model = await resolve_model(
-        services.registry, origin.caller, services.served_name, body.model, body.adapter_id, sticky=sticky
+        services.registry, origin.caller, services.base_names, body.model, body.adapter_id, sticky=sticky
     )
     if model.adapter is not None and model.version is not None:
         services.metrics.learn_adapter(model.version.digest, model.adapter.tenant, model.adapter.name)

@@ -154,7 +154,8 @@ class GenerationBody(VllmFields):
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.SHARED
 
     model: str | None = Field(None, min_length=1, max_length=512)
-    """The base's served name, or an adapter as `name`, `name@3`, `name@prod`, `name@sha256:...`."""
+    """The base's served name, or an adapter as `name`, `name@3`, `name@prod`, `name@sha256:...`, each also
+    behind a name of the base and a colon."""
     adapter_id: str | None = Field(None, min_length=1, max_length=512)
     """An adapter, if `model` is the base or absent. The answer has this name as `model`."""
     user: str | None = Field(None, max_length=4096)

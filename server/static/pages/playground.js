@@ -6,11 +6,12 @@ import { param, paramAll, setParams } from "../place.js";
 import { isAdmin } from "../session.js";
 import { Badge, Button, Card, Dialog, Empty, Field, FirstProblem, PageHead, Problem, Segmented, Skeleton, openDialog } from "../ui.js";
 import { Snippet } from "./playground/snippets.js";
-import { makeTalk } from "./playground/talk.js";
+import { isObject, misfit, parsed } from "./playground/schema.js";
+import { makeTalk, messagesOf } from "./playground/talk.js";
 
 const MOST_MODELS = 4;
 const LONGEST_IN_ADDRESS = 1500;
-const DEFAULTS = { mode: "chat", max_tokens: "128", temperature: "0", seed: "", system: "", prompt: "" };
+const DEFAULTS = { mode: "chat", max_tokens: "128", temperature: "0", seed: "", system: "", prompt: "", tools: "", schema: "" };
 
 /** A parameter as it is in the address, or what it is otherwise. */
 const chosen = (name) => param(name, DEFAULTS[name]);
@@ -42,19 +43,24 @@ function modelsShown(names) {
   return wanted.length ? wanted : names.slice(0, 3);
 }
 
-/** What would be sent to a model for the prompt, after the exchanges that went well. @returns {import("./playground/talk.js").Request} */
-function requestOf(model, prompt, system, exchanges) {
+/** What the fields for tools and schema say, each with its error. */
+function extrasOf(tools, schema) {
+  return {
+    tools: parsed(tools, (value) => Array.isArray(value) && value.every((one) => isObject(one?.function)), 'Tools are a JSON array of {"type": "function", "function": {"name": …, "parameters": …}}.'),
+    schema: parsed(schema, isObject, "A JSON schema is an object."),
+  };
+}
+
+/** What would be sent to a model with the messages `asked`, after the exchanges that went well. @returns {import("./playground/talk.js").Request} */
+function requestOf(model, asked, system, extras, exchanges) {
   const tenant = isAdmin() ? param("tenant") : null;
   const given = ["max_tokens", "temperature", "seed"].filter((name) => chosen(name) !== "").map((name) => [name, Number(chosen(name))]);
   const shared = { model, ...Object.fromEntries(given) };
-  if (chosen("mode") === "completion") return { path: "/v1/completions", tenant, body: { ...shared, prompt } };
-  const before = exchanges.filter((one) => one.text && (one.state === "done" || one.state === "stopped"));
-  const messages = [
-    ...(system ? [{ role: "system", content: system }] : []),
-    ...before.flatMap((one) => [{ role: "user", content: one.prompt }, { role: "assistant", content: one.text }]),
-    { role: "user", content: prompt },
-  ];
-  return { path: "/v1/chat/completions", tenant, body: { ...shared, messages } };
+  if (chosen("mode") === "completion") return { path: "/v1/completions", tenant, body: { ...shared, prompt: asked[0].content } };
+  const messages = [...(system ? [{ role: "system", content: system }] : []), ...messagesOf(exchanges, asked), ...asked];
+  const tools = extras.tools.value?.length ? { tools: extras.tools.value } : {};
+  const format = extras.schema.value && { response_format: { type: "json_schema", json_schema: { name: "answer", schema: extras.schema.value, strict: true } } };
+  return { path: "/v1/chat/completions", tenant, body: { ...shared, messages, ...tools, ...format } };
 }
 
 export default function Playground() {
@@ -68,16 +74,20 @@ function Asking() {
   const talks = useTalks(models);
   const [prompt, setPrompt] = useState(chosen("prompt"));
   const [system, setSystem] = useState(chosen("system"));
-  const next = (index) => requestOf(models[index], prompt, system, talks[index].exchanges.value);
+  const [tools, setTools] = useState(chosen("tools"));
+  const [schema, setSchema] = useState(chosen("schema"));
+  const extras = extrasOf(tools, schema);
+  const isWrong = chosen("mode") === "chat" && Boolean(extras.tools.error || extras.schema.error);
+  const next = (index, asked = [{ role: "user", content: prompt }]) => requestOf(models[index], asked, system, extras, talks[index].exchanges.value);
   const isBusy = talks.some((talk) => talk.isBusy.value);
-  const canSend = prompt.trim() !== "" && models.length > 0;
+  const canSend = prompt.trim() !== "" && models.length > 0 && !isWrong;
   const [isWanted, setWanted] = useState(false);
   const sendAll = () => {
     setWanted(prompt.trim() !== "" && !models.length && found.isLoading); // then it is sent as soon as the models are known
     if (!canSend) return;
     chooseModels(models, { replace: true });
     choose("prompt", prompt);
-    talks.forEach((talk, index) => void talk.ask(prompt, next(index)));
+    talks.forEach((talk, index) => void talk.ask([{ role: "user", content: prompt }], next(index)));
   };
   useEffect(() => void (isWanted && models.length && sendAll()), [isWanted, models.length]);
   const onKey = (event) => {
@@ -90,7 +100,11 @@ function Asking() {
     <${Card}>
       <form class="composer" onSubmit=${(event) => event.preventDefault()} onKeyDown=${onKey}>
         ${chosen("mode") === "chat" && html`<details open=${chosen("system") !== ""}><summary>System prompt</summary>
-          <textarea aria-label="System prompt" name="system" value=${system} onInput=${(event) => setSystem(event.target.value)} onChange=${(event) => choose("system", event.target.value)} /></details>`}
+          <textarea aria-label="System prompt" name="system" value=${system} onInput=${(event) => setSystem(event.target.value)} onChange=${(event) => choose("system", event.target.value)} /></details>
+          <details class="extras" open=${chosen("tools") + chosen("schema") !== ""}><summary>Tools and schema</summary><div>
+            <${Json} name="tools" label="Tools" value=${tools} of=${extras.tools} onInput=${setTools} placeholder='[{"type": "function", "function": {"name": "where_is", "parameters": …}}]' />
+            <${Json} name="schema" label="Schema of the answer" value=${schema} of=${extras.schema} onInput=${setSchema} placeholder='{"type": "object", "properties": …}' />
+          </div></details>`}
         <${Field} label="Prompt">${(id) => html`<textarea id=${id} name="prompt" value=${prompt} placeholder="Ask something…"
           onInput=${(event) => setPrompt(event.target.value)} onChange=${(event) => choose("prompt", event.target.value)} />`}<//>
         <div class="parameters">
@@ -110,6 +124,7 @@ function Asking() {
     <${FirstProblem} of=${found.answers} />
     <div class="talks" data-columns=${models.length}>
       ${models.map((model, index) => html`<${Column} key=${`${index} ${model}`} index=${index} model=${model} talk=${talks[index]} next=${() => next(index)}
+        onResults=${(results) => void talks[index].ask(results, next(index, results))}
         onModel=${(name) => chooseModels(models.map((one, at) => (at === index ? name : one)))}
         onRemove=${models.length > 1 ? () => chooseModels(models.filter((_, at) => at !== index)) : null} onCompletion=${() => choose("mode", "completion")} />`)}
       ${!models.length && (found.isLoading ? html`<${Skeleton} lines=${2} />` : null)}
@@ -119,6 +134,10 @@ function Asking() {
 }
 
 const Parameter = ({ name, label, ...rest }) => html`<${Field} label=${label} type="number" name=${name} value=${chosen(name)} ...${rest} onChange=${(event) => choose(name, event.target.value)} />`;
+
+/** A field for JSON; what is wrong with it stands below. */
+const Json = ({ name, label, value, of: { error }, onInput, ...rest }) => html`<${Field} label=${label} error=${error}>${(id) => html`<textarea id=${id} name=${name} value=${value} spellcheck="false"
+  aria-invalid=${error ? "true" : undefined} aria-describedby=${error ? `${id}-hint` : undefined} onInput=${(event) => onInput(event.target.value)} onChange=${(event) => choose(name, event.target.value)} ...${rest} />`}<//>`;
 
 /** A conversation for each column. It stays with its model when columns move, and stops when the model is gone. */
 function useTalks(models) {
@@ -135,10 +154,11 @@ function useTalks(models) {
 const STATES = { device: ["good", "on the device"], host: ["info", "loaded from host memory"], stored: ["warn", "loaded from the blob store"] };
 
 /** One model: what it was asked and what it answered.
- * @param {{model: string, talk: object, next: () => import("./playground/talk.js").Request, onModel: (name: string) => void, onRemove: (() => void)|null,
+ * @param {{model: string, talk: object, next: () => import("./playground/talk.js").Request, onResults: (results: object[]) => void, onModel: (name: string) => void, onRemove: (() => void)|null,
  *   onCompletion: () => void, index: number}} props `next` is what would be sent now. */
-function Column({ model, talk, next, onModel, onRemove, onCompletion, index }) {
+function Column({ model, talk, next, onResults, onModel, onRemove, onCompletion, index }) {
   const exchanges = talk.exchanges.value;
+  const last = exchanges.findLastIndex((one) => one.state !== "failed");
   const showCode = () => openDialog((close) => html`<${CodeDialog} model=${model} request=${exchanges.at(-1)?.request ?? next()} onClose=${close} />`);
   return html`<section class="card talk" aria-label=${`Answers of ${model}`} data-model=${model}>
     <header class="talk-head">
@@ -147,7 +167,7 @@ function Column({ model, talk, next, onModel, onRemove, onCompletion, index }) {
       ${onRemove && html`<button type="button" class="icon-button" aria-label=${`Remove ${model}`} onClick=${onRemove}>×</button>`}
     </header>
     <div class="exchanges" aria-live="polite" aria-busy=${talk.isBusy.value}>
-      ${exchanges.length ? exchanges.map((one, at) => html`<${Exchange} key=${at} of=${one} onCompletion=${onCompletion} />`) : html`<${Empty} title="No request yet." />`}
+      ${exchanges.length ? exchanges.map((one, at) => html`<${Exchange} key=${at} of=${one} onCompletion=${onCompletion} onResults=${at === last && one.state === "done" && !talk.isBusy.value ? onResults : null} />`) : html`<${Empty} title="No request yet." />`}
     </div>
     <footer class="actions">
       ${talk.isBusy.value
@@ -158,15 +178,38 @@ function Column({ model, talk, next, onModel, onRemove, onCompletion, index }) {
   </section>`;
 }
 
-function Exchange({ of: one, onCompletion }) {
+function Exchange({ of: one, onCompletion, onResults }) {
   const isAsleep = one.state === "waiting";
   return html`<article class="exchange" data-state=${one.state}>
-    <p class="asked">${one.prompt}</p>
-    <div class=${`answer ${one.state}`} data-answer>${one.text}${isAsleep && html`<span class="quiet">waiting for the first token…</span>`}</div>
+    ${one.asked.map((message) => html`<p class="asked">${message.role === "tool" && html`<span class="quiet">result: </span>`}${message.content}</p>`)}
+    ${one.reasoning && html`<details class="reasoning"><summary>Reasoning</summary><div data-reasoning>${one.reasoning}</div></details>`}
+    ${(one.text || !one.calls.length) && html`<div class=${`answer ${one.state}`} data-answer>${one.text}${isAsleep && html`<span class="quiet">waiting for the first token…</span>`}</div>`}
+    ${one.calls.length > 0 && html`<${Calls} of=${one.calls} onResults=${onResults} />`}
     ${one.error && html`<${Problem} error=${one.error} />`}
     ${one.error?.code === "no_chat_template" && html`<p><${Button} kind="small" onClick=${onCompletion}>Use completions instead<//></p>`}
     ${!isAsleep && one.state !== "failed" && html`<${Figures} of=${one} />`}
   </article>`;
+}
+
+/** The calls of an answer, and fields for their results where they are awaited. */
+function Calls({ of: calls, onResults }) {
+  const [results, setResults] = useState({});
+  const answers = () => calls.map((call) => ({ role: "tool", tool_call_id: call.id, content: results[call.id] ?? "" }));
+  return html`<div class="calls">
+    ${calls.map((call) => html`<div class="call" key=${call.id} data-call=${call.name}><b>${call.name}</b> <code>${call.arguments}</code>
+      ${onResults && html`<input type="text" aria-label=${`Result of ${call.name}`} placeholder="its result" value=${results[call.id] ?? ""} onInput=${(event) => setResults({ ...results, [call.id]: event.target.value })} />`}
+    </div>`)}
+    ${onResults && html`<${Button} kind="small" disabled=${calls.some((call) => !results[call.id])} onClick=${() => onResults(answers())}>Send the results<//>`}
+  </div>`;
+}
+
+/** Whether a whole answer fits the schema that was sent with it. */
+function Fit({ of: one }) {
+  const schema = one.request.body.response_format?.json_schema.schema;
+  if (!schema || one.state !== "done" || one.calls.length) return null;
+  const answer = parsed(one.text, () => true);
+  const fault = answer.error ?? ("value" in answer ? misfit(answer.value, schema) : "The answer is empty.");
+  return html`<${Badge} tone=${fault ? "bad" : "good"} data-figure="fit" title=${fault ?? "Checked in this page: types, enum, required and unknown properties."}>${fault ? "does not fit the schema" : "fits the schema"}<//>`;
 }
 
 function Figures({ of: one }) {
@@ -182,6 +225,7 @@ function Figures({ of: one }) {
     ${usage && html`<span><b data-figure="in" data-value=${usage.prompt_tokens}>${count(usage.prompt_tokens)}</b> in <span class="quiet">(<span data-figure="cached" data-value=${cached}>${count(cached)}</span> cached)</span></span>
       <span><b data-figure="out" data-value=${usage.completion_tokens}>${count(usage.completion_tokens)}</b> out</span>`}
     ${ends && html`<${Badge} tone="warn">${ends}<//>`}
+    <${Fit} of=${one} />
   </p>`;
 }
 

@@ -34,16 +34,18 @@ function asPython({ path, tenant, body }) {
     `answer = client.${isChat ? "chat.completions" : "completions"}.create(`,
     ...given,
     ")",
-    `print(answer.choices[0].${isChat ? "message.content" : "text"})`,
+    `print(answer.choices[0].${!isChat ? "text" : body.tools ? "message" : "message.content"})`,
     "",
   ].join("\n");
 }
 
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
+const WORDS = { true: "True", false: "False", null: "None" };
+
 /** A value as Python writes it; JSON's texts and numbers are Python's too. */
 function python(value, indent = "") {
   if (Array.isArray(value)) return `[\n${value.map((one) => `${indent}    ${python(one, `${indent}    `)},\n`).join("")}${indent}]`;
   if (value !== null && typeof value === "object") return `{${Object.entries(value).map(([name, one]) => `${JSON.stringify(name)}: ${python(one, indent)}`).join(", ")}}`;
-  return JSON.stringify(value);
+  return WORDS[value] && typeof value !== "string" ? WORDS[value] : JSON.stringify(value);
 }

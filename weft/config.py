@@ -71,6 +71,9 @@ class ModelConfig:
     model where the device computes it natively."""
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens; when not set, the limit of the model."""
+    tool_format: str | None = None
+    """How the model writes calls of tools and reasoning, one of the names in docs/tools.md; when not set, what its
+    tokenizer or its chat template says."""
     threads: int = 0
     """Threads that compute one operation on a CPU; 0 takes one for a tiny model, and all usable cores for others."""
 

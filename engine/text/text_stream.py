@@ -5,8 +5,9 @@ Tokens are decoded one at a time, such that the parts add up to the text of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from weft.engine.request import FinishReason, RequestOutput, TokenLogprobs
 from weft.engine.sampling_params import SamplingParams
@@ -16,6 +17,7 @@ CONTEXT_TOKENS = 6
 """Tokens of the prompt that stand before the first token: decoders treat the start of a text differently."""
 MAX_WINDOW_TOKENS = 64
 """Garbage may never come to the end of a character; more tokens than this are not decoded again and again."""
+NONE_SHOWN: Mapping[int, str] = MappingProxyType({})
 _UNFINISHED = "\ufffd"
 
 
@@ -29,19 +31,32 @@ class Detokenizer:
         tokenizer: Decodes the window.
         prompt_ids: Tokens before the first one; their text is not handed out.
         skip_special_tokens: Whether special tokens have no text.
+        shown_ids: Special tokens that have a text all the same, by id.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        shown_ids: Mapping[int, str] = NONE_SHOWN,
     ) -> None:
         self._tokenizer = tokenizer
         self._skips_special = skip_special_tokens
+        self._shown_ids = shown_ids if skip_special_tokens else NONE_SHOWN
         self._window = list(prompt_ids[-CONTEXT_TOKENS:])
         self._num_context = len(self._window)
         self._emitted = len(_final(self._decode(self._window))) if self._window else 0
 
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that is final with it, often that of the token, sometimes none."""
+        shown = self._shown_ids.get(token_id) if self._shown_ids else None
+        if shown is not None:
+            rest = self.flush()  # what stands before it is whole
+            self._restart([*self._window, token_id][-CONTEXT_TOKENS:])
+            self._emitted = len(self._decode(self._window))
+            return rest + shown
         self._window.append(token_id)
         if not self._tokenizer.may_end_text(token_id, skip_special_tokens=self._skips_special):
             return ""
@@ -148,11 +163,20 @@ class TextStream:
         tokenizer: Decodes tokens.
         params: What ends the text.
         prompt_ids: The prompt, so that the first token is spaced as its continuation.
+        shown_ids: Special tokens that stand in the text, by id.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt_ids: Sequence[int] = (),
+        shown_ids: Mapping[int, str] = NONE_SHOWN,
+    ) -> None:
         self._params = params
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens, shown_ids=shown_ids
+        )
         self._scanner = StopScanner(params.stop, is_shown=params.include_stop_str_in_output)
         self._num_characters = 0
         self.num_tokens = 0

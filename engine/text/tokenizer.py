@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from weft.errors import ConfigError, InvalidRequestError
@@ -58,6 +60,23 @@ class Tokenizer:
         """Whether `chat_prompt` works."""
         return bool(self._tokenizer.chat_template)
 
+    @property
+    def chat_template(self) -> str:
+        """The model's chat template; of several, all of them; empty where there is none."""
+        template = self._tokenizer.chat_template or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else template
+
+    @property
+    def response_template(self) -> dict[str, Any] | None:
+        """What the checkpoint says of how its answers are to be read, for transformers' parser."""
+        return getattr(self._tokenizer, "response_template", None)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the special tokens, by their text."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the model's own start token if wanted."""
         token_ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -89,14 +108,24 @@ class Tokenizer:
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
         """A conversation as the model's template writes it.
 
+        Args:
+            messages: As the template expects them.
+            tools: What may be called; none of it is shown where it is empty.
+            template_kwargs: Further variables of the template.
+            add_generation_prompt: Whether to end where the assistant begins to speak.
+            continue_final_message: Whether to end inside the last message.
+
         Raises:
-            InvalidRequestError: The model has no chat template, or its template refuses these messages.
+            InvalidRequestError: The model has no chat template, or its template refuses these messages; or a variable
+                has a name that Weft or transformers sets.
         """
         from jinja2 import TemplateError
 
@@ -106,12 +135,19 @@ class Tokenizer:
                 code="no_chat_template",
                 param="messages",
             )
+        taken = sorted(self._template_names.intersection(template_kwargs))
+        if taken:
+            raise InvalidRequestError(
+                f"chat_template_kwargs cannot set {', '.join(taken)}; leave it out.", param="chat_template_kwargs"
+            )
         try:
             rendered: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                **template_kwargs,
             )
         except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             raise InvalidRequestError(
@@ -119,6 +155,12 @@ class Tokenizer:
                 param="messages",
             ) from error
         return rendered
+
+    @cached_property
+    def _template_names(self) -> frozenset[str]:
+        """Variables of chat templates that are not the client's."""
+        own = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        return frozenset({*own, "messages", *self._tokenizer.special_tokens_map})
 
     def may_end_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
         """Whether text up to this token can be final: a raw byte may need others, and skipped tokens have none."""
@@ -146,8 +188,7 @@ class Tokenizer:
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
-        added = self._backend.get_added_tokens_decoder()
-        return frozenset(token_id for token_id, token in added.items() if token.special)
+        return frozenset(self.special_tokens.values())
 
     @cached_property
     def _is_byte_level(self) -> bool:

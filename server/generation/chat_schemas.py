@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from weft.errors import InvalidRequestError, UnsupportedParameterError
 from weft.server.generation import unsupported_params
 from weft.server.generation.schemas import GenerationBody, GenerationView
 from weft.server.generation.vllm_fields import PromptView, TemplateFields, TokenIdsView
 from weft.server.http.bodies import Body, View
+from weft.server.tools.schemas import (
+    MAX_TOOLS,
+    TOOL_CHOICE_SCHEMA,
+    Call,
+    Tool,
+    ToolChoice,
+    parse_tool_choice,
+    tool_texts,
+)
 
 MAX_MESSAGES = 4096
+MAX_TEMPLATE_KWARGS = 32
+MAX_TEMPLATE_KWARGS_LENGTH = 16 * 1024
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class TopLogprobView(View):
@@ -37,12 +50,35 @@ class ChatLogprobsView(View):
     refusal: None
 
 
+class CalledFunctionView(View):
+    """What is called, and with what."""
+
+    name: str
+    arguments: str
+    """A JSON object, as a string. It is cut off where `finish_reason` is length."""
+
+
+class CallView(View):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionView
+
+
 class AnswerView(View):
     """The assistant's message."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Null where the answer is calls alone."""
     refusal: None
+    reasoning: str | None = None
+    """What the model wrote before its answer; absent where there is none."""
+    reasoning_content: str | None = None
+    """The same: some clients read this name."""
+    tool_calls: list[CallView] | None = None
+    """Absent where there is none."""
 
 
 class ChatChoiceView(TokenIdsView):
@@ -51,7 +87,7 @@ class ChatChoiceView(TokenIdsView):
     index: int
     message: AnswerView
     logprobs: ChatLogprobsView | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: str | int | None
 
 
@@ -96,31 +132,74 @@ class Message(Body):
     ignored = unsupported_params.IGNORED_IN_MESSAGES
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.MESSAGE
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_content, json_schema_input_type=_Content)]
     name: str | None = Field(None, max_length=64)
-    """Accepted and not shown to the model."""
+    """The model sees it in messages of role tool only."""
+    tool_calls: list[Call] = Field(default_factory=list, max_length=MAX_TOOLS)
+    """What an earlier answer called."""
+    tool_call_id: str | None = Field(None, max_length=256)
+    """For role tool: the call that this is the result of."""
+    reasoning: str | None = None
+    """What the model wrote before an earlier answer."""
+    reasoning_content: str | None = None
+    """The same: some clients use this name."""
 
     @model_validator(mode="before")
     @classmethod
-    def _name_what_is_not_served(cls, message: Any) -> Any:  # noqa: ANN401 - what a client sent
-        if not isinstance(message, dict):
+    def _explain_null(cls, message: Any) -> Any:  # noqa: ANN401 - what a client sent
+        is_call = isinstance(message, dict) and bool(message.get("tool_calls"))
+        if not isinstance(message, dict) or message.get("content", None if is_call else "") is not None:
             return message
-        role = message.get("role")
-        if role in ("tool", "function"):
-            raise UnsupportedParameterError(
-                f"Weft does not serve tools, so it takes no message of role {role}.", param="messages"
-            )
-        if message.get("content", "") is not None:
-            return message
-        if role != "assistant":
+        if message.get("role") != "assistant" and not is_call:
             raise InvalidRequestError(
                 "content is null, which only an assistant's message may have. Send a text.", param="messages"
             )
         return {**message, "content": ""}
 
+    @property
+    def texts(self) -> list[str]:
+        """What the model may see of it."""
+        calls = [json.dumps(call.function.arguments) for call in self.tool_calls]
+        return [self.content, self.reasoning or "", self.reasoning_content or "", *calls]
 
-class ChatBody(GenerationBody, TemplateFields):
+    @model_validator(mode="after")
+    def _calls_and_results_have_their_role(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidRequestError("tool_calls belong to messages of role assistant.", param="messages")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise InvalidRequestError("A message of role tool, and no other, has a tool_call_id.", param="messages")
+        return self
+
+
+class ToolsBody(TemplateFields):
+    """Fields of chats that change what the chat template writes."""
+
+    tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the model's chat template, for example `{"enable_thinking": false}`."""
+
+    @model_validator(mode="after")
+    def _template_kwargs_are_small(self) -> ToolsBody:
+        kwargs = self.chat_template_kwargs
+        if len(kwargs) > MAX_TEMPLATE_KWARGS or len(json.dumps(kwargs)) > MAX_TEMPLATE_KWARGS_LENGTH:
+            raise InvalidRequestError(
+                f"chat_template_kwargs may have {MAX_TEMPLATE_KWARGS} entries and {MAX_TEMPLATE_KWARGS_LENGTH} "
+                "characters of JSON.",
+                param="chat_template_kwargs",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tools_have_names_of_their_own(self) -> ToolsBody:
+        names = [tool.function.name for tool in self.tools]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise InvalidRequestError(f"tools must have different names; {twice[0]} is there twice.", param="tools")
+        return self
+
+
+class ChatBody(GenerationBody, ToolsBody):
     """Body of POST /v1/chat/completions."""
 
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.CHAT
@@ -134,6 +213,32 @@ class ChatBody(GenerationBody, TemplateFields):
     """Begin the prompt with the model's start token, besides what its chat template writes."""
     echo: bool = False
     """Begin the answer with the last message, if that is the assistant's."""
+    tool_choice: Annotated[
+        ToolChoice | None, BeforeValidator(parse_tool_choice), WithJsonSchema(TOOL_CHOICE_SCHEMA, mode="validation")
+    ] = None
+    """Whether and what to call: auto where there are tools."""
+    parallel_tool_calls: bool = True
+    """Whether one answer may hold several calls."""
+    reasoning_effort: Effort | None = None
+    """For models whose chat template knows `reasoning_effort` or `enable_thinking`."""
+    include_reasoning: bool = True
+    """Whether to send the reasoning; it is generated and billed in any case."""
+
+    @model_validator(mode="after")
+    def _only_offered_tools_are_chosen(self) -> ChatBody:
+        choice, names = self.tool_choice, {tool.function.name for tool in self.tools}
+        if names and (not self.parallel_tool_calls or any(tool.function.strict for tool in self.tools)):
+            raise UnsupportedParameterError("Weft does not hold calls to a schema or a number yet.", param="tools")
+        if choice is not None and choice.mode == "required":
+            raise UnsupportedParameterError("Weft serves tool_choice none and auto only.", param="tool_choice")
+        if choice is None or choice.mode == "none":
+            return self
+        if not names:
+            raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
+        missing = sorted((choice.names or set()) - names)
+        if missing:
+            raise InvalidRequestError(f"tool_choice names {missing[0]}, which is not in tools.", param="tool_choice")
+        return self
 
     @model_validator(mode="after")
     def _agree(self) -> ChatBody:
@@ -158,4 +263,27 @@ class ChatBody(GenerationBody, TemplateFields):
     @property
     def num_characters(self) -> int:
         """About how much there is to tokenize."""
-        return sum(len(message.content) for message in self.messages)
+        return sum(map(len, self.texts))
+
+    @property
+    def texts(self) -> list[str]:
+        """All texts that the model may see."""
+        return [text for message in self.messages for text in message.texts] + tool_texts(self.tools)
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that an answer may call."""
+        names = self.tool_choice.names if self.tool_choice is not None else None
+        return [tool for tool in self.shown_tools if names is None or tool.function.name in names]
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        """The tools that the chat template shows."""
+        return [] if self.tool_choice is not None and self.tool_choice.mode == "none" else self.tools
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        effort = self.reasoning_effort
+        thinking = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return {**thinking, **self.chat_template_kwargs}

@@ -71,6 +71,8 @@ class Choice:
     """Computed tokens of the prompt, the cached ones included; all of them once a token of output has come."""
     cached_tokens: int = 0
     """Of these, the tokens taken from the prefix cache."""
+    reasoning_tokens: int = 0
+    """Tokens of output that were reasoning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

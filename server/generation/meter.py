@@ -12,7 +12,7 @@ has computed.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
@@ -41,6 +41,8 @@ class Usage:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    reasoning_tokens: int = 0
+    """Of the completion tokens."""
 
     def body(self) -> dict[str, object]:
         """OpenAI's `usage` object."""
@@ -49,6 +51,7 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
 
@@ -91,6 +94,7 @@ class Meter:
         self._prompt_tokens: dict[int, int] = {}
         self._cached_tokens = 0
         self._tokens: dict[int, int] = {}
+        self._reasoning_tokens: dict[int, int] = {}
         self._last_token_s: dict[int, float] = {}
         self._ttft_s: float | None = None
         self._queue_s: float | None = None
@@ -105,6 +109,7 @@ class Meter:
             prompt_tokens=sum(self._prompt_tokens.values()),
             cached_tokens=self._cached_tokens,
             completion_tokens=sum(self._tokens.values()),
+            reasoning_tokens=sum(self._reasoning_tokens.values()),
         )
 
     def observe(self, step: ChoiceStep) -> None:
@@ -128,6 +133,8 @@ class Meter:
             self._cached_tokens += min(step.output.cached_tokens, num_prompt)
         self._prompt_tokens[choice.prompt_index] = num_prompt
         self._tokens[choice.index] = step.num_tokens
+        if choice.reasoning_tokens:
+            self._reasoning_tokens[choice.index] = choice.reasoning_tokens
 
     def take_computed(self, choices: Iterable[Choice]) -> None:
         """Count what was computed for the choices instead of what was delivered: the client has cut the request."""
@@ -205,7 +212,9 @@ class Meter:
             endpoint=self._origin.endpoint,
             service_class=self._service_class,
             status=status,
-            **asdict(usage),
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
             queue_s=self._queue_s,
             ttft_s=self._ttft_s,
             duration_s=self._services.monotonic() - self._started_s,

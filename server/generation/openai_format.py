@@ -9,8 +9,11 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from weft.server.tools.reading import AnswerReader, CallPiece, joined_calls
+
 if TYPE_CHECKING:
     from weft.engine.request import TokenLogprobs
+    from weft.engine.text.text_stream import TextDelta
     from weft.engine.text.tokenizer import Tokenizer
     from weft.server.generation.chat_schemas import ChatBody
     from weft.server.generation.choices import Choice, ChoiceStep
@@ -57,6 +60,8 @@ class Part:
     """What one step, or all steps, say of one choice."""
 
     text: str
+    reasoning: str = ""
+    calls: tuple[CallPiece, ...] = ()
     logprobs: dict[str, list[object]] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -190,9 +195,36 @@ class ChatFormat(ResponseFormat):
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         self._tokenizer = tokenizer
         self._label = labels_of(body, tokenizer)
+        self._readers: dict[int, AnswerReader] = {}
+
+    def part(self, step: ChoiceStep) -> Part:
+        """What a step says; where answers may hold calls or reasoning, they are told apart here."""
+        plan = step.choice.prompt.answer
+        if plan is None:
+            return super().part(step)
+        if step.choice.index not in self._readers:
+            self._readers[step.choice.index] = plan.reader()
+        reader, delta = self._readers[step.choice.index], step.delta
+        reading, num_reasoning = reader.read(delta.text, _cuts(delta))
+        step.choice.reasoning_tokens += num_reasoning
+        finish_reason: str | None = delta.finish_reason
+        if finish_reason is not None:
+            was_call_cut = reader.close(reading, is_cut=finish_reason != "stop" or isinstance(delta.stop_reason, str))
+            if was_call_cut:
+                finish_reason = "length"
+            elif finish_reason == "stop" and reader.num_calls:
+                finish_reason = "tool_calls"
+        return Part(
+            text=reading.content,
+            reasoning=reading.reasoning if plan.shows_reasoning else "",
+            calls=joined_calls(reading.calls),
+            logprobs=self.logprobs(step),
+            finish_reason=finish_reason,
+            stop_reason=delta.stop_reason,
+        )
 
     def logprobs(self, step: ChoiceStep) -> dict[str, list[object]] | None:
-        """An entry for each new token."""
+        """An entry for each new token, those of reasoning and calls included."""
         if self._num_top is None:
             return None
         content: list[object] = [
@@ -210,11 +242,14 @@ class ChatFormat(ResponseFormat):
 
     def whole_choice(self, choice: Choice, part: Part) -> JsonObject:
         """`message`, `logprobs`, `finish_reason`."""
-        return {
-            "index": choice.index,
-            "message": {"role": "assistant", "content": part.text, "refusal": None},
-            **self._end(part),
-        }
+        content = None if part.calls and not part.text else part.text
+        message: JsonObject = {"role": "assistant", "content": content, "refusal": None, **_reasoning(part)}
+        if part.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in part.calls
+            ]
+        return {"index": choice.index, "message": message, **self._end(part)}
 
     def opening_choice(self, choice: Choice) -> JsonObject | None:
         """The chunk that says who speaks."""
@@ -226,11 +261,34 @@ class ChatFormat(ResponseFormat):
 
     def chunk_choice(self, choice: Choice, part: Part) -> JsonObject:
         """`delta`, `logprobs`, `finish_reason`."""
-        return {"index": choice.index, "delta": {"content": part.text} if part.text else {}, **self._end(part)}
+        delta: JsonObject = {"content": part.text} if part.text else {}
+        if part.reasoning or part.calls:
+            delta |= _reasoning(part)
+        if part.calls:
+            delta["tool_calls"] = [_call_delta(call) for call in part.calls]
+        return {"index": choice.index, "delta": delta, **self._end(part)}
 
     def _end(self, part: Part) -> JsonObject:
         logprobs = None if part.logprobs is None else {**part.logprobs, "refusal": None}
         return {"logprobs": logprobs, "finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
+
+
+def _cuts(delta: TextDelta) -> list[int]:
+    """Where in the delta's text each of its tokens ends."""
+    start = delta.text_offsets[0] if delta.text_offsets else 0
+    ends = [offset - start for offset in delta.text_offsets[1:]]
+    return [*ends, len(delta.text)] if delta.token_ids else []
+
+
+def _reasoning(part: Part) -> JsonObject:
+    return {"reasoning": part.reasoning, "reasoning_content": part.reasoning} if part.reasoning else {}
+
+
+def _call_delta(call: CallPiece) -> JsonObject:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
 def joined(parts: Sequence[Part]) -> Part:
@@ -238,6 +296,8 @@ def joined(parts: Sequence[Part]) -> Part:
     last = parts[-1]
     return Part(
         text="".join(part.text for part in parts),
+        reasoning="".join(part.reasoning for part in parts),
+        calls=joined_calls([call for part in parts for call in part.calls]),
         logprobs=merge([part.logprobs for part in parts]),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from weft.engine.sampling_params import SamplingParams
 from weft.errors import ContextLengthError, InvalidRequestError
 from weft.server.generation.chat_schemas import ChatBody, Message
 from weft.server.generation.schemas import CompletionBody, GenerationBody
 from weft.server.generation.vllm_fields import bad_word_tokens
+from weft.server.tools.formats import REASONING_FIELDS, AnswerFormat, format_of
+from weft.server.tools.reading import AnswerPlan, plan_answer
 
 if TYPE_CHECKING:
     from weft.server.services import Services
+    from weft.server.tools.schemas import Tool
 
 LEAST_TOP_P = 1e-9
 """Stands for 0, which OpenAI takes: only the most likely token is left."""
@@ -30,6 +33,8 @@ class Prompt:
     token_ids: list[int]
     text: str | None = None
     """As the client sent it; None for token ids, chats and what was truncated."""
+    answer: AnswerPlan | None = None
+    """How to read answers that may hold calls or reasoning; None for plain text."""
 
 
 def prompts_and_params(body: CompletionBody | ChatBody, services: Services) -> list[tuple[Prompt, SamplingParams]]:
@@ -73,23 +78,67 @@ def _truncated(prompt: Prompt, wanted: int | None, num_output: int, services: Se
 def _chat(body: ChatBody, services: Services) -> tuple[Prompt, SamplingParams]:
     """Without a token limit the answer may fill the context."""
     _check_candidates(body, 1, services)
-    for message in body.messages:
-        _check_text_length(message.content, services)
-    turns, options = as_turns(body.messages), body.template_options
-    token_ids = services.tokenizer.chat_prompt(turns, add_special_tokens=body.add_special_tokens, **options)
+    for text in body.texts:
+        _check_text_length(text, services)
+    answer = _answer_format(body, services)
+    turns, tools, options = as_turns(body.messages), as_tools(body.shown_tools), body.template_options
+    rendered = services.tokenizer.render_chat(turns, tools, body.template_kwargs, **options)
+    token_ids = services.tokenizer.encode(rendered, add_special_tokens=body.add_special_tokens)
     prompt = _truncated(Prompt(token_ids=token_ids), body.truncate_prompt_tokens, body.token_limit or 1, services)
+    if answer is not None:
+        offered, begun = as_tools(body.offered), rendered if any(options.values()) else ""
+        plan = plan_answer(answer, offered, begun, shows_reasoning=body.include_reasoning)
+        prompt = replace(prompt, answer=plan)
     _check_prompt(prompt, body.token_limit or 1, services, "messages")
     room = services.ready.max_model_len - len(prompt.token_ids)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return prompt, _params(body, services, max_tokens=body.token_limit or room, logprobs=logprobs)
 
 
-def as_turns(messages: list[Message]) -> list[dict[str, str]]:
-    """Messages as chat templates expect them; `developer` is the newer name of `system`."""
+def _answer_format(body: ChatBody, services: Services) -> AnswerFormat | None:
+    """How the answers are to be read; None where they are plain text.
+
+    Raises:
+        InvalidRequestError: The chat has tools or calls, and Weft does not know how the model writes them.
+    """
+    answer = format_of(services.tokenizer, services.config.model.tool_format)
+    has_calls = bool(body.shown_tools) or any(message.tool_calls or message.tool_call_id for message in body.messages)
+    if has_calls and not (answer and answer.has_calls):
+        raise InvalidRequestError(
+            "Weft does not know how this model writes calls of tools. The operator may name the format by the setting "
+            "model.tool_format, if it is one of docs/tools.md; else send the chat without tools.",
+            code="tools_not_supported_by_model",
+            param="tools" if body.shown_tools else "messages",
+        )
+    return answer if answer and (body.shown_tools or answer.has_reasoning) else None
+
+
+def as_tools(tools: list[Tool]) -> list[dict[str, Any]]:
+    """Tools as chat templates expect them."""
     return [
-        {"role": "system" if message.role == "developer" else message.role, "content": message.content}
-        for message in messages
+        {"type": "function", "function": tool.function.model_dump(exclude_none=True, exclude={"strict"})}
+        for tool in tools
     ]
+
+
+def as_turns(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them; `developer` is the newer name of `system`."""
+    return [_turn(message) for message in messages]
+
+
+def _turn(message: Message) -> dict[str, Any]:
+    turn: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.content,
+    }
+    if message.tool_calls:
+        turn["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    if message.role == "tool":
+        turn["tool_call_id"] = message.tool_call_id
+        if message.name is not None:
+            turn["name"] = message.name
+    reasoning = message.reasoning_content or message.reasoning
+    return turn | dict.fromkeys(REASONING_FIELDS, reasoning) if reasoning else turn
 
 
 def _params(

@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.sampling_params import SamplingParams
-from weft.engine.text.text_stream import TextStream
+from weft.engine.text.text_stream import NONE_SHOWN, TextStream
 from weft.engine.text.tokenizer import Tokenizer
 from weft.errors import InvalidRequestError, WeftError
 from weft.server.auth.callers import Caller
@@ -276,6 +276,7 @@ def _choices(
                 fork_of=first_id if fork_index else None,
                 beam=beam,
             )
-            text = TextStream(origin.services.tokenizer, params, prompt.token_ids)
+            shown_ids = prompt.answer.format.shown_ids if prompt.answer is not None else NONE_SHOWN
+            text = TextStream(origin.services.tokenizer, params, prompt.token_ids, shown_ids)
             choices.append(Choice(index=index, prompt_index=prompt_index, prompt=prompt, request=request, text=text))
     return choices

@@ -20,6 +20,12 @@ class UsageDetails(View):
     cached_tokens: int
 
 
+class OutputDetails(View):
+    """Parts of the completion tokens."""
+
+    reasoning_tokens: int
+
+
 class UsageView(View):
     """The tokens that a request is billed."""
 
@@ -27,6 +33,7 @@ class UsageView(View):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: UsageDetails
+    completion_tokens_details: OutputDetails
 
 
 class CompletionLogprobsView(View):

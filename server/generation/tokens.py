@@ -13,9 +13,8 @@ from starlette.responses import JSONResponse, Response
 from weft.errors import InvalidRequestError
 from weft.server.auth.callers import Caller
 from weft.server.generation import unsupported_params
-from weft.server.generation.chat_schemas import MAX_MESSAGES, Message
-from weft.server.generation.prompts import as_turns
-from weft.server.generation.vllm_fields import TemplateFields
+from weft.server.generation.chat_schemas import MAX_MESSAGES, Message, ToolsBody
+from weft.server.generation.prompts import as_tools, as_turns
 from weft.server.http.bodies import Body, Token, View
 from weft.server.http.json_body import json_body
 from weft.server.http.openapi import takes
@@ -41,7 +40,7 @@ class DetokenizeView(View):
     prompt: str
 
 
-class TokenizeBody(TemplateFields):
+class TokenizeBody(ToolsBody):
     """Body of POST /tokenize: a prompt, or a chat."""
 
     takes_nul = True
@@ -106,7 +105,7 @@ async def _check_model(services: Services, caller: Caller, model: str | None) ->
 
 def _encode(services: Services, body: TokenizeBody) -> list[int]:
     if body.messages is not None:
-        has_start = body.add_special_tokens or False
-        options = body.template_options
-        return services.tokenizer.chat_prompt(as_turns(body.messages), add_special_tokens=has_start, **options)
+        turns, tools, options = as_turns(body.messages), as_tools(body.tools), body.template_options
+        rendered = services.tokenizer.render_chat(turns, tools, body.chat_template_kwargs, **options)
+        return services.tokenizer.encode(rendered, add_special_tokens=body.add_special_tokens or False)
     return services.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)

@@ -18,13 +18,11 @@ IGNORED_IN_MESSAGES = frozenset({"id", "metadata", "annotations", "cache_control
 # These pass with null alone.
 _CONSTRAINED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _ENGINE = ("cache_salt", "kv_transfer_params", "vllm_xargs", "lora_path")
-_OPENAI = ("audio", "prediction", "reasoning_effort", "verbosity", "web_search_options")
+_OPENAI = ("audio", "prediction", "verbosity", "web_search_options")
 
 TOKENIZE: Neutral = {
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "mm_processor_kwargs": (),
-    "tools": ([],),
 }
 SHARED: Neutral = {
     **dict.fromkeys((*_CONSTRAINED, *_ENGINE), ()),
@@ -41,20 +39,13 @@ CHAT: Neutral = {
     **SHARED,
     **TOKENIZE,
     **dict.fromkeys(_OPENAI, ()),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "documents": (),
-    "include_reasoning": (True,),
 }
 MESSAGE: Neutral = {
-    "tool_calls": ([],),
-    "tool_call_id": (),
     "function_call": (),
     "refusal": ("",),
     "audio": (),
-    "reasoning": ("",),
-    "reasoning_content": ("",),
 }

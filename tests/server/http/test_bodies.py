@@ -113,6 +113,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
 ]
 LACKING: dict[str, Any] = {"nonsense": 1, "suffix": "x", "spaces_between_special_tokens": False, "cache_salt": "s"}
 LACKING |= {"response_format": {"type": "json_object"}, "lora_path": "/etc"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     *(({field: value}, field) for field, value in LACKING.items()),
     ({"nonsense": None}, "nonsense"),
@@ -135,9 +136,21 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 2, "stream": True}, "best_of"),
     ({"use_beam_search": True, "n": 2, "stream": True}, "use_beam_search"),
     ({"use_beam_search": True, "temperature": 0.7}, "temperature"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools.0.function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, "tools"),
+    *(({"tool_choice": value}, "tool_choice") for value in ("required", "x", {"type": "function"}, 5)),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"function_call": {"name": "f"}}, "function_call"),
+    ({"reasoning_effort": "some"}, "reasoning_effort"),
     ({"chat_template": "{{ x }}"}, "chat_template"),
-    ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"bos_token": ""}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"a": "x" * 20000}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": dict.fromkeys(map(str, range(33)), 1)}, "chat_template_kwargs"),
 ]
 
 
@@ -183,6 +196,8 @@ NEUTRAL_MESSAGES: list[dict[str, Any]] = [
 ]
 NEUTRAL_CHATS: list[dict[str, Any]] = [
     {"tools": None, "tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"]},
+    {"functions": [], "function_call": "auto", "chat_template_kwargs": {}, "include_reasoning": True},
+    {"messages": [{"role": "assistant", "content": "x", "reasoning_content": "y"}], "reasoning_effort": "low"},
     {"max_tokens": None, "max_completion_tokens": 2.0},
     *({"messages": [message]} for message in NEUTRAL_MESSAGES),
 ]
@@ -200,15 +215,22 @@ async def test_what_changes_nothing_passes(api: Api, acme: Client) -> None:
 @pytest.mark.parametrize(
     ("message", "param", "says"),
     [
-        ({"role": "tool", "tool_call_id": "c1", "content": "4"}, "messages", "it takes no message of role tool"),
-        ({"role": "assistant", "content": None, "tool_calls": [{"id": "c1"}]}, "tool_calls", "support tool_calls"),
+        (
+            {"role": "tool", "tool_call_id": "c1", "content": "4"},
+            "messages",
+            "does not know how this model writes calls",
+        ),
+        ({"role": "tool", "content": "4"}, "messages", "and no other, has a tool_call_id"),
+        ({"role": "user", "content": "4", "tool_call_id": "c1"}, "messages", "and no other, has a tool_call_id"),
+        ({"role": "user", "content": "4", "tool_calls": [CALL]}, "messages", "belong to messages of role assistant"),
+        ({"role": "assistant", "tool_calls": [CALL]}, "messages", "does not know how this model writes calls"),
+        (
+            {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1]"}}]},
+            "messages",
+            "arguments of a call in tool_calls must be a JSON object in a string",
+        ),
         ({"role": "user", "content": None}, "messages", "content is null, which only an assistant's message may have"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages", "parts of type text only, got image_url"),
-        (
-            {"role": "assistant", "content": "x", "reasoning_content": "y"},
-            "reasoning_content",
-            "support reasoning_content",
-        ),
     ],
 )
 async def test_messages_are_refused_by_what_is_wrong_with_them(

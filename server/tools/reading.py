@@ -1,0 +1,295 @@
+"""Reads answers as they come: what of the text is content, reasoning, or a call. The parser is transformers' own."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from weft.server.tools.formats import CALLS_FIELD, REASONING_FIELDS
+
+if TYPE_CHECKING:
+    from weft.server.tools.formats import AnswerFormat
+
+_ID_LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallPiece:
+    """What is new of a call."""
+
+    index: int
+    """Place among the answer's calls."""
+    id: str | None = None
+    """With the first piece of a call only, as the name."""
+    name: str | None = None
+    arguments: str = ""
+    """The next piece of the arguments' JSON."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Reading:
+    """What a piece of text adds to an answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CallPiece] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerPlan:
+    """How the answers to a request are read."""
+
+    format: AnswerFormat
+    tools: Sequence[Mapping[str, Any]] = ()
+    """What may be called, as in `tools` of the request."""
+    prefix: str = ""
+    """What the chat template has already written of the answer, for example `<think>`."""
+    shows_reasoning: bool = True
+
+    def reader(self) -> AnswerReader:
+        """A reader for one choice."""
+        return AnswerReader(self)
+
+
+def plan_answer(
+    answer: AnswerFormat, tools: Sequence[Mapping[str, Any]], rendered: str, *, shows_reasoning: bool
+) -> AnswerPlan:
+    """The plan for the answers to a rendered prompt."""
+    prefix = answer.compiled(with_calls=bool(tools)).truncate_past_last_anchor(rendered)
+    # Without its anchor the template would take the history for a part of the answer.
+    prefix = "" if len(prefix) == len(rendered) else prefix
+    return AnswerPlan(format=answer, tools=tools, prefix=prefix, shows_reasoning=shows_reasoning)
+
+
+def joined_calls(pieces: Sequence[CallPiece]) -> tuple[CallPiece, ...]:
+    """Pieces of calls with those of one call as one, in the order of the calls."""
+    calls: dict[int, CallPiece] = {}
+    for piece in pieces:
+        known = calls.get(piece.index)
+        calls[piece.index] = replace(known, arguments=known.arguments + piece.arguments) if known else piece
+    return tuple(calls.values())
+
+
+class AnswerReader:
+    """Reads one answer, fed in pieces of any size.
+
+    White space around reasoning and calls is not part of the content. Text that should be a call and is none, or calls
+    what was not offered, stays content.
+
+    Args:
+        plan: How.
+    """
+
+    def __init__(self, plan: AnswerPlan) -> None:
+        from transformers.utils.chat_parsing import ResponseParser
+
+        self._plan = plan
+        self._names = {tool["function"]["name"] for tool in plan.tools}
+        template = plan.format.compiled(with_calls=bool(plan.tools))
+        self._parser = ResponseParser(template, prefix=plan.prefix, tools=[dict(tool) for tool in plan.tools])
+        head = (plan.format.calls or {}).get("head")
+        self._head = None if head is None else re.compile(head)
+        self._region: str | None = None
+        self._body = ""
+        """The open call's text."""
+        self._start: int | None = None
+        """Where in it the arguments start; None before its name is known."""
+        self._sent = 0
+        """How far they were handed out."""
+        self._held = {"content": "", "reasoning": ""}
+        """White space that is part of the text only if more text follows."""
+        self._has_text = {"content": False, "reasoning": False}
+        self._has_marker = False
+        self._has_failed = False
+        self.num_calls = 0
+        self._now = Reading()
+        for event in self._parser.initial_events:
+            self._take(event)
+        self._now = Reading()
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text is in the middle of reasoning."""
+        return self._region in REASONING_FIELDS
+
+    def read(self, text: str, ends: Sequence[int]) -> tuple[Reading, int]:
+        """Take the text of some tokens.
+
+        Args:
+            text: What the tokens add.
+            ends: Where in it the text of each token ends.
+
+        Returns:
+            What is certain with it, and how many of the tokens are reasoning.
+        """
+        self._now = Reading()
+        num_reasoning = start = 0
+        for end in [*ends[:-1], len(text)]:
+            was_reasoning = self.is_reasoning
+            self._push(text[start:end])
+            num_reasoning += bool(ends) and (was_reasoning or self.is_reasoning)
+            start = max(start, end)
+        return self._now, num_reasoning
+
+    def _push(self, text: str) -> None:
+        if self._has_failed:
+            self._text("content", text)
+        else:
+            try:
+                for event in self._parser.feed(text):
+                    self._take(event)
+            except (ValueError, KeyError):
+                self._fail(text)
+
+    def close(self, reading: Reading, *, is_cut: bool) -> bool:
+        """Add the rest, when no more text comes; returns whether a call was cut.
+
+        Args:
+            reading: What it is added to.
+            is_cut: Whether the answer was ended from outside: by its length or a stop string.
+        """
+        self._now = reading
+        if is_cut and self._region == CALLS_FIELD:
+            if self._start is not None:
+                self._send_rest()
+            return True
+        if not self._has_failed:
+            try:
+                for event in self._parser.finalize()[1]:
+                    self._take(event)
+            except (ValueError, KeyError):
+                self._fail("")
+        if not self.num_calls:
+            self._now.content += self._held["content"]
+        return False
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        kind, name = event["type"], event["field"]
+        if kind == "region_open":
+            self._region = name
+            self._has_marker = self._has_marker or name != "content"
+            if name == CALLS_FIELD:
+                self._body, self._start = "", None
+        elif kind == "region_close":
+            self._region = None
+            if name == CALLS_FIELD:
+                self._close_call(event["value"])
+            elif name != "content":
+                self._held["reasoning"] = ""
+        elif name == CALLS_FIELD:
+            self._body += event["text"]
+            self._find_call()
+        elif name in REASONING_FIELDS:
+            self._text("reasoning", event["text"])
+        else:
+            self._text("content", event["text"])
+
+    def _text(self, kind: str, text: str) -> None:
+        text = self._held[kind] + text
+        if not self._has_text[kind] and self._has_marker:
+            text = text.lstrip()
+        shown = text.rstrip()
+        self._held[kind] = text[len(shown) :]
+        self._has_text[kind] = self._has_text[kind] or bool(shown)
+        setattr(self._now, kind, getattr(self._now, kind) + shown)
+
+    def _find_call(self) -> None:
+        """Hand out the name of the open call once it is there, and then the arguments as they grow."""
+        if self._start is None and self._head is not None:
+            head = self._head.match(self._body)
+            if head is not None and head["name"] in self._names:
+                self._start = self._sent = head.end()
+                self._add(head["name"])
+        if self._start is not None:
+            # What closes the call may look like the end of its arguments.
+            self._send_until(len(self._body.rstrip("}; \n\t\r")))
+
+    def _send_until(self, end: int) -> None:
+        if end > self._sent:
+            self._now.calls.append(CallPiece(index=self.num_calls - 1, arguments=self._body[self._sent : end]))
+            self._sent = end
+
+    def _send_rest(self) -> None:
+        """What the open call has of its arguments."""
+        try:
+            _, end = json.JSONDecoder().raw_decode(self._body, self._start or 0)
+        except ValueError:
+            end = len(self._body)
+        self._send_until(end)
+
+    def _close_call(self, value: object) -> None:
+        if self._start is not None:
+            self._send_rest()
+            self._start = None
+            return
+        calls = _calls(value)
+        if calls is None or any(name not in self._names for name, _ in calls):
+            self._text("content", self._body)
+            return
+        for name, arguments in calls:
+            self._add(name, arguments)
+
+    def _add(self, name: str, arguments: str = "") -> None:
+        self._now.calls.append(CallPiece(index=self.num_calls, id=_call_id(self._plan), name=name, arguments=arguments))
+        self.num_calls += 1
+
+    def _fail(self, text: str) -> None:
+        """The text does not follow the format: the parser cannot go on, so this and the rest are content."""
+        self._has_failed, self._region = True, None
+        self._text("content", self._body + text)
+
+
+def _call_id(plan: AnswerPlan) -> str:
+    length = (plan.format.calls or {}).get("id_length")
+    letters = "".join(secrets.choice(_ID_LETTERS) for _ in range(length or 24))
+    return letters if length else f"call_{letters}"
+
+
+def _calls(value: object) -> list[tuple[str, str]] | None:
+    """Names and arguments of what the parser made of a region: one call, a list of them, or Python's syntax."""
+    if isinstance(value, str):
+        return _python_calls(value)
+    calls = []
+    for call in value if isinstance(value, list) else [value]:
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        name, arguments = function.get("name"), function.get("arguments", function.get("parameters"))
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return None
+        calls.append((name, json.dumps(arguments, ensure_ascii=False)))
+    return calls
+
+
+_PYTHON_NAMES = {"true": True, "false": False, "null": None}
+
+
+def _python_calls(text: str) -> list[tuple[str, str]] | None:
+    """Calls as Python writes them: `f(a=1), g()`, in brackets, or one a line."""
+
+    def value(node: ast.expr) -> Any:  # noqa: ANN401 - any JSON
+        match node:
+            case ast.Name(id=name) if name in _PYTHON_NAMES:
+                return _PYTHON_NAMES[name]
+            case ast.List(elts=parts) | ast.Tuple(elts=parts):
+                return [value(part) for part in parts]
+            case ast.Dict(keys=keys, values=values):
+                return {ast.literal_eval(key): value(part) for key, part in zip(keys, values, strict=True) if key}
+        return ast.literal_eval(node)
+
+    calls = []
+    try:
+        for statement in ast.parse(text.strip()).body:
+            node = statement.value if isinstance(statement, ast.Expr) else None
+            for call in node.elts if isinstance(node, ast.List | ast.Tuple) else [node]:
+                if not isinstance(call, ast.Call) or call.args:
+                    return None
+                arguments = {str(keyword.arg): value(keyword.value) for keyword in call.keywords}
+                calls.append((ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False)))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+    return calls or None

@@ -1,0 +1,139 @@
+"""What a client sends of tools: definitions, the choice among them, and calls in the history of a chat."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from weft.errors import InvalidRequestError
+from weft.server.http.bodies import Body
+
+MAX_TOOLS = 128
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+class ToolFunction(Body):
+    """A function that the model may call."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments, an object. Absent: any arguments."""
+    strict: bool | None = None
+    """True holds the arguments of a call to the schema, also where `tool_choice` is auto."""
+
+
+class Tool(Body):
+    """An entry of `tools`."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class CalledFunction(Body):
+    """What an earlier answer called."""
+
+    name: ToolName
+    arguments: Annotated[dict[str, Any], BeforeValidator(lambda text: _arguments(text), json_schema_input_type=str)]
+    """A JSON object, as a string."""
+
+
+class Call(Body):
+    """An entry of `tool_calls` of an earlier answer."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"index", "extra_content", "provider_specific_fields"})
+
+    id: str = Field(min_length=1, max_length=256)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    """What an answer may call."""
+
+    mode: Literal["none", "auto", "required"]
+    names: frozenset[str] | None = None
+    """Only these; None for all tools of the request."""
+    is_single: bool = False
+    """Whether there is exactly one call: the client has named the function."""
+
+
+def _arguments(text: object) -> dict[str, Any]:
+    """The arguments of a call as templates want them. Functions without parameters are called with an empty string."""
+    try:
+        value = json.loads(text or "{}") if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(
+            "arguments of a call in tool_calls must be a JSON object in a string. Send back what the answer held.",
+            param="messages",
+        )
+    return value
+
+
+def parse_tool_choice(value: object) -> ToolChoice:
+    """The field `tool_choice`.
+
+    Raises:
+        InvalidRequestError: It has none of the forms that OpenAI knows.
+    """
+    if isinstance(value, ToolChoice):
+        return value
+    if value in ("none", "auto", "required"):
+        return ToolChoice(mode=value)
+    match value:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return ToolChoice(mode="required", names=frozenset({name}), is_single=True)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
+            names = [_name(tool) for tool in tools]
+            if names and None not in names:
+                return ToolChoice(mode=mode, names=frozenset(str(name) for name in names))
+    raise InvalidRequestError(
+        'tool_choice must be "none", "auto", "required", {"type": "function", "function": {"name": ...}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}.',
+        param="tool_choice",
+    )
+
+
+def _name(tool: object) -> str | None:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+    return None
+
+
+TOOL_CHOICE_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}},
+                    "required": ["name"],
+                },
+            },
+            "required": ["type", "function"],
+        },
+        {
+            "type": "object",
+            "properties": {"type": {"const": "allowed_tools"}, "allowed_tools": {"type": "object"}},
+            "required": ["type", "allowed_tools"],
+        },
+    ]
+}
+"""For the OpenAPI page."""
+
+
+def tool_texts(tools: list[Tool]) -> list[str]:
+    """What the model may see of the tools."""
+    return [json.dumps(tool.function.model_dump(exclude_none=True)) for tool in tools]

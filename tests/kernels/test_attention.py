@@ -178,6 +178,14 @@ def test_a_nan_comes_out_of_the_rows_that_see_it(window: int | None, impl: Imple
         assert torch.equal(bits(out[others]), bits(clean[others]))
 
 
+def test_layers_of_a_step_may_differ_in_window_and_strides(impl: Implementation) -> None:
+    operands = ScatteredKv(AttentionCase(MIXED), impl.device)
+    pages = operands.k_pages, operands.v_pages
+    for window, (k, v) in ((None, pages), (10, pages), (10, [each.contiguous() for each in pages])):
+        operands.case, operands.k_pages, operands.v_pages = replace(operands.case, window=window), k, v
+        assert_rows_close(operands.attend(impl.kernels.paged_attention), operands.attend(ORACLES.paged_attention))
+
+
 def test_scores_beyond_the_range_of_weights_are_no_error(impl: Implementation, dtype: torch.dtype) -> None:
     operands = ScatteredKv(AttentionCase(((70, 70), (1, 130)), dtype=dtype), impl.device)
     operands.scale = 300.0

@@ -23,7 +23,7 @@ def test_norms_equal_the_oracle_and_leave_their_inputs(size: int, impl: Implemen
     x, residual, weight = (impl.randn(shape, dtype, seed) for seed, shape in enumerate(((5, size), (5, size), (size,))))
     before = x.clone(), residual.clone()
     assert_rows_close(impl.kernels.rms_norm(x, weight, 1e-6), ORACLES.rms_norm(x, weight, 1e-6))
-    heads = impl.randn((3, 6, size), dtype)[:, 1:5]  # of a fused projection
+    heads = impl.randn((3, 6, size), dtype)[:, 1::2]  # of a fused projection
     assert_rows_close(impl.kernels.rms_norm(heads, weight, 1e-6), ORACLES.rms_norm(heads, weight, 1e-6))
     normed, stream = impl.kernels.fused_add_rms_norm(x, residual, weight, 1e-6)
     if impl.is_interpreted:

@@ -24,7 +24,7 @@ FILTERS: list[Parameters] = [
     (1.0, 0, 0.9, 0.0),
     (0.5, 0, 0.5, 0.0),
     (5.0, 0, 0.95, 0.0),
-    (1.0, 0, 1.0, 0.1),
+    (1.5, 0, 1.0, 0.1),
     (1.0, 0, 1.0, 1.0),
     (1.0, 50, 0.8, 0.0),
     (0.8, 40, 0.9, 0.05),
@@ -58,8 +58,8 @@ def test_evenly_spaced_draws_follow_the_exact_distribution(
         return  # slow
     logits = logits_of(vocab_size)
     p = probabilities(logits[0], *parameters)
-    count = 3 if impl.is_interpreted else 200
-    uniforms = [0.0, *((i + 0.5) / count for i in range(count)), 1 - 2**-24]
+    count = 2 if impl.is_interpreted else 200
+    uniforms = [0.0, *((i + 0.5) / count for i in range(count)), 0.95, 1 - 2**-24]
     tokens = draws(logits, parameters, uniforms, impl)
     # A draw belongs to the token whose interval of the cumulative distribution holds it, up to rounding at its ends.
     ends = p.cumsum(0)[tokens]
@@ -130,13 +130,16 @@ def test_a_flat_distribution_reaches_top_p_too() -> None:
 
 
 def test_penalties_are_those_of_openai_and_transformers() -> None:
-    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5, 3.0], [1.0, 1.0, 1.0, 1.0, 1.0], [2.0, -2.0, 1.0, 0.5, 3.0]])
+    logits = torch.tensor(
+        [[2.0, -2.0, 1.0, 0.5, 3.0], [1.0] * 5, [2.0, -2.0, 1.0, 0.5, 3.0], [4.0, -4.0, 4.0, 1.0, 1.0]]
+    )
     rows = [
         RowPenalties(row=0, prompt_token_ids=[0, 3, 3], output_token_ids=[1, 1, 2], repetition=2.0),
         RowPenalties(row=2, prompt_token_ids=[0], output_token_ids=[1, 1, 4], frequency=0.5, presence=0.25),
+        RowPenalties(row=3, prompt_token_ids=[0, 1], output_token_ids=[1, 2], repetition=2.0, presence=1.0),
     ]
     apply_penalties(logits, PenaltyTensors.build(rows, 5, CPU))
-    expected = [[1.0, -4.0, 0.5, 0.25, 3.0], [1.0] * 5, [2.0, -3.25, 1.0, 0.5, 2.25]]
+    expected = [[1.0, -4.0, 0.5, 0.25, 3.0], [1.0] * 5, [2.0, -3.25, 1.0, 0.5, 2.25], [2.0, -9.0, 1.0, 1.0, 1.0]]
     assert torch.allclose(logits, torch.tensor(expected))
 
 

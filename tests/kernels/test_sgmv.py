@@ -107,16 +107,16 @@ def test_rows_of_no_tile_keep_every_bit_and_are_not_read(impl: Implementation, d
     operands = ScatteredLora(SgmvCase(40, "identical", 100, (100, 24), dtype, (24, 16)), impl.device)
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(-(2**15), 2**15, operands.y.shape, generator=generator).to(impl.device)
-    outside = [row for row in range(40) if not (3 <= row < 10 or 20 <= row < 37)]
+    outside = [row for row in range(40) if not (3 <= row < 10 or 20 <= row < 30 or 33 <= row < 37)]
     y_bits = bits(operands.y)
     y_bits[outside] = noise.to(y_bits.dtype)[outside]
     operands.y = y_bits.view(dtype)
     assert operands.y[outside].isnan().any()
     operands.x[outside] = float("nan")
-    operands.tiles = tiles_of([(0, 3, 7), (-1, 0, 0), (1, 20, 17), (-1, 0, 0)], impl.device)
+    operands.tiles = tiles_of([(0, 3, 7), (-1, 0, 3), (1, 20, 10), (1, 33, 4), (-1, 0, 0)], impl.device)
     y = operands.apply(impl.kernels.sgmv)
     assert torch.equal(bits(y)[outside], y_bits[outside])
-    assert torch.isfinite(y[[*range(3, 10), *range(20, 37)]]).all()
+    assert torch.isfinite(y[[*range(3, 10), *range(20, 30), *range(33, 37)]]).all()
 
 
 def test_nothing_but_an_adapter_s_own_weights_is_read(impl: Implementation, dtype: torch.dtype) -> None:
@@ -225,7 +225,7 @@ def test_constants_are_those_of_the_page_format() -> None:
 
 
 def test_misfits_are_refused_with_expected_and_got(impl: Implementation) -> None:
-    operands = ScatteredLora(SgmvCase(3, "uniform", 128, (128,), F32), impl.device)
+    operands = ScatteredLora(SgmvCase(3, "uniform", 128, (64, 64), F32), impl.device)
     x, y, arena, tables, tiles = operands.x, operands.y, operands.arena, operands.tables, operands.tiles
     before, site = y.clone(), operands.site
     for wrong, expected in (
@@ -233,8 +233,11 @@ def test_misfits_are_refused_with_expected_and_got(impl: Implementation) -> None
         ((x, y, arena, tables, tiles, site, 2), "layer: expected 0 to 1, got 2"),
         (
             (x, y, arena, tables, tiles, SgmvSite(128, (2, 1), (64, 64)), LAYER),
-            r"site.modules: expected consecutive indices below 3, got \(2, 1\)",
+            r"site.modules: expected consecutive indices below 4, got \(2, 1\)",
         ),
+        ((x, y, arena, tables, tiles, SgmvSite(128, (4,), (128,)), LAYER), r"indices below 4, got \(4,\)"),
+        ((x, y, arena, tables, tiles, SgmvSite(128, (1, 2), (128,)), LAYER), "expected one width per module, got"),
+        ((x, y, arena, tables, tiles, SgmvSite(128, (0, 1, 2, 3), (32,) * 4), LAYER), "expected at most 3 slices, got"),
         (
             (x, y, arena.bfloat16(), tables, tiles, site, LAYER),
             r"x: expected dtype torch\.bfloat16, got torch\.float32",

@@ -20,6 +20,12 @@ settings.register_profile(
 settings.load_profile("weft")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests go first: otherwise one process works on the last of them while the others are done."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def s3() -> Iterator[S3Server]:
     """A server that speaks S3, started for the first test that wants one."""

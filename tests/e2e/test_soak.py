@@ -23,7 +23,7 @@ from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, upload_bytes, wef
 
 pytestmark = pytest.mark.timeout(1800)
 
-NUM_REQUESTS = 3_000
+NUM_REQUESTS = 4_000
 NUM_REQUESTS_WITH_LEAK = 1_400
 ROUND = 100
 CLIENTS = 6

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from weft.adapters.ref import AdapterRef
 from weft.engine.execution.runner import ModelRunner
 from weft.engine.execution.step_history import StepHistory
-from weft.engine.request import GenerationRequest, RequestOutput
+from weft.engine.request import PAUSED, GenerationRequest, RequestOutput
 from weft.engine.scheduling.plan import StepPlan
 from weft.engine.scheduling.scheduler import Scheduler
-from weft.engine.status import EngineLoad, EngineStatus
+from weft.engine.status import EngineLoad, EngineStatus, PauseMode
 from weft.errors import EngineError
 from weft.memory.arena import is_device_lost
 from weft.memory.page_map import page_map
@@ -87,6 +87,19 @@ class EngineCore:
         """Set whether an adapter stays on the device, and is brought there."""
         self._residency.pin(ref, is_pinned)
 
+    def pause(self, mode: PauseMode | None, *, is_ending: bool = False) -> None:
+        """Compute nothing from now on, or with None go on; `is_ending` ends all requests with an error.
+
+        Requests are taken in all the same, to wait. Those whose deadline passes end.
+        """
+        self._scheduler.pause = mode
+        for request_id in list(self._table.requests) if is_ending else ():
+            self._scheduler.finish(request_id, "error", PAUSED)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the cached KV that no request uses."""
+        self._kv.prefixes.evict_unused()
+
     @property
     def num_steps(self) -> int:
         """Steps computed since start."""
@@ -124,6 +137,7 @@ class EngineCore:
             running=len(table.running),
             base_running=sum(state.lease is None for state in table.running),
             waiting=len(table.waiting),
+            pause=self._scheduler.pause,
             waiting_reasons=table.waiting.reasons(),
             pages=kv.pool.counts(),
             residents=list(self._residency.residents()),

@@ -108,6 +108,12 @@ EXPIRED = RequestError(
     kind="capacity",
 )
 
+PAUSED = RequestError(
+    code="server.paused",
+    message="The server was paused, which ended this request. Send it again: it waits until the server goes on.",
+    kind="capacity",
+)
+
 ERRORS_BY_KIND: dict[ErrorKind, type[WeftError]] = {
     "request": RefusedError,
     "adapter": AdapterError,

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.ref import ResidentAdapter as ResidentAdapter
 from weft.engine.fairness.prices import Prices
 from weft.memory.geometry import PageGeometry
 from weft.memory.page_map import PageMap
+
+PauseMode = Literal["keep", "wait"]
+"""How an engine is paused: with `keep` it computes nothing, and requests keep what they have; with `wait` those that
+have started go on to their end first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +127,8 @@ class EngineStatus:
     seq: int
     running: int
     waiting: int
+    pause: PauseMode | None = None
+    """How the engine is paused; `wait` becomes `keep` when all that had started has ended."""
     base_running: int = 0
     """Running requests of the base model; those of adapters are in `residents`."""
     waiting_reasons: dict[str, int] = field(default_factory=dict)

@@ -230,6 +230,12 @@ class PrefixCache:
         for block in sorted(blocks, key=lambda block: -block.depth):
             self._evictor.take(block)
 
+    def evict_unused(self) -> None:
+        """Evict all blocks without references."""
+        for block in sorted(self._blocks.values(), key=lambda block: -block.depth):
+            if not block.refs:
+                self._evictor.take(block)
+
     def remove(self, block: PrefixBlock) -> None:
         """Free the pages of a block and of all blocks that follow it; called by `PrefixBlock.evict`.
 

@@ -23,6 +23,7 @@ from weft.server.status import routes as routes_status
 from weft.server.tenants import grants as routes_grants
 from weft.server.tenants import routes as routes_tenants
 from weft.server.usage import routes as routes_usage
+from weft.server.vllm import routes as routes_vllm
 
 ROUTERS = (
     routes_generation.router,
@@ -36,6 +37,7 @@ ROUTERS = (
     routes_usage.router,
     routes_tokens.router,
     routes_status.router,
+    routes_vllm.router,
     routes_status.health_router,
 )
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from weft.adapters.ref import AdapterRef
     from weft.config import Config
     from weft.engine.request import GenerationRequest, RequestOutput
-    from weft.engine.status import EngineLoad, EngineReady, EngineStatus
+    from weft.engine.status import EngineLoad, EngineReady, EngineStatus, PauseMode
     from weft.engine.text.tokenizer import Tokenizer
     from weft.registry.db.models import TenantRow
     from weft.registry.registry import Registry
@@ -65,6 +65,19 @@ class Engine(Protocol):
 
     def uses(self, weights_sha256: str) -> bool:
         """Whether a request that has not ended may still have to load these weights."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engine was told to pause."""
+
+    def pause(self, mode: PauseMode, *, is_ending: bool = False) -> None:
+        """Have the engine compute nothing until it is resumed; `is_ending` ends all its requests with an error."""
+
+    def resume(self) -> None:
+        """Have the engine go on."""
+
+    def reset_prefix_cache(self) -> None:
+        """Have the engine forget the cached KV that no request uses."""
 
     async def pin_adapter(self, ref: AdapterRef, is_pinned: bool) -> None:
         """Set whether an adapter is brought to the device and stays there."""

@@ -31,7 +31,7 @@ from weft.engine.process.supervisor import (
     RestartPolicy,
 )
 from weft.engine.request import GenerationRequest, RequestOutput
-from weft.engine.status import EngineLoad, EngineReady, EngineStatus
+from weft.engine.status import EngineLoad, EngineReady, EngineStatus, PauseMode
 from weft.errors import EngineUnavailableError, WeftError
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,8 @@ class EngineClient:
         """By digest, in the order of pinning."""
         self._weights: Counter[str] = Counter()
         """Requests by the blob of their adapter."""
+        self._pause: PauseMode | None = None
+        """How the engine was told to pause; a restarted one is told again."""
         self._start_s = 1.0
         self._first: EngineReady | None = None
         """What the first engine said; every later one must serve the same model on the same kind of device."""
@@ -168,6 +170,33 @@ class EngineClient:
             self._pinned.pop(ref.digest, None)
         self._tell(messages.PinAdapter(ref, is_pinned))
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engine was told to pause."""
+        return self._pause is not None
+
+    def pause(self, mode: PauseMode, *, is_ending: bool = False) -> None:
+        """Have the engine compute nothing until it is resumed; `is_ending` ends all its requests with an error.
+
+        Raises:
+            EngineUnavailableError: The engine is down; nothing has changed.
+        """
+        self._connected().send(messages.Pause(mode, is_ending))
+        self._pause = mode
+
+    def resume(self) -> None:
+        """Have the engine go on, or not be paused when it starts again."""
+        self._pause = None
+        self._tell(messages.Pause(None))
+
+    def reset_prefix_cache(self) -> None:
+        """Have the engine forget the cached KV that no request uses.
+
+        Raises:
+            EngineUnavailableError: The engine is down.
+        """
+        self._connected().send(messages.ResetPrefixCache())
+
     async def close(self) -> None:
         """End the engine; requests that still wait get EngineUnavailableError."""
         if self._supervision is not None:
@@ -185,7 +214,7 @@ class EngineClient:
             raise _copy_of(self._down)
         return self._connection
 
-    def _tell(self, message: messages.Abort | messages.DropAdapter | messages.PinAdapter | messages.Taken) -> None:
+    def _tell(self, message: messages.ToEngine) -> None:
         if self._connection is not None:
             with suppress(EngineUnavailableError):
                 self._connection.send(message)
@@ -208,6 +237,8 @@ class EngineClient:
         self._connection, self.ready = connection, first.ready
         for ref in self._pinned.values():
             self._tell(messages.PinAdapter(ref, True))
+        if self._pause is not None:
+            self._tell(messages.Pause(self._pause))
         return connection, first.ready
 
     def _settle_on(self, ready: EngineReady) -> None:

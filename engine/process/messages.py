@@ -10,7 +10,7 @@ import msgspec
 from weft.adapters.ref import AdapterRef
 from weft.config import Config
 from weft.engine.request import GenerationRequest, RequestOutput
-from weft.engine.status import EngineLoad, EngineReady, EngineStatus
+from weft.engine.status import EngineLoad, EngineReady, EngineStatus, PauseMode
 
 MAX_MESSAGE_BYTES = 256 << 20
 """Real messages are smaller: prompt logprobs of a long prompt are tens of megabytes."""
@@ -56,6 +56,19 @@ class AskStatus(msgspec.Struct, frozen=True, tag="ask_status"):
     query_id: int
     is_detailed: bool = False
     """Whether it shall have what only a picture needs."""
+
+
+class Pause(msgspec.Struct, frozen=True, tag="pause"):
+    """Compute nothing from now on, or go on."""
+
+    mode: PauseMode | None
+    """None goes on."""
+    is_ending: bool = False
+    """Whether all requests end."""
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
+    """Forget the cached KV that no request uses."""
 
 
 class Taken(msgspec.Struct, frozen=True, tag="taken"):
@@ -105,7 +118,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     load: EngineLoad
 
 
-ToEngine = Submit | Abort | DropAdapter | PinAdapter | AskStatus | Taken | Close
+ToEngine = Submit | Abort | DropAdapter | PinAdapter | AskStatus | Pause | ResetPrefixCache | Taken | Close
 FromEngine = Ready | StartFailed | Outputs | Status | Load
 
 _encoder = msgspec.msgpack.Encoder()

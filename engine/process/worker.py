@@ -23,7 +23,7 @@ from weft.engine.build import build_engine
 from weft.engine.core import EngineCore
 from weft.engine.execution.memory_plan import format_plan
 from weft.engine.process import messages
-from weft.engine.request import RequestOutput, request_error
+from weft.engine.request import GenerationRequest, RequestOutput, request_error
 from weft.errors import ConfigError, WeftError
 
 
@@ -146,12 +146,7 @@ class EngineLoop:
     def _act(self, message: messages.ToEngine) -> RequestOutput | None:
         match message:
             case messages.Submit(request=request):
-                try:
-                    self._core.submit(request)
-                except WeftError as error:
-                    return RequestOutput(
-                        request_id=request.request_id, finish_reason="error", error=request_error(error)
-                    )
+                return self._submit(request)
             case messages.Abort(request_id=request_id):
                 self._core.abort(request_id)
             case messages.DropAdapter(digest=digest):
@@ -160,10 +155,21 @@ class EngineLoop:
                 self._core.pin_adapter(ref, is_pinned)
             case messages.AskStatus(query_id=query_id, is_detailed=is_detailed):
                 self._send(messages.Status(query_id=query_id, status=self._core.status(is_detailed=is_detailed)))
+            case messages.Pause(mode=mode, is_ending=is_ending):
+                self._core.pause(mode, is_ending=is_ending)
+            case messages.ResetPrefixCache():
+                self._core.reset_prefix_cache()
             case messages.Taken(count=count):
                 self._num_ahead -= count
             case messages.Close():
                 self._is_open = False
+        return None
+
+    def _submit(self, request: GenerationRequest) -> RequestOutput | None:
+        try:
+            self._core.submit(request)
+        except WeftError as error:
+            return RequestOutput(request_id=request.request_id, finish_reason="error", error=request_error(error))
         return None
 
     def _send(self, message: messages.FromEngine) -> None:

@@ -54,6 +54,8 @@ class Rows:
         self._clock = clock
         self._finish = finish
         self._num_stalls = 0
+        self.is_draining = False
+        """Whether only requests that have started get rows."""
 
     def fill(self, draft: PlanBuilder) -> None:
         """Give rows to the first in the fair order, from what is free and from shares that are ahead."""
@@ -67,13 +69,14 @@ class Rows:
         draft.prefilling = [
             (self._order.turn(state), state.num_left, state.in_batch_lane) for state in prefilling if state.has_row
         ]
-        overdue = self._waiting.overdue()
+        overdue = [state for state in self._waiting.overdue() if self._may_run(state)]
         looked = {state.request_id: state for state in overdue[:1]}
         for state in overdue[:1]:
             self._try_row(state, draft)
         blocked: list[RequestState] = []
         num_bypassed = num_glanced = 0
-        line = self._order.candidates(LOOK_AHEAD + self._table.max_rows - self._table.num_rows)
+        num_looked = LOOK_AHEAD + self._table.max_rows - self._table.num_rows
+        line = self._order.candidates(self._order.num_queued if self.is_draining else num_looked)
         for state in line:
             reason: WaitingReason | None = None
             # Requests that are overdue keep waiting those that are not far more entitled.
@@ -129,16 +132,20 @@ class Rows:
             error = CapacityError("Pinned adapters leave too little room for this request. Try again, or unpin some.")
             self._finish(first.request_id, "error", request_error(error))
 
+    def _may_run(self, state: RequestState) -> bool:
+        return state.has_started or not self.is_draining
+
     def _first_in_line(self) -> RequestState | None:
         """The most entitled that runs and is not idle, or else of those that idle ones wait for, or of all."""
         table = self._table
         running = [state for state in table.running if not state.is_idle]
         awaited = [state for state in table.waiting if any(_are_beams(state, idle) for idle in table.running)]
-        able = running or [state for state in awaited if not state.is_idle]
-        if able:
-            return min(able, key=table.order.place)
+        begun = running or [state for state in awaited if not state.is_idle]
+        if begun:
+            return min(begun, key=table.order.place)
         line = table.order.candidates(LOOK_AHEAD)
-        first = next((state for state in line if not state.is_idle and not table.waiting.is_unread(state)), None)
+        able = (state for state in line if self._may_run(state) and not state.is_idle)
+        first = next((state for state in able if not table.waiting.is_unread(state)), None)
         line.close()
         return first
 
@@ -175,6 +182,8 @@ class Rows:
         adapter = state.request.adapter
         if state.is_idle:
             return "FORK"
+        if not self._may_run(state):
+            return "NEW"
         if adapter is not None:
             if not self._check_fits(state):
                 return "NEW"

@@ -35,7 +35,7 @@ from weft.engine.scheduling.request_state import RequestPages, RequestState
 from weft.engine.scheduling.request_table import Deadlines, RequestTable
 from weft.engine.scheduling.rows import Rows
 from weft.engine.scheduling.step_budget import StepBudget
-from weft.engine.status import EngineLoad, TenantLoad
+from weft.engine.status import EngineLoad, PauseMode, TenantLoad
 from weft.errors import EngineError, InvalidRequestError, QueueFullError, WeftError
 from weft.memory.block_table import BlockTable
 
@@ -89,6 +89,8 @@ class Scheduler:
         self._rows = Rows(self.table, self._preemption, clock, self.finish)
         self._chunks = Chunks(self.table, self._preemption, StepBudget(config, kv.costs.token_s))
         self._deadlines = Deadlines(self.table.requests)
+        self.pause: PauseMode | None = None
+        """How plans are held back; with `wait` it becomes `keep` by itself. Deadlines count all the same."""
         self._last_units = 0.0
         """Price of the step that was committed last."""
         self._started: set[str] = set()
@@ -163,6 +165,9 @@ class Scheduler:
         self.table.kv.begin_plan()
         for state in self._deadlines.take_expired(now_s):
             self.finish(state.request_id, "error", EXPIRED)
+        if self.pause is not None and self._is_held():
+            return None
+        self._rows.is_draining = self.pause == "wait"
         self.table.order.tick(now_s)
         plan = StepPlan(step=self._step + 1)
         draft = PlanBuilder(plan=plan)
@@ -259,6 +264,12 @@ class Scheduler:
             reasons.setdefault(state.tenant, Counter())[state.waiting_reason] += 1
         told = {tenant: dict(counts) for tenant, counts in reasons.items()}
         return self.table.service.loads(self.table.running, self.table.waiting.by_tenant, told)
+
+    def _is_held(self) -> bool:
+        """Whether nothing is to be computed: not even what had started before the pause."""
+        if not any(state.has_started for state in self.table.requests.values()):
+            self.pause = "keep"
+        return self.pause == "keep"
 
     def _predict(self, state: RequestState) -> None:
         request, flow = state.request, state.request.flow

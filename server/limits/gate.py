@@ -104,7 +104,8 @@ class Admission:
     def started(self, queue_s: float | None) -> None:
         """One of the choices has its first output, after `queue_s` seconds in the engine."""
         if self._num_waiting > 0:
-            if self._num_waiting == self._ask.num_choices and queue_s is not None:
+            is_first = self._num_waiting == self._ask.num_choices
+            if is_first and queue_s is not None and not self._gate.was_paused(queue_s):
                 self._gate.prediction.learn_wait(self._ask.adapter, self._predicted, queue_s)
             self._leave_queue(1)
             self._count_running(1)
@@ -180,6 +181,8 @@ class Gate:
         self._live_units = 0.0
         self._num_slots = 0
         self._next_sweep_s = -math.inf
+        self._is_paused = False
+        self._resumed_s = -math.inf
 
     @property
     def prices(self) -> Prices:
@@ -202,7 +205,7 @@ class Gate:
         turn = tenant.slots.turn(ask.key, now_s)
         limit_s = WAIT_SHARES[turn if len(tenant.slots) else max(WAIT_SHARES)] * self._max_wait_s
         has_row = self._has_rows(tenant)
-        is_late = wait_s > limit_s and not has_row
+        is_late = wait_s > limit_s and not has_row and not self._is_paused
         is_full = self._is_full(tenant)
         is_crowded = tenant.waiting > 0 and (is_late or is_full)
         if turn > 0 and not is_crowded:
@@ -218,6 +221,16 @@ class Gate:
         self._live_units += units
         predicted = Predicted(units=units, raw_s=raw_s, has_row=has_row, is_loaded=is_loaded)
         return Admission(self, tenant, ask, predicted, ask.num_choices)
+
+    def pause(self, is_paused: bool) -> None:
+        """Note that the engine computes nothing for now, or goes on. While it does not, requests wait without limit."""
+        if self._is_paused and not is_paused:
+            self._resumed_s = self._clock()
+        self._is_paused = is_paused
+
+    def was_paused(self, within_s: float) -> bool:
+        """Whether the engine was paused in the last `within_s` seconds: waits say nothing of its speed then."""
+        return self._is_paused or self._clock() - within_s < self._resumed_s
 
     def leave(self, tenant: TenantQueue, units: float) -> None:
         """Count the end of a request that was let in."""

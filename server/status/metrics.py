@@ -172,6 +172,7 @@ class Metrics(Collector):
     def _engine_requests(self, status: EngineStatus) -> Iterable[Metric]:
         yield GaugeMetricFamily("weft_running_requests", "Requests that run.", status.running)
         yield GaugeMetricFamily("weft_waiting_requests", "Requests that wait.", status.waiting)
+        yield GaugeMetricFamily("weft_engine_paused", "1 while the engine is paused, else 0.", status.pause is not None)
         yield _labelled(GaugeMetricFamily("weft_pages", "Pages by kind.", labels=["kind"]), status.pages)
         yield _labelled(
             GaugeMetricFamily("weft_host_pages", "Pages of the host slab by kind.", labels=["kind"]), status.host_pages

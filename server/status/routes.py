@@ -125,12 +125,12 @@ async def health() -> HealthView:
 
 @health_router.get("/ready")
 async def ready(services: Wired) -> HealthView:
-    """Answer 200 when requests are taken, else 503 with the reason."""
+    """Answer 200 when requests are taken, else 503 with the reason. While the engine is paused they are, and wait."""
     services.drain.check()
     if services.engine.ready is None:
         raise EngineUnavailableError("The engine is starting; try again in a moment.", code="engine_starting")
     await services.registry.check()
-    return HealthView(status="ready")
+    return HealthView(status="paused" if services.engine.is_paused else "ready")
 
 
 @health_router.get("/version")

@@ -15,6 +15,8 @@ from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, weft_server
 SCHEMATHESIS = str(Path(sys.executable).with_name("st"))
 ENDLESS = ("/v1/engine/events",)
 """Streams until the client leaves, which Schemathesis never does."""
+PAUSES = ("/pause",)
+"""Stops all later requests, until somebody resumes."""
 NOT_PROMISED = ("positive_data_acceptance",)
 """A body may be refused for what no schema says: a model that does not exist, two fields that exclude each other."""
 REFUSALS = [400, 401, 403, 404, 405, 409, 413, 422, 429, 431]
@@ -38,7 +40,7 @@ def test_the_server_does_what_its_page_says(server: WeftServer, who: str, tmp_pa
     command += ["--generation-deterministic", "--continue-on-failure", "--no-color", "--suppress-health-check=all"]
     command += ["--exclude-checks", ",".join(NOT_PROMISED)]
     command += ["-H", f"Authorization: Bearer {ADMIN_KEY if who == 'admin' else server.new_key('acme')}"]
-    command += [f"--exclude-path={path}" for path in ENDLESS]
+    command += [f"--exclude-path={path}" for path in (*ENDLESS, *PAUSES)]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "generated" in run.stdout

@@ -18,6 +18,7 @@ from weft.engine.status import (
     EngineReady,
     EngineStatus,
     MemoryPlan,
+    PauseMode,
     ResidentAdapter,
     StepBatches,
     StepStats,
@@ -131,6 +132,8 @@ class FakeEngine:
         self.dropped: list[str] = []
         self.pinned: set[str] = set()
         self.told_pins: list[tuple[AdapterRef, bool]] = []
+        self.paused: PauseMode | None = None
+        self.cached_pages = 0
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
         self.requests.append(request)
@@ -278,9 +281,10 @@ class FakeEngine:
             seq=len(self.requests),
             running=len(self.running),
             waiting=sum(load.waiting for load in self.tenants.values()),
+            pause=self.paused,
             waiting_reasons=dict(sum((Counter(load.reasons) for load in self.tenants.values()), Counter())),
             tenants=dict(self.tenants),
-            pages={"free": 10, "kv": 0, "prefix": 0, "adapter": 0, "quarantine": 0},
+            pages={"free": 10, "kv": 0, "prefix": self.cached_pages, "adapter": 0, "quarantine": 0},
             residents=list(self.residents),
             last_steps=[
                 StepStats(step=1, seconds=0.01, requests=1, tokens=1, prefill_tokens=0, adapters=1, base_requests=0)
@@ -296,6 +300,25 @@ class FakeEngine:
             page_map=self.page_map if is_detailed else None,
             batches=self.batches if is_detailed else None,
         )
+
+    @property
+    def is_paused(self) -> bool:
+        return self.paused is not None
+
+    def pause(self, mode: PauseMode, *, is_ending: bool = False) -> None:
+        if self.ready is None:
+            raise EngineUnavailableError("The engine restarts.")
+        self.paused = mode
+        for request_id in list(self._aborts) if is_ending else ():
+            self.abort(request_id)
+
+    def resume(self) -> None:
+        self.paused = None
+
+    def reset_prefix_cache(self) -> None:
+        if self.ready is None:
+            raise EngineUnavailableError("The engine restarts.")
+        self.cached_pages = 0
 
     async def drop_adapter(self, digest: str) -> None:
         self.dropped.append(digest)

@@ -222,6 +222,39 @@ def test_a_killed_engine_is_replaced_and_nobody_waits_for_ever(
     engine.run(main())
 
 
+def test_a_paused_engine_that_is_killed_is_paused_when_it_is_back(engine: Engine, prompt: list[int]) -> None:
+    client = engine.client
+
+    async def is_ready() -> bool:
+        return client.ready is not None
+
+    async def main() -> None:
+        client.pause("wait")
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        await eventually(lambda: is_down())
+        with pytest.raises(EngineUnavailableError):
+            client.pause("keep")
+        with pytest.raises(EngineUnavailableError):
+            client.reset_prefix_cache()
+        await eventually(is_ready)
+        assert client.is_paused
+        waiting = asyncio.create_task(collect(client, question("patient", prompt)))
+        await eventually(is_kept)
+        client.resume()
+        assert (await waiting)[-1].finish_reason in ("stop", "length")
+        assert (await client.status()).pause is None
+
+    async def is_down() -> bool:
+        return client.ready is None
+
+    async def is_kept() -> bool:
+        status = await client.status()
+        return (status.pause, status.waiting, status.running) == ("keep", 1, 0)
+
+    engine.run(main())
+
+
 FAILING_WORKER = """
 import sys
 from pathlib import Path

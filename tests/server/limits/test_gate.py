@@ -87,6 +87,38 @@ def test_a_tenant_whose_requests_all_have_rows_is_let_in_whatever_the_rate_seems
     assert isinstance(setting.refusal(), RateLimitError)  # its share is four rows now
 
 
+def test_while_the_engine_is_paused_requests_wait_as_long_as_there_is_room() -> None:
+    setting = Setting(max_waiting=90)
+    num_usual = len(setting.fill())
+    setting.gate.pause(True)
+    assert num_usual + len(setting.fill()) == 60  # two thirds of the places, for one tenant
+    assert len(setting.fill(tenant="other")) == 20
+    setting.gate.pause(False)
+    assert len(setting.fill(tenant="third")) < 20 / 3
+
+
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_a_wait_with_a_pause_in_it_teaches_nothing(is_paused: bool) -> None:
+    """Without one, waits that are longer than predicted raise the factor."""
+    setting = Setting()
+    for _ in range(MIN_ANSWERS):
+        one = setting.admit()
+        one.started(0.0)
+        one.finished(100, 100, 50)
+        one.end()
+    waiting = setting.fill()
+    setting.gate.pause(is_paused)
+    setting.now_s += 500.0
+    before = setting.gate.prediction.factor
+    waiting[-1].started(499.0)
+    setting.gate.pause(False)
+    waiting[-2].started(499.5)
+    assert (setting.gate.prediction.factor > before) != is_paused
+    setting.now_s += 501.0
+    waiting[-3].started(500.0)
+    assert setting.gate.prediction.factor > before
+
+
 def test_a_wait_for_a_row_is_not_taken_for_the_time_that_an_adapter_takes_to_load() -> None:
     setting = Setting(rows=2)
     flood = [setting.admit(adapter="a") for _ in range(6)]

@@ -140,6 +140,7 @@ class EngineCore:
             pause=self._scheduler.pause,
             waiting_reasons=table.waiting.reasons(),
             pages=kv.pool.counts(),
+            available_pages=kv.num_available,
             residents=list(self._residency.residents()),
             last_steps=self._history.stats(),
             last_step_age_s=age,

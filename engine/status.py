@@ -135,6 +135,8 @@ class EngineStatus:
     """Requests that wait, by reason: LOADING, NO_ROOM, NO_PAGES, FORK, NEW."""
     pages: dict[str, int] = field(default_factory=dict)
     """Pages by kind: free, kv, prefix, adapter, quarantine; they sum to `MemoryPlan.num_pages`."""
+    available_pages: int = 0
+    """Pages that are free or can be evicted, now or when the steps under way are complete."""
     residents: list[ResidentAdapter] = field(default_factory=list)
     last_steps: list[StepStats] = field(default_factory=list)
     """Oldest first, at most 256."""

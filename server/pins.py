@@ -56,6 +56,6 @@ async def sync_pins(services: Services) -> None:
         for adapter in pinned:
             ref = adapter.ref(adapter.current)
             if ref.digest not in services.synced_pins:
-                services.metrics.learn_adapter(ref.digest, adapter.tenant, adapter.name)
+                services.metrics.learn_adapter(ref.digest, adapter.tenant, adapter.name, ref.config.rank)
                 await services.engine.pin_adapter(ref, True)
                 services.synced_pins[ref.digest] = ref

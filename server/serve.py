@@ -123,7 +123,7 @@ async def open_services(
     engine = EngineClient(config, announce=announce)
     stack.push_async_callback(engine.close)
     ready, (tokenizer, tokenizer_settings) = await _start(engine, config.model.path)
-    metrics, scheduler = Metrics(ready.memory.slots), config.scheduler
+    metrics, scheduler = metrics_of(config, ready), config.scheduler
     services = Services(
         config=config,
         registry=registry,
@@ -149,6 +149,15 @@ async def open_services(
     stack.push_async_callback(worker.stop)
     worker.start()
     return services
+
+
+def metrics_of(config: Config, ready: EngineReady) -> Metrics:
+    """The metrics, under the names that the settings ask for."""
+    if config.server.metrics_aliases == "none":
+        return Metrics()
+    from weft.server.status.vllm_names import VllmNames
+
+    return Metrics(VllmNames(base_names(config)[0], ready.memory.slots))
 
 
 class ApiServer(uvicorn.Server):

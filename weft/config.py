@@ -20,6 +20,7 @@ from weft.errors import ConfigError
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Auth = Literal["on", "off"]
+MetricsAliases = Literal["none", "vllm"]
 Eviction = Literal["gdsf", "lru"]
 Policy = Literal["fcfs", "fair"]
 Inner = Literal["fifo", "shortest", "slack", "mlfq"]
@@ -183,6 +184,8 @@ class ServerConfig:
     """Port to bind; 0 takes a free one."""
     metrics_port: int | None = None
     """Separate port for /metrics, without a key; when not set, admins read it on the main port."""
+    metrics_aliases: MetricsAliases = "none"
+    """vllm shows the metrics under vLLM's names too, for routers and load generators that read those."""
     auth: Auth = "on"
     """on or off. off lets everybody in as admin, and is refused on an address that other machines can reach."""
     data_dir: Path = Path("weft-data")
@@ -208,7 +211,7 @@ class ServerConfig:
         _check_bounds("server", self, port=(0, 65535), metrics_port=(0, 65535), max_choices=(1, 4096))
         _check_bounds("server", self, max_body_bytes=(1024, math.inf), max_upload_bytes=(1024, math.inf))
         _check_bounds("server", self, max_logprobs=(0, 100), max_stops=(1, 1024))
-        _check_choices("server", self, auth=Auth)
+        _check_choices("server", self, auth=Auth, metrics_aliases=MetricsAliases)
         for origin in self.allowed_origins:
             is_origin = origin == "*" or re.fullmatch(r"\w+://[^/\s*]+", origin) is not None
             _require(is_origin, "server.cors_origins", "origins such as https://chat.example.org", origin)

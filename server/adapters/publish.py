@@ -145,7 +145,7 @@ async def publish(
     except BaseException:
         await asyncio.shield(delete_blobs(services, [facts.weights_sha256]))
         raise
-    services.metrics.learn_adapter(facts.digest, owner.tenant, draft.name)
+    services.metrics.learn_adapter(facts.digest, owner.tenant, draft.name, facts.rank)
     if made.adapter.pinned:
         await sync_pins(services)
     return answer

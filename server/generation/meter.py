@@ -182,6 +182,8 @@ class Meter:
         """Count a recorded event against the limits, and in the metrics."""
         self._origin.reservation.settle(event.id, event.prompt_tokens + event.completion_tokens, event.at)
         adapter = self._model.adapter
+        if event.duration_s is not None and self._service_class == "interactive":
+            self._services.metrics.whole_answer(event.duration_s)
         self._services.metrics.request_ended(
             event.tenant,
             f"{adapter.tenant}/{adapter.name}" if adapter else None,

@@ -187,7 +187,8 @@ async def _resolve(origin: Origin, body: GenerationBody) -> ResolvedModel:
         services.registry, origin.caller, services.base_names, body.model, body.adapter_id, sticky=sticky
     )
     if model.adapter is not None and model.version is not None:
-        services.metrics.learn_adapter(model.version.digest, model.adapter.tenant, model.adapter.name)
+        adapter, version = model.adapter, model.version
+        services.metrics.learn_adapter(version.digest, adapter.tenant, adapter.name, version.rank)
     return model
 
 

@@ -7,7 +7,6 @@ SQL. Engine figures are read from a status at scrape time.
 
 from __future__ import annotations
 
-import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
@@ -21,6 +20,7 @@ from weft.registry.limits import TENANT_LIMITS
 
 if TYPE_CHECKING:
     from weft.engine.status import EngineStatus
+    from weft.server.status.vllm_names import VllmNames
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_LABELS = 100
@@ -46,20 +46,21 @@ class Metrics(Collector):
     """What Weft counts. Thread: the event loop's.
 
     Args:
-        max_adapters: Adapter slots of the engine, for the routers that read `vllm:lora_requests_info`.
+        vllm: Shows the figures under vLLM's names too.
     """
 
-    def __init__(self, max_adapters: int) -> None:
+    def __init__(self, vllm: VllmNames | None = None) -> None:
+        self._vllm = vllm
         self.registry = CollectorRegistry()
         # They would be a second line for every counter, which no dashboard reads.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._pairs = _Capped(PAIR_BYTES, lambda names: sum(map(len, names)) + LINE_BYTES)
         self._adapters = _Capped(MAX_LABELS, lambda _: 1)
         self._tenants = _Capped(MAX_LABELS, lambda _: 1)
-        self._digests: dict[str, str] = {}
+        self._digests: dict[str, tuple[str, int]] = {}
+        """Names and ranks of adapters, those asked for last at the end."""
         self._last_step = ("", 0)
         self._declare()
-        self._max_adapters = max_adapters
         self._status: EngineStatus | None = None
         self.registry.register(self)
 
@@ -69,6 +70,9 @@ class Metrics(Collector):
         self._tokens = Counter("weft_tokens", "Tokens accounted.", ["tenant", "adapter", "kind"], registry=own)
         self._ttft = Histogram("weft_ttft_seconds", "Time to the first token.", buckets=LATENCY_BUCKETS, registry=own)
         self._itl = Histogram("weft_itl_seconds", "Time between tokens.", buckets=STEP_BUCKETS, registry=own)
+        self._whole = Histogram(
+            "weft_request_seconds", "Time to the end of the answer.", buckets=LATENCY_BUCKETS, registry=own
+        )
         self._queue = Histogram(
             "weft_queue_seconds", "Time before the first step.", buckets=LATENCY_BUCKETS, registry=own
         )
@@ -93,11 +97,12 @@ class Metrics(Collector):
         build = Gauge("weft_build_info", "Always 1.", ["version"], registry=own)
         build.labels(weft.__version__).set(1)
 
-    def learn_adapter(self, digest: str, tenant: str, name: str) -> None:
+    def learn_adapter(self, digest: str, tenant: str, name: str, rank: int) -> None:
         """Remember the name of a digest: residents are shown by name."""
         (label,) = self._adapters.labels(f"{tenant}/{name}")
         if label != OTHER:
-            self._digests[digest] = label
+            self._digests.pop(digest, None)
+            self._digests[digest] = (label, rank)
             while len(self._digests) > 4 * MAX_LABELS:
                 del self._digests[next(iter(self._digests))]
 
@@ -120,6 +125,10 @@ class Metrics(Collector):
         self._ttft.observe(ttft_s)
         if queue_s is not None:
             self._queue.observe(queue_s)
+
+    def whole_answer(self, seconds: float) -> None:
+        """Observe how long a request took."""
+        self._whole.observe(seconds)
 
     def next_token(self, gap_s: float) -> None:
         """Observe the time since the token before."""
@@ -150,7 +159,8 @@ class Metrics(Collector):
         self._status = status
         if status is not None:
             self._take_steps(status)
-        return generate_latest(self.registry)
+        page = generate_latest(self.registry)
+        return page if self._vllm is None else page + self._vllm.render(self.registry, status, self._digests)
 
     def _take_steps(self, status: EngineStatus) -> None:
         boot_id, last = self._last_step
@@ -203,19 +213,11 @@ class Metrics(Collector):
             count_value=sum(status.loads.values()),
             sum_value=status.load_seconds,
         )
-        places = Counts((self._digests.get(resident.digest, OTHER), resident.tier) for resident in status.residents)
+        places = Counts((self._digests.get(r.digest, (OTHER,))[0], r.tier) for r in status.residents)
         residents = GaugeMetricFamily("weft_adapter_resident", "Adapters by place.", labels=["adapter", "tier"])
         for place, count in places.items():
             residents.add_metric(place, count)
         yield residents
-        running = {self._digests.get(resident.digest) for resident in status.residents if resident.running}
-        lora = GaugeMetricFamily(
-            "vllm:lora_requests_info",
-            "Running adapters; the value is the time.",
-            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
-        )
-        lora.add_metric([str(self._max_adapters), ",".join(sorted(name for name in running if name)), ""], time.time())
-        yield lora
 
 
 def _labelled(family: FamilyT, counts: Mapping[str, int]) -> FamilyT:

@@ -55,7 +55,7 @@ async def test_a_fresh_engine_is_told_the_pins_and_the_metrics_their_names(api: 
     digest = (await upload(acme, "pirate")).json()["digest"]
     await acme.patch("/v1/adapters/pirate", json={"pinned": True})
     api.engine.pinned.clear()
-    services = replace(api.services, synced_pins={}, metrics=Metrics(8))
+    services = replace(api.services, synced_pins={}, metrics=Metrics())
     await sync_pins(services)
     assert api.engine.pinned == {digest}
     api.engine.residents = [ResidentAdapter(digest=digest, tier="device", pages=1, running=0, pinned=True)]

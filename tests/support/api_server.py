@@ -29,8 +29,8 @@ from weft.server.drain import Drain
 from weft.server.http.body import Pace
 from weft.server.http.wire import BoundedReads
 from weft.server.limits.gate import Gate
+from weft.server.serve import metrics_of
 from weft.server.services import Services, base_names
-from weft.server.status.metrics import Metrics
 
 # As servers log them: a trace that shows every local of every frame takes seconds.
 structlog.configure(processors=[structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)])
@@ -156,7 +156,7 @@ async def api(
     registry = await Registry.open(database_url, server.data_dir, ADMIN_KEY, clock=now)
     blobs = open_blobs(config.registry, server.data_dir)
     default = await registry.tenants.create_tenant("default") if server.auth == "off" else None
-    metrics = Metrics(ready.memory.slots)
+    metrics = metrics_of(config, ready)
     services = Services(
         config=config,
         registry=registry,

@@ -285,6 +285,7 @@ class FakeEngine:
             waiting_reasons=dict(sum((Counter(load.reasons) for load in self.tenants.values()), Counter())),
             tenants=dict(self.tenants),
             pages={"free": 10, "kv": 0, "prefix": self.cached_pages, "adapter": 0, "quarantine": 0},
+            available_pages=10 + self.cached_pages,
             residents=list(self.residents),
             last_steps=[
                 StepStats(step=1, seconds=0.01, requests=1, tokens=1, prefill_tokens=0, adapters=1, base_requests=0)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import shutil
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from weft.config import environment
+
+
+def require_module(name: str, *, package: str) -> ModuleType:
+    """A Python module of the extra `dev`; without it the test is skipped, and fails where CI is set."""
+    if importlib.util.find_spec(name) is None and not environment().get("CI"):
+        pytest.skip(f"{name} is missing: pip install {package}")
+    return importlib.import_module(name)
 
 
 def require(program: str, *, package: str) -> str:

@@ -18,6 +18,8 @@ from weft.server.generation import routes as routes_generation
 from weft.server.generation import tokens as routes_tokens
 from weft.server.http.dashboard import add_dashboard
 from weft.server.http.openapi import openapi_of
+from weft.server.messages import routes as routes_messages
+from weft.server.responses import routes as routes_responses
 from weft.server.services import Services
 from weft.server.status import routes as routes_status
 from weft.server.tenants import grants as routes_grants
@@ -27,6 +29,9 @@ from weft.server.vllm import routes as routes_vllm
 
 ROUTERS = (
     routes_generation.router,
+    routes_responses.router,
+    routes_messages.router,
+    routes_messages.count_router,
     routes_batches.router,
     routes_models.router,
     routes_adapters.router,

@@ -64,12 +64,12 @@ class Boundary:
         except ClientDisconnect:
             return  # the client is gone
         except WeftError as error:
-            await error_response(error)(scope, receive, send_with_headers)
+            await error_response(error, scope["path"])(scope, receive, send_with_headers)
         except Exception:
             log.exception("internal_error", request_id=request_id, path=scope["path"][:512])
             if has_started:
                 raise
-            await internal_response()(scope, receive, send_with_headers)
+            await internal_response(scope["path"])(scope, receive, send_with_headers)
         finally:
             reservation.end()
 

@@ -20,8 +20,10 @@ from starlette.routing import Match
 from weft import errors
 from weft.engine import request as engine_request
 from weft.errors import WeftError
+from weft.server.http.bodies import is_anthropic
 from weft.server.http.unknown_routes import hint, unknown_route
 
+JsonBody = dict[str, dict[str, object]]
 log = structlog.get_logger("weft.server")
 
 ANSWERS: dict[type[WeftError], tuple[int, str]] = {
@@ -52,6 +54,12 @@ LAST_BYTES = frozenset({401, 408, 413, 415, 431})
 """Answers that may come before the whole body was read: the connection is closed after them."""
 LAST_BYTES_CODES = frozenset({"quota.storage", "upload.too_many", "upload.busy", "idempotency.in_progress"})
 """The same by error code, where the status alone does not tell."""
+ANTHROPIC_TYPES = {
+    "server_error": "api_error",
+    "insufficient_quota": "rate_limit_error",
+    "conflict_error": "invalid_request_error",
+}
+"""What Anthropic calls some of the types."""
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 INTERNAL_MESSAGE = "The server had an internal error. Look for the request id in the server's log."
 
@@ -62,7 +70,7 @@ def answer(error: WeftError) -> tuple[int, str]:
     return STATUS_BY_CODE.get(error.code, status), kind
 
 
-def error_body(error: WeftError) -> dict[str, dict[str, object]]:
+def error_body(error: WeftError) -> JsonBody:
     """The JSON body of an error, also sent as an event inside a stream."""
     status, kind = answer(error)
     if status == 500:
@@ -73,10 +81,21 @@ def error_body(error: WeftError) -> dict[str, dict[str, object]]:
     return body
 
 
-def error_response(error: WeftError) -> Response:
-    """The whole answer: status, headers and body."""
+def as_anthropic(body: JsonBody) -> dict[str, object]:
+    """A body of an error as Anthropic's clients know it."""
+    error = body["error"]
+    kind, message = str(error["type"]), str(error["message"])
+    if error["code"] == errors.ContextLengthError.code:
+        message = f"prompt is too long: {message}"  # by these words Claude Code knows to shorten the conversation
+    if error["code"] == errors.PayloadTooLargeError.code:
+        kind = "request_too_large"
+    return {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(kind, kind), "message": message}}
+
+
+def error_response(error: WeftError, path: str = "") -> Response:
+    """The whole answer: status, headers, and a body in the dialect of the path."""
     status, _ = answer(error)
-    return _response(status, error_body(error), error_headers(error))
+    return _response(status, error_body(error), error_headers(error), path)
 
 
 def error_headers(error: WeftError) -> dict[str, str]:
@@ -92,9 +111,9 @@ def error_headers(error: WeftError) -> dict[str, str]:
     return headers
 
 
-def internal_response() -> Response:
+def internal_response(path: str) -> Response:
     """The constant answer to an internal error."""
-    return _response(500, _body(INTERNAL_MESSAGE, "server_error", None, "internal_error"), {})
+    return _response(500, _body(INTERNAL_MESSAGE, "server_error", None, "internal_error"), {}, path)
 
 
 def from_engine(error: engine_request.RequestError) -> WeftError:
@@ -134,16 +153,17 @@ def _by_code(base: type[WeftError], error: engine_request.RequestError) -> WeftE
     return base(error.message, code=error.code)
 
 
-def _body(message: str, kind: str, param: str | None, code: str) -> dict[str, dict[str, object]]:
+def _body(message: str, kind: str, param: str | None, code: str) -> JsonBody:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _response(status: int, body: dict[str, dict[str, object]], headers: dict[str, str]) -> Response:
+def _response(status: int, body: JsonBody, headers: dict[str, str], path: str) -> Response:
+    shaped = as_anthropic if is_anthropic(path) else dict
     try:
-        content = orjson.dumps(body)
+        content = orjson.dumps(shaped(body))
     except orjson.JSONEncodeError:  # the message quotes a string that is no Unicode text
         message = str(body["error"]["message"]).encode("utf-8", "replace").decode()
-        content = orjson.dumps({"error": {**body["error"], "message": message, "param": None}})
+        content = orjson.dumps(shaped({"error": {**body["error"], "message": message, "param": None}}))
     return Response(content, status_code=status, headers=headers, media_type="application/json")
 
 
@@ -152,7 +172,7 @@ async def _on_weft_error(request: Request, error: Exception) -> Response:
         raise error
     if answer(error)[0] == 500:
         log.error("internal_error", request_id=request.state.request_id, path=request.url.path, exc_info=error)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -164,13 +184,13 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         return bool(_matches(request, {"path": other}))
 
     if error.status_code == 404:
-        return error_response(unknown_route(path, has_route))
+        return error_response(unknown_route(path, has_route), path)
     message, code, headers = "The request is malformed.", "invalid_request", dict(error.headers or {})
     if error.status_code == 405:
         allowed = ", ".join(each for each in METHODS if Match.FULL in _matches(request, {"method": each}))
         message = f"This route takes {allowed}, not {request.method}.{hint(path, has_route)}"
         code, headers = "method_not_allowed", {"allow": allowed}
-    return _response(error.status_code, _body(message, "invalid_request_error", None, code), headers)
+    return _response(error.status_code, _body(message, "invalid_request_error", None, code), headers, path)
 
 
 def _matches(request: Request, changes: dict[str, str]) -> set[Match]:
@@ -179,11 +199,12 @@ def _matches(request: Request, changes: dict[str, str]) -> set[Match]:
     return {route.matches(scope)[0] for route in request.app.routes} - {Match.NONE}
 
 
-async def _on_validation_error(_: Request, error: Exception) -> Response:
+async def _on_validation_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, RequestValidationError):
         raise error
     first = error.errors()[0]
     name = str(first["loc"][-1])
+    told: WeftError = errors.InvalidRequestError(f"{name}: {first['msg']}.", param=name)
     if first["type"] == "extra_forbidden":
-        return error_response(errors.UnsupportedParameterError(f"{name} is not a parameter of this route.", param=name))
-    return error_response(errors.InvalidRequestError(f"{name}: {first['msg']}.", param=name))
+        told = errors.UnsupportedParameterError(f"{name} is not a parameter of this route.", param=name)
+    return error_response(told, request.url.path)

@@ -53,7 +53,7 @@ class AuthMiddleware:
             try:
                 identity = await identify()
             except WeftError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
             scope["state"] = {**scope.get("state", {}), "identity": identity, "identify": identify}
         await self._app(scope, receive, send)
@@ -64,7 +64,7 @@ class AuthMiddleware:
             return LOCAL_ADMIN
         token = session_token(headers)
         begins = scope["method"] == "POST" and scope["path"] in SESSION_CREATE_PATHS
-        if token is not None and not begins and "authorization" not in headers:
+        if token is not None and not begins and not _given(headers):
             check_own_page(scope, headers)
             return await self._registry.key_ring.identify_session(token)
         secret = _bearer(headers)
@@ -73,8 +73,13 @@ class AuthMiddleware:
         return await self._registry.key_ring.authenticate(secret)
 
 
+def _given(headers: Headers) -> list[str]:
+    """Values of the Authorization header; without one, the keys as Anthropic's clients send them."""
+    return headers.getlist("authorization") or [f"Bearer {key}" for key in headers.getlist("x-api-key")]
+
+
 def _bearer(headers: Headers) -> str:
-    values = headers.getlist("authorization")
+    values = _given(headers)
     if not values:
         raise AuthenticationError(
             "No API key was given: send the header 'Authorization: Bearer <key>'.", code="auth.missing"

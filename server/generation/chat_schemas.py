@@ -203,6 +203,8 @@ class ChatBody(GenerationBody, ToolsBody):
     """Body of POST /v1/chat/completions."""
 
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.CHAT
+    may_fill_context: ClassVar[bool] = False
+    """Whether a limit of tokens may be above what the context leaves, which then counts."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31)

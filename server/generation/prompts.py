@@ -81,18 +81,26 @@ def _chat(body: ChatBody, services: Services) -> tuple[Prompt, SamplingParams]:
     for text in body.texts:
         _check_text_length(text, services)
     answer = _answer_format(body, services)
-    turns, tools, options = as_turns(body.messages), as_tools(body.shown_tools), body.template_options
-    rendered = services.tokenizer.render_chat(turns, tools, body.template_kwargs, **options)
+    rendered = rendered_chat(body, services)
     token_ids = services.tokenizer.encode(rendered, add_special_tokens=body.add_special_tokens)
     prompt = _truncated(Prompt(token_ids=token_ids), body.truncate_prompt_tokens, body.token_limit or 1, services)
     if answer is not None:
-        offered, begun = as_tools(body.offered), rendered if any(options.values()) else ""
+        offered, begun = as_tools(body.offered), rendered if any(body.template_options.values()) else ""
         plan = plan_answer(answer, offered, begun, shows_reasoning=body.include_reasoning)
         prompt = replace(prompt, answer=plan)
-    _check_prompt(prompt, body.token_limit or 1, services, "messages")
     room = services.ready.max_model_len - len(prompt.token_ids)
+    limit = body.token_limit or max(room, 1)
+    if body.may_fill_context:
+        limit = min(limit, max(room, 1))
+    _check_prompt(prompt, limit, services, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return prompt, _params(body, services, max_tokens=body.token_limit or room, logprobs=logprobs)
+    return prompt, _params(body, services, max_tokens=limit, logprobs=logprobs)
+
+
+def rendered_chat(body: ChatBody, services: Services) -> str:
+    """A chat as the model reads it."""
+    turns, tools = as_turns(body.messages), as_tools(body.shown_tools)
+    return services.tokenizer.render_chat(turns, tools, body.template_kwargs, **body.template_options)
 
 
 def _answer_format(body: ChatBody, services: Services) -> AnswerFormat | None:

@@ -61,18 +61,18 @@ SESSION_HEADER = "x-session-id"
 DEADLINE_HEADERS = ("x-weft-ttft-ms", "x-slo-ttft-ms")
 """Headers with the client's deadline for the first token, in milliseconds. The first one present counts."""
 ResultT = TypeVar("ResultT")
-WriterOfAnswer = Callable[[ResponseFormat, Meter, JsonObject], AnswerWriter]
-"""Makes the writer of one answer, of how its choices look, the tokens delivered so far, and `created`, `model` and
-`system_fingerprint`."""
+WriterOfAnswer = Callable[[Meter, JsonObject], AnswerWriter]
+"""Makes the writer of an answer, of the tokens delivered so far and `created`, `model` and `system_fingerprint`."""
 OPEN_TOKENS = 1024
 """Reserved first per choice if the client gives no length. A whole context would leave nothing to others."""
-_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+"""How the OpenAPI page describes an answer that is streamed."""
 
 
 @router.post(
     "/v1/completions",
     response_model=None,
-    responses={200: {"model": CompletionView, "content": _STREAM}},
+    responses={200: {"model": CompletionView, "content": STREAM}},
     openapi_extra=takes(CompletionBody),
 )
 async def complete(request: Request, caller: GeneratingCaller) -> PlannedGeneration:
@@ -83,7 +83,7 @@ async def complete(request: Request, caller: GeneratingCaller) -> PlannedGenerat
 @router.post(
     "/v1/chat/completions",
     response_model=None,
-    responses={200: {"model": ChatView, "content": _STREAM}},
+    responses={200: {"model": ChatView, "content": STREAM}},
     openapi_extra=takes(ChatBody),
 )
 async def chat(request: Request, caller: GeneratingCaller) -> PlannedGeneration:
@@ -124,7 +124,7 @@ async def plan_generation(
     services, reservation = origin.services, origin.reservation
     model = await _resolve(origin, body)
     with _admitted(origin, model, body) as admission:
-        prompts = await _off_loop(lambda: prompts_and_params(body, services), body.num_characters)
+        prompts = await off_loop(lambda: prompts_and_params(body, services), body.num_characters)
         num_prompt = _reserve(reservation, body, prompts)
         meter = Meter(origin, model)
         choices = _choices(origin, model, body, prompts, meter.ledger_id)
@@ -139,7 +139,7 @@ async def plan_generation(
             generation=Generation(services.engine, choices, may_grow, admission),
             body=body,
             shape=shape,
-            writer=(writer or partial(ChunkWriter, body))(shape, meter, head),
+            writer=(writer or partial(ChunkWriter, body, shape))(meter, head),
             meter=meter,
             headers=model.headers,
         )
@@ -192,7 +192,7 @@ async def _resolve(origin: Origin, body: GenerationBody) -> ResolvedModel:
     return model
 
 
-async def _off_loop(work: Callable[[], ResultT], num_characters: int) -> ResultT:
+async def off_loop(work: Callable[[], ResultT], num_characters: int) -> ResultT:
     """Tokenizing a long text would delay all streams, so it runs in a thread. A short one is faster without."""
     return work() if num_characters <= INLINE_BYTES // 4 else await asyncio.to_thread(work)
 

@@ -153,7 +153,35 @@ class StreamOptions(Body):
     """Send the usage so far with every chunk."""
 
 
-class GenerationBody(VllmFields):
+class SamplingFields(Body):
+    """Fields that all bodies share by which tokens are generated."""
+
+    adapter_id: str | None = Field(None, min_length=1, max_length=512)
+    """An adapter, if `model` is the base or absent. The answer has this name as `model`."""
+    user: str | None = Field(None, max_length=4096)
+    """Id of an end user, not shown to the model. Where an alias splits its requests, one user gets one version."""
+    priority: int = Field(0, ge=-100, le=100)
+    """Order among the tenant's own waiting requests of one adapter: lower goes first."""
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    stream: bool = False
+    ignore_eos: bool = False
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, ge=0, le=1)
+    top_k: int = Field(0, ge=-1, lt=1 << 31)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_whole_floats(cls, body: dict[str, object]) -> dict[str, object]:
+        """5.0 as 5: some clients write every number as a float."""
+        wholes = {name: int(each) for name, each in body.items() if isinstance(each, float) and each.is_integer()}
+        return body | wholes
+
+
+class GenerationBody(SamplingFields, VllmFields):
     """Fields that completions and chat share."""
 
     takes_nul = True
@@ -163,13 +191,7 @@ class GenerationBody(VllmFields):
     model: str | None = Field(None, min_length=1, max_length=512)
     """The base's served name, or an adapter as `name`, `name@3`, `name@prod`, `name@sha256:...`, each also
     behind a name of the base and a colon."""
-    adapter_id: str | None = Field(None, min_length=1, max_length=512)
-    """An adapter, if `model` is the base or absent. The answer has this name as `model`."""
-    user: str | None = Field(None, max_length=4096)
-    """Id of an end user, not shown to the model. Where an alias splits its requests, one user gets one version."""
     n: int = Field(1, ge=1, le=4096)
-    priority: int = Field(0, ge=-100, le=100)
-    """Order among the tenant's own waiting requests of one adapter: lower goes first."""
     best_of: int | None = Field(None, ge=1, le=4096)
     """Candidates to generate for each prompt, `n` if not given: the `n` with the highest log-probability per token are
     returned, all are billed. For beam search the beam width."""
@@ -180,29 +202,12 @@ class GenerationBody(VllmFields):
     early_stopping: Annotated[Literal[True, False, "never"], BeforeValidator(_stopping)] = False
     """For beam search: true ends it with the first `best_of` finished sequences, "never" only when no better one is
     possible, and false when none is likely."""
-    seed: int | None = Field(None, ge=-INT64, lt=INT64)
-    stream: bool = False
     stream_options: StreamOptions | None = None
     stop: Annotated[list[str], BeforeValidator(_stops, json_schema_input_type=_Stop)] = Field(default_factory=list)
     stop_token_ids: list[Token] = Field(default_factory=list, max_length=128)
-    ignore_eos: bool = False
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, ge=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=1 << 31)
-    min_p: float = Field(0.0, ge=0, le=1)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=10)
     logit_bias: Annotated[dict[int, float], BeforeValidator(_biases, json_schema_input_type=_Biases)] = Field(
         default_factory=dict
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_whole_floats(cls, body: dict[str, object]) -> dict[str, object]:
-        """5.0 as 5: some clients write every number as a float."""
-        wholes = {name: int(each) for name, each in body.items() if isinstance(each, float) and each.is_integer()}
-        return body | wholes
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> GenerationBody:

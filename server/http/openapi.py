@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import weft
-from weft.server.http.bodies import ErrorView
+from weft.server.http.bodies import AnthropicErrorView, ErrorView, is_anthropic
 from weft.server.http.public import PUBLIC_PATHS
 
 if TYPE_CHECKING:
@@ -63,29 +63,31 @@ def openapi_of(app: FastAPI) -> Callable[[], dict[str, Any]]:
 
 def _make(app: FastAPI) -> dict[str, Any]:
     page = get_openapi(title="Weft", version=weft.__version__, routes=app.routes, summary=app.summary)
-    models: list[type[BaseModel]] = [*_bodies.values(), ErrorView]
+    models: list[type[BaseModel]] = [*_bodies.values(), ErrorView, AnthropicErrorView]
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
     schemas = page.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(definitions["$defs"])
     for name in _FOREIGN:
         schemas.pop(name, None)
-    page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    page["security"] = [{"key": []}]
+    header = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+    page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}, "header": header}
+    page["security"] = [{"key": []}, {"header": []}]
     for path, operations in page["paths"].items():
         for method, operation in operations.items():
             responses = operation["responses"]
             if _FOREIGN[0] in str(responses.get("422")):
                 del responses["422"]
             for status in _errors(path, method, operation):
-                responses[str(status)] = error_answer(status)
+                responses[str(status)] = error_answer(status, path)
             if path in PUBLIC_PATHS:
                 operation["security"] = []
     return page
 
 
-def error_answer(status: int) -> dict[str, Any]:
+def error_answer(status: int, path: str) -> dict[str, Any]:
     """How the page describes an error of this status."""
-    content = {"application/json": {"schema": {"$ref": _REF.format(model=ErrorView.__name__)}}}
+    view = AnthropicErrorView if is_anthropic(path) else ErrorView
+    content = {"application/json": {"schema": {"$ref": _REF.format(model=view.__name__)}}}
     return {"description": HTTPStatus(status).phrase, "content": content}
 
 

@@ -11,12 +11,12 @@ MAX_SHOWN = 100
 _CHAT = "Use POST /v1/chat/completions"
 _TEXT_ONLY = "the model generates text only."
 NOT_SERVED = {
-    "/v1/responses": f"the Responses API. {_CHAT}: clients have a setting for it, such as use_responses_api=False.",
+    "/v1/responses/": "stored responses, nor what is done with them. Send all items with each POST /v1/responses.",
+    "/v1/messages/batches": "Anthropic's batches. Use POST /v1/batches.",
     "/v1/conversations": f"conversations. {_CHAT} and send the whole history with each request.",
     "/v1/assistants": f"assistants. {_CHAT}.",
     "/v1/threads": f"threads. {_CHAT} and send the whole history with each request.",
     "/v1/realtime": f"the Realtime API. {_CHAT} with stream=true.",
-    "/v1/messages": f"Anthropic's Messages API. {_CHAT}.",
     "/v1/embeddings": f"embeddings: {_TEXT_ONLY}",
     "/v1/moderations": f"moderations: {_TEXT_ONLY}",
     "/v1/images": f"images: {_TEXT_ONLY}",
@@ -46,7 +46,7 @@ ELSEWHERE = {
 def unknown_route(path: str, has_route: Callable[[str], bool]) -> WeftError:
     """The error for a path without a route; the arguments are those of `hint`."""
     for known, instead in NOT_SERVED.items():
-        if path == known or path.startswith(f"{known}/"):
+        if path == known or path.startswith(f"{known.rstrip('/')}/"):
             return InvalidRequestError(f"Weft does not serve {instead}", code="unsupported_route")
     return NotFoundError(f"There is no route {path[:MAX_SHOWN]}.{hint(path, has_route)}")
 

@@ -21,6 +21,9 @@ ANNOUNCED = {"name": "new", "files": {"adapter_config.json": FILE, "adapter_mode
 TABLE: dict[tuple[str, str], tuple[str, Any]] = {
     ("POST", "/v1/completions"): ("infer", COMPLETION),
     ("POST", "/v1/chat/completions"): ("infer", CHAT),
+    ("POST", "/v1/responses"): ("infer", {"model": BASE, "input": "x", "max_output_tokens": 1}),
+    ("POST", "/v1/messages"): ("infer", CHAT),
+    ("POST", "/v1/messages/count_tokens"): ("infer", {"model": BASE, "messages": CHAT["messages"]}),
     ("POST", "/v1/files"): ("infer", None),
     ("GET", "/v1/files"): ("infer", None),
     ("GET", "/v1/files/{file_id}"): ("infer", None),

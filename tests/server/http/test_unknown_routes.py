@@ -14,9 +14,12 @@ V1 = "the base URL of a client ends in one /v1"
 async def test_a_route_of_openai_that_is_not_served_is_a_400(api: Api) -> None:
     """After a 404 a LiteLLM proxy takes the model away from all of its users."""
     client = await api.tenant("acme", "infer")
-    for path in (*NOT_SERVED, "/v1/responses/resp_1/cancel"):
-        answer = await client.post(path, json={"model": "demo", "input": "hi"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_route")
+    posts = (*NOT_SERVED, "/v1/responses/resp_1/cancel", "/v1/responses/compact", "/v1/threads/x/runs")
+    others = [("GET", "/v1/responses/resp_1/input_items"), ("DELETE", "/v1/responses/resp_1")]
+    for method, path in (*(("POST", path) for path in posts), *others):
+        answer = await client.request(method, path, json={"model": "demo", "input": "hi"})
+        code = None if path.startswith("/v1/messages") else "unsupported_route"  # Anthropic's errors have no code
+        assert (answer.status_code, answer.json()["error"].get("code")) == (400, code)
         assert answer.json()["error"]["message"].startswith("Weft does not serve ")
 
 

@@ -129,6 +129,9 @@ async def test_every_route_that_generates_or_tokenizes_counts_and_no_other(api: 
     for method, path, body in (
         ("POST", "/v1/completions", SHORT),
         ("POST", "/v1/chat/completions", CHAT),
+        ("POST", "/v1/responses", {"model": BASE, "input": "x"}),
+        ("POST", "/v1/messages", {**CHAT, "max_tokens": 9}),
+        ("POST", "/v1/messages/count_tokens", CHAT),
         ("POST", "/tokenize", {"prompt": "x"}),
         ("POST", "/detokenize", {"tokens": [5]}),
         ("GET", "/tokenizer_info", None),
@@ -136,7 +139,7 @@ async def test_every_route_that_generates_or_tokenizes_counts_and_no_other(api: 
         answer = await client.request(method, path, json=body)
         assert answer.status_code == 200
         assert "x-ratelimit-remaining-requests" in answer.headers
-    assert (await used(client))["requests_per_minute"] == 5
+    assert (await used(client))["requests_per_minute"] == 8
 
 
 async def test_tokens_are_reserved_first_and_become_what_was_used(api: Api, clocks: Clocks) -> None:

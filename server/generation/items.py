@@ -1,0 +1,221 @@
+"""What the APIs share that show an answer as a list of items: reasoning, texts and calls, one after the other.
+
+Their requests become chats, so that one code generates, and bills, for all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from weft.errors import InvalidRequestError, RequestError, UnsupportedParameterError
+from weft.server.generation.writer import AnswerWriter
+
+if TYPE_CHECKING:
+    from weft.server.generation.choices import Choice, ChoiceStep
+    from weft.server.generation.meter import Meter
+    from weft.server.generation.openai_format import JsonObject, Part
+    from weft.server.tools.reading import CallPiece
+
+TEXT_ONLY = "The model reads and writes text only, and Weft runs no tools."
+Kind = Literal["reasoning", "text", "call"]
+
+
+@contextmanager
+def named(own: Mapping[str, str]) -> Iterator[None]:
+    """Let errors about a chat name the fields of the body that it was made of.
+
+    Args:
+        own: Names of the body's fields, by patterns of the chat's. Of two that fit, the first one counts.
+    """
+    try:
+        yield
+    except RequestError as error:
+        given = error.param or ""
+        for pattern, name in own.items():
+            found = re.match(rf"{pattern}(?=\.|$)", given)
+            if found:
+                error.param = found.expand(name) + given[found.end() :]
+                if error.message.startswith(given):
+                    error.message = error.param + error.message.removeprefix(given)
+                break
+        raise
+
+
+def kind_of(value: object, known: Collection[str], param: str, default: str = "") -> str:
+    """The type of a part, an item or a tool.
+
+    Args:
+        value: What a client sent.
+        known: The types that are taken.
+        param: Where it stands in the body.
+        default: The type of an object that has none.
+
+    Raises:
+        UnsupportedParameterError: Another one. It is told by its name.
+    """
+    kind = str(value.get("type") or default) if isinstance(value, dict) else type(value).__name__
+    if kind not in known:
+        message = f"{param} takes the type {' or '.join(known)}, got {kind[:40]}."
+        raise UnsupportedParameterError(f"{message} {TEXT_ONLY}", param=param)
+    return kind
+
+
+def text_of(value: object, kinds: Mapping[str, str], param: str, between: str = "") -> str:
+    """The text of a content: a string, or a list of parts.
+
+    Args:
+        value: What a client sent.
+        kinds: The field with the text, by the type of a part.
+        param: Where it stands in the body.
+        between: What stands between the texts of two parts.
+
+    Raises:
+        InvalidRequestError: Not such a content.
+        UnsupportedParameterError: A part of another type.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise InvalidRequestError(f"{param} must be a string or a list of parts.", param=param)
+    texts = [part.get(kinds[kind_of(part, kinds, param)]) for part in value]
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidRequestError(f"Each part of {param} must have its text.", param=param)
+    return between.join(texts)
+
+
+@dataclass(slots=True, kw_only=True)
+class Item:
+    """A part of an answer that is of one kind."""
+
+    kind: Kind
+    index: int
+    """Place in the answer."""
+    id: str
+    call_id: str = ""
+    name: str = ""
+    """Of the function that is called."""
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[object] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All of its text so far; the arguments of a call."""
+        return "".join(self.pieces)
+
+
+class ItemWriter(AnswerWriter):
+    """Writes an answer item by item; one is open at a time. Says when, a dialect says how.
+
+    Args:
+        meter: The tokens delivered so far.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self.items: list[Item] = []
+        self.meter = meter
+        self.open_item: Item | None = None
+        self._logprobs: list[object] = []
+        """Of tokens whose text has not come yet."""
+        self._has_begun = False
+        self._end: Part | None = None
+
+    @abstractmethod
+    def new_id(self, kind: Kind) -> str:
+        """An id for an item."""
+
+    @abstractmethod
+    def answer(self, end: Part) -> JsonObject:
+        """The whole answer."""
+
+    @abstractmethod
+    def begun(self) -> bytes:
+        """Events before the first item."""
+
+    @abstractmethod
+    def opened(self, item: Item) -> bytes:
+        """Events before an item's text."""
+
+    @abstractmethod
+    def grown(self, item: Item, text: str, logprobs: list[object]) -> bytes:
+        """Events for the next piece of an item."""
+
+    @abstractmethod
+    def closed(self, item: Item, end: Part | None) -> bytes:
+        """Events after an item's text; `end` if the answer ends with it."""
+
+    @abstractmethod
+    def ended(self, end: Part) -> bytes:
+        """Events after the last item."""
+
+    def whole(self, ends: Sequence[tuple[Choice, Part]]) -> JsonObject:
+        """The answer; items of one kind are joined."""
+        ((_, part),) = ends
+        for _ in self._grow(part):
+            pass
+        if not self.items:
+            self._append("text")
+        return self.answer(part)
+
+    def events(self, step: ChoiceStep, part: Part) -> bytes:
+        """Events of the items that a step adds to."""
+        del step
+        payload = b"" if self._has_begun else self.begun()
+        self._has_begun = True
+        for item, text, logprobs in self._grow(part):
+            if item is not self.open_item:
+                payload += self._close(None) + self.opened(item)
+                self.open_item = item
+            if text:
+                payload += self.grown(item, text, logprobs)
+        if part.finish_reason is not None:
+            self._end = part
+        return payload
+
+    def closing(self) -> bytes:
+        """The end of the last item, and of the answer."""
+        end = self._end
+        if end is None:
+            raise RuntimeError("The stream is closed before its last part.")
+        payload = b""
+        if not self.items:
+            self.open_item = self._append("text")
+            payload = self.opened(self.open_item)
+        return payload + self._close(end) + self.ended(end)
+
+    def _grow(self, part: Part) -> Iterator[tuple[Item, str, list[object]]]:
+        """Give a part to its items: each with its next text, and the log-probabilities that go with that."""
+        if part.logprobs:
+            self._logprobs += part.logprobs["content"]
+        if part.reasoning:
+            yield self._given("reasoning", part.reasoning), part.reasoning, []
+        if part.text:
+            item, logprobs, self._logprobs = self._given("text", part.text), self._logprobs, []
+            item.logprobs += logprobs
+            yield item, part.text, logprobs
+        for call in part.calls:
+            yield self._given("call", call.arguments, call), call.arguments, []
+        if part.finish_reason is not None and self.items and self.items[-1].kind == "text":
+            self.items[-1].logprobs += self._logprobs  # of the token that ended it
+
+    def _given(self, kind: Kind, text: str, call: CallPiece | None = None) -> Item:
+        item = self.items[-1] if self.items else None
+        if item is None or item.kind != kind or (call is not None and call.id is not None):
+            item = self._append(kind, call)
+        item.pieces.append(text)
+        return item
+
+    def _append(self, kind: Kind, call: CallPiece | None = None) -> Item:
+        item = Item(kind=kind, index=len(self.items), id=self.new_id(kind))
+        if call is not None:
+            item.call_id, item.name = call.id or "", call.name or ""
+        self.items.append(item)
+        return item
+
+    def _close(self, end: Part | None) -> bytes:
+        item, self.open_item = self.open_item, None
+        return b"" if item is None else self.closed(item, end)

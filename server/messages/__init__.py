@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: the same generation as a chat, in other words."""

@@ -1,0 +1,51 @@
+"""POST /v1/messages and POST /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request
+
+from weft.server.generation.items import named
+from weft.server.generation.prompts import rendered_chat
+from weft.server.generation.response import PlannedGeneration
+from weft.server.generation.routes import STREAM, GenerationRoute, off_loop, plan_generation, received
+from weft.server.http.json_body import json_body
+from weft.server.http.openapi import takes
+from weft.server.limits.rates import GeneratingCaller, TokenizingCaller
+from weft.server.messages.chat import NAMES, chat_of
+from weft.server.messages.schemas import MessagesBody, MessageView, TokenCountBody, TokenCountView
+from weft.server.messages.writer import MessageWriter
+from weft.server.model_name import resolve_model
+from weft.server.services import Wired
+
+router = APIRouter(tags=["generation"], route_class=GenerationRoute)
+count_router = APIRouter(tags=["tokens"])
+
+
+@router.post(
+    "/v1/messages",
+    response_model=None,
+    responses={200: {"model": MessageView, "content": STREAM}},
+    openapi_extra=takes(MessagesBody),
+)
+async def message(request: Request, caller: GeneratingCaller) -> PlannedGeneration:
+    """Answer a conversation, as Anthropic's clients ask."""
+    origin, body = await received(request, caller, MessagesBody)
+    max_model_len = origin.services.ready.max_model_len
+    chat = await off_loop(lambda: chat_of(body, max_model_len), origin.num_bytes)
+    with named(NAMES):
+        return await plan_generation(origin, chat, MessageWriter)
+
+
+@count_router.post("/v1/messages/count_tokens", openapi_extra=takes(TokenCountBody))
+async def count_tokens(request: Request, services: Wired, caller: TokenizingCaller) -> TokenCountView:
+    """Count the tokens of a conversation as the model reads it."""
+    body = await json_body(request, TokenCountBody, services.config.server.max_body_bytes, services.pace)
+    await resolve_model(services.registry, caller, services.base_names, body.model)
+
+    def count() -> int:
+        rendered = rendered_chat(chat_of(body, services.ready.max_model_len), services)
+        return len(services.tokenizer.encode(rendered, add_special_tokens=False))
+
+    return TokenCountView(input_tokens=await asyncio.to_thread(count))

@@ -1,0 +1,217 @@
+"""The bodies of POST /v1/messages and of its count of tokens, and the answers to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+from weft.errors import InvalidRequestError
+from weft.server.generation.chat_schemas import MAX_MESSAGES
+from weft.server.generation.items import kind_of, text_of
+from weft.server.generation.schemas import SamplingFields
+from weft.server.http.bodies import Body, View
+
+BETWEEN = "\n\n"
+"""Stands between two blocks of text."""
+_BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use"), "system": ("text",)}
+
+
+class TextPart(BaseModel):
+    """A block of text."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _result(value: object) -> str:
+    return text_of(value, {"text": "text"}, "content", BETWEEN)
+
+
+def _system(value: object) -> str:
+    return text_of(value, {"text": "text"}, "system", BETWEEN)
+
+
+_Text = str | list[TextPart]
+
+
+class Block(Body):
+    """A part of a turn. Marks for a cache change nothing: Weft keeps prompts by itself."""
+
+    ignored = frozenset({"cache_control", "citations", "caller", "signature", "is_error"})
+
+
+class TextBlock(Block):
+    """Something said."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Block):
+    """What the model thought."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class ToolUseBlock(Block):
+    """A call that the model made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Block):
+    """What a call gave."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Annotated[str, BeforeValidator(_result, json_schema_input_type=_Text)] = ""
+
+
+AnyBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+
+
+def _turns(value: object) -> object:
+    """The turns, each with a list of blocks that its role may have."""
+    if not isinstance(value, list):
+        raise InvalidRequestError("messages must be a list.", param="messages")
+    turns = []
+    for index, turn in enumerate(value):
+        content = turn.get("content") if isinstance(turn, dict) else None
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        if isinstance(content, list):
+            for block in content:
+                kind_of(block, _BLOCKS.get(str(turn.get("role")), _BLOCKS["user"]), f"messages.{index}.content")
+            turn = {**turn, "content": content}
+        turns.append(turn)
+    return turns
+
+
+class Turn(Body):
+    """What one side said."""
+
+    role: Literal["user", "assistant", "system"]
+    content: list[AnyBlock]
+
+
+class ClientTool(Body):
+    """A function that the client runs when the model calls it."""
+
+    ignored = frozenset({"cache_control", "eager_input_streaming", "input_examples", "allowed_callers"})
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {"defer_loading": (False,)}
+
+    type: Literal["custom"] = "custom"
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    """A JSON schema."""
+    strict: bool | None = None
+
+
+def _tools(value: object) -> object:
+    for index, tool in enumerate(value if isinstance(value, list) else []):
+        kind_of(tool, ("custom",), f"tools.{index}", "custom")
+    return value
+
+
+class ToolChoice(Body):
+    """Which of the tools are called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    """The tool, for type tool."""
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Body):
+    """Whether the model thinks before it answers. How long is up to the model: `max_tokens` bounds both together."""
+
+    ignored = frozenset({"budget_tokens", "display"})
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+
+
+class OutputConfig(Body):
+    """How the answer is made."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: dict[str, Any] | None = None
+    """Of type json_schema, with `schema`."""
+
+
+class TokenCountBody(SamplingFields):
+    """Body of POST /v1/messages/count_tokens."""
+
+    takes_nul = True
+    ignored = frozenset(
+        {
+            *("metadata", "cache_control", "service_tier", "inference_geo", "speed", "context_management"),
+            *("diagnostics", "user_profile_id", "workspace_id"),
+        }
+    )
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {"container": (), "mcp_servers": ([],)}
+
+    model: str = Field(min_length=1, max_length=512)
+    """As in a chat: the base's served name, or an adapter."""
+    messages: Annotated[list[Turn], BeforeValidator(_turns, json_schema_input_type=list[Turn])] = Field(
+        min_length=1, max_length=MAX_MESSAGES
+    )
+    """An answer goes on with the last one if that is the assistant's."""
+    system: Annotated[str, BeforeValidator(_system, json_schema_input_type=_Text)] = ""
+    tools: Annotated[list[ClientTool], BeforeValidator(_tools, json_schema_input_type=list[ClientTool])] = Field(
+        default_factory=list
+    )
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesBody(TokenCountBody):
+    """Body of POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1, lt=1 << 31)
+    """Most tokens to generate; what the context leaves, if that is less."""
+    stop_sequences: list[str] = Field(default_factory=list)
+
+
+class TokenCountView(View):
+    """Answer of POST /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+class BlockView(View):
+    """What the model said, thought, or wants to be called."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str = ""
+    citations: None = None
+    thinking: str = ""
+    signature: str = ""
+    """Empty: Weft does not sign."""
+    id: str = ""
+    """Of a call, with `name` and `input`."""
+    name: str = ""
+    input: dict[str, Any] = Field(default_factory=dict)
+
+
+class MessageView(View):
+    """Answer of POST /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[BlockView]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    stop_details: None
+    container: None
+    usage: dict[str, Any]
+    """`input_tokens` and `cache_read_input_tokens` are those of the prompt, `output_tokens` those of the answer."""

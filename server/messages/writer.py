@@ -1,0 +1,130 @@
+"""Writes a message: its blocks whole, or as they grow in a stream."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from weft.server.errors import as_anthropic, error_body
+from weft.server.generation.items import Item, ItemWriter, Kind
+from weft.server.http import sse
+
+if TYPE_CHECKING:
+    from weft.errors import WeftError
+    from weft.server.generation.meter import Meter
+    from weft.server.generation.openai_format import JsonObject, Part
+
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageWriter(ItemWriter):
+    """One message.
+
+    Args:
+        meter: The tokens delivered so far.
+        head: `model`.
+    """
+
+    def __init__(self, meter: Meter, head: JsonObject) -> None:
+        super().__init__(meter)
+        self._id = f"msg_{secrets.token_hex(16)}"
+        self._model = head["model"]
+
+    def new_id(self, kind: Kind) -> str:
+        """Blocks have none; a call has the id that the chat gave it."""
+        del kind
+        return ""
+
+    def answer(self, end: Part) -> JsonObject:
+        """The message. A call that was cut is not in it: nobody could make it."""
+        blocks = [_block(item) for item in self.items if item.kind != "call" or _input(item) is not None]
+        return self._message(blocks, **_stop(end))
+
+    def begun(self) -> bytes:
+        """The message as it is before its first block; then a ping, as Anthropic sends it."""
+        message = self._message([], stop_reason=None, stop_sequence=None)
+        return _event("message_start", message=message) + _event("ping")
+
+    def opened(self, item: Item) -> bytes:
+        """The new block, empty."""
+        return _event("content_block_start", index=item.index, content_block=_block(item, is_new=True))
+
+    def grown(self, item: Item, text: str, logprobs: list[object]) -> bytes:
+        """The next characters."""
+        del logprobs  # no part of this API
+        kind, name = _DELTAS[item.kind]
+        return _event("content_block_delta", index=item.index, delta={"type": kind, name: text})
+
+    def closed(self, item: Item, end: Part | None) -> bytes:
+        """The end of a block."""
+        del end
+        return _event("content_block_stop", index=item.index)
+
+    def ended(self, end: Part) -> bytes:
+        """Why it ended, and what is billed."""
+        delta = {**_stop(end), "stop_details": None, "container": None}
+        return _event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop")
+
+    def failure(self, error: WeftError) -> bytes:
+        """An event like the body of an error."""
+        return sse.event(as_anthropic(error_body(error)), "error")
+
+    def _message(self, blocks: list[JsonObject], **stop: object) -> JsonObject:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": blocks,
+            **stop,
+            "stop_details": None,
+            "container": None,
+            "usage": {**self._usage(), "cache_creation": None, "service_tier": "standard", "inference_geo": None},
+        }
+
+    def _usage(self) -> JsonObject:
+        usage = self.meter.usage
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+            "server_tool_use": None,
+        }
+
+
+def _event(kind: str, **fields: object) -> bytes:
+    return sse.event({"type": kind, **fields}, kind)
+
+
+def _stop(end: Part) -> JsonObject:
+    if end.finish_reason == "stop" and isinstance(end.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
+    return {"stop_reason": _STOP_REASONS.get(end.finish_reason or "", "end_turn"), "stop_sequence": None}
+
+
+def _block(item: Item, *, is_new: bool = False) -> JsonObject:
+    text = "" if is_new else item.text
+    if item.kind == "text":
+        return {"type": "text", "text": text, "citations": None}
+    if item.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    called = {} if is_new else _input(item)
+    return {"type": "tool_use", "id": item.call_id, "name": item.name, "input": called}
+
+
+def _input(item: Item) -> dict[str, Any] | None:
+    """The arguments of a call; None if they were cut."""
+    try:
+        given = orjson.loads(item.text or "{}")
+    except orjson.JSONDecodeError:
+        return None
+    return given if isinstance(given, dict) else None

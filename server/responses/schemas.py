@@ -1,0 +1,223 @@
+"""The body of POST /v1/responses, and the answer to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from weft.errors import InvalidRequestError, UnsupportedParameterError
+from weft.server.generation.chat_schemas import MAX_MESSAGES
+from weft.server.generation.items import kind_of, text_of
+from weft.server.generation.schemas import SamplingFields
+from weft.server.http.bodies import Body, View
+from weft.server.tools.schemas import ToolFunction
+
+KEPT_BY_CLIENTS = frozenset({"id", "status", "phase", "annotations", "logprobs", "caller", "parsed_arguments"})
+"""What an item has when a client sends back what it got; accepted with any value."""
+NOT_STORED = "Weft stores no responses: send all items of the conversation in input."
+UNSUPPORTED = {
+    "previous_response_id": NOT_STORED,
+    "conversation": NOT_STORED,
+    "prompt": "Weft stores no prompts: send the text in instructions and input.",
+    "background": "Weft runs a response while its client waits. For work that may take hours use POST /v1/batches.",
+}
+"""Fields that need a store, and what to do instead."""
+LOGPROBS = "message.output_text.logprobs"
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal", "reasoning_text": "text"}
+
+
+class TextPart(BaseModel):
+    """A part of a content."""
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text"]
+    text: str
+
+
+def _text(value: object) -> str:
+    return text_of(value, _TEXTS, "input")
+
+
+Text = Annotated[str, BeforeValidator(_text, json_schema_input_type=str | list[TextPart])]
+
+
+class MessageItem(Body):
+    """What somebody said."""
+
+    ignored = KEPT_BY_CLIENTS
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text
+
+
+class CallItem(Body):
+    """A call that the model made."""
+
+    ignored = KEPT_BY_CLIENTS
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {"namespace": (), "async": (False,)}
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class CallOutputItem(Body):
+    """What a call gave."""
+
+    ignored = KEPT_BY_CLIENTS | {"name"}
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Text
+
+
+class ReasoningItem(Body):
+    """What the model thought. Summaries and encrypted reasoning of other servers are not shown to the model."""
+
+    ignored = KEPT_BY_CLIENTS | {"summary", "encrypted_content"}
+
+    type: Literal["reasoning"]
+    content: Text = ""
+
+
+InputItem = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _items(value: object) -> object:
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise InvalidRequestError("input must be a string or a list of items.", param="input")
+    if any(isinstance(item, dict) and item.get("type") == "item_reference" for item in value):
+        raise UnsupportedParameterError(NOT_STORED, param="input")
+    kinds = [kind_of(item, _ITEMS, f"input.{index}", "message") for index, item in enumerate(value)]
+    return [{**item, "type": kind} for item, kind in zip(value, kinds, strict=True)]
+
+
+class FunctionTool(ToolFunction):
+    """A function that the client runs when the model calls it."""
+
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {"defer_loading": (False,), "async": (False,)}
+
+    type: Literal["function"]
+
+
+def _tools(value: object) -> object:
+    for index, tool in enumerate(value if isinstance(value, list) else []):
+        kind_of(tool, ("function",), f"tools.{index}")
+    return value
+
+
+class TextOptions(Body):
+    """How the text looks."""
+
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {"verbosity": ("medium",)}
+
+    format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})
+    """Of type text, json_object or json_schema, the last with `name`, `schema` and `strict`."""
+
+
+class ReasoningOptions(Body):
+    """How much the model thinks. Reasoning is always shown as it is; summaries are not made."""
+
+    ignored = frozenset({"summary", "generate_summary"})
+
+    effort: str | None = Field(default=None, max_length=32)
+
+
+class ResponsesBody(SamplingFields):
+    """Body of POST /v1/responses."""
+
+    takes_nul = True
+    ignored = frozenset(
+        {
+            *("store", "service_tier", "safety_identifier", "max_tool_calls", "stream_options", "client_metadata"),
+            *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+        }
+    )
+    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **dict.fromkeys((*UNSUPPORTED, "moderation"), ()),
+        "background": (False,),
+        "truncation": ("disabled",),
+    }
+
+    model: str = Field(min_length=1, max_length=512)
+    """As in a chat: the base's served name, or an adapter."""
+    input: Annotated[list[InputItem], BeforeValidator(_items, json_schema_input_type=str | list[InputItem])] = Field(
+        min_length=1, max_length=MAX_MESSAGES
+    )
+    instructions: str | None = None
+    """What the model is told first, as its system."""
+    tools: Annotated[list[FunctionTool], BeforeValidator(_tools, json_schema_input_type=list[FunctionTool])] = Field(
+        default_factory=list
+    )
+    tool_choice: str | dict[str, Any] = "auto"
+    """auto, none, required, `{"type": "function", "name": ...}`, or some of the tools:
+    `{"type": "allowed_tools", "mode": ..., "tools": [...]}`."""
+    parallel_tool_calls: bool = True
+    text: TextOptions = Field(default_factory=TextOptions)
+    reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = Field(default_factory=list)
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field(
+        default_factory=dict, max_length=16
+    )
+    """The answer has it too."""
+    max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    """Most tokens to generate, those of reasoning and calls too."""
+    top_logprobs: int | None = Field(None, ge=0, le=100)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _say_what_to_do(cls, body: Any) -> Any:  # noqa: ANN401 - what a client sent
+        for name, message in UNSUPPORTED.items():
+            if body.get(name):
+                raise UnsupportedParameterError(message, param=name)
+        return body
+
+
+class OutputPartView(View):
+    """A text of an item."""
+
+    type: Literal["output_text", "reasoning_text"]
+    text: str
+    annotations: list[Any] = Field(default_factory=list)
+    logprobs: list[Any] = Field(default_factory=list)
+
+
+class OutputItemView(View):
+    """What the model said, thought, or wants to be called."""
+
+    type: Literal["message", "reasoning", "function_call"]
+    id: str
+    status: Literal["completed", "incomplete"]
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputPartView] = Field(default_factory=list)
+    """Of a message, and of reasoning."""
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    """JSON."""
+    summary: list[Any] = Field(default_factory=list)
+    encrypted_content: None = None
+
+
+class ResponseView(View):
+    """Answer of POST /v1/responses. With it go the fields of the request, and some that need a store, all null."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    incomplete_details: dict[str, str] | None
+    model: str
+    output: list[OutputItemView]
+    usage: dict[str, Any]
+    """`input_tokens`, `output_tokens` and `total_tokens`, with `cached_tokens` and `reasoning_tokens` in details."""
+    store: Literal[False]

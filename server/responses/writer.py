@@ -1,0 +1,176 @@
+"""Writes a response: its items whole, or as they grow in a stream of numbered events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from weft.errors import RateLimitError, RequestError
+from weft.server.errors import error_body
+from weft.server.generation.items import Item, ItemWriter, Kind
+from weft.server.generation.openai_format import JsonObject
+from weft.server.http import sse
+
+if TYPE_CHECKING:
+    from weft.errors import WeftError
+    from weft.server.generation.meter import Meter
+    from weft.server.generation.openai_format import Part
+    from weft.server.responses.schemas import ResponsesBody
+
+_PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
+_TEXT_EVENTS = {"reasoning": "response.reasoning_text", "text": "response.output_text"}
+_FIXED: JsonObject = {
+    **dict.fromkeys(("error", "incomplete_details", "usage", "previous_response_id", "max_tool_calls")),
+    **dict.fromkeys(("safety_identifier", "prompt_cache_key")),
+    "store": False,
+    "background": False,
+    "service_tier": "default",
+    "truncation": "disabled",
+}
+"""Fields of every response, unless it says otherwise."""
+_REPEATED = (
+    *("instructions", "tool_choice", "parallel_tool_calls", "metadata", "user", "max_output_tokens"),
+    *("temperature", "top_p", "presence_penalty", "frequency_penalty"),
+)
+"""What a response repeats of its request as it is."""
+_ARGUMENTS = "response.function_call_arguments"
+
+
+class ResponseWriter(ItemWriter):
+    """One response.
+
+    Args:
+        body: The request, of which the response repeats much.
+        meter: The tokens delivered so far.
+        head: `created` and `model`.
+    """
+
+    def __init__(self, body: ResponsesBody, meter: Meter, head: JsonObject) -> None:
+        super().__init__(meter)
+        self._body = body
+        self._head = head
+        self._id = f"resp_{secrets.token_hex(16)}"
+        self._number = 0
+
+    def new_id(self, kind: Kind) -> str:
+        """A prefix says the kind."""
+        return _PREFIXES[kind] + secrets.token_hex(16)
+
+    def answer(self, end: Part) -> JsonObject:
+        """The response, `completed` or `incomplete`."""
+        status = _status(end)
+        last = len(self.items) - 1
+        items = [_item(item, status if item.index == last else "completed") for item in self.items]
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return self._response(status, items, incomplete_details=details, usage=self._usage())
+
+    def begun(self) -> bytes:
+        """Events with the response as it is before its first item."""
+        response = self._response("in_progress", [])
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def opened(self, item: Item) -> bytes:
+        """The new item, and its only part where it has parts."""
+        new = _item(item, "in_progress", is_new=True)
+        added = self._event("response.output_item.added", output_index=item.index, item=new)
+        if item.kind == "call":
+            return added
+        return added + self._event("response.content_part.added", **_place(item), part=_part(item, is_new=True))
+
+    def grown(self, item: Item, text: str, logprobs: list[object]) -> bytes:
+        """The next characters."""
+        if item.kind == "call":
+            return self._event(f"{_ARGUMENTS}.delta", item_id=item.id, output_index=item.index, delta=text)
+        extra = {"logprobs": logprobs} if item.kind == "text" else {}
+        return self._event(f"{_TEXT_EVENTS[item.kind]}.delta", **_place(item), delta=text, **extra)
+
+    def closed(self, item: Item, end: Part | None) -> bytes:
+        """The whole text, and the whole item."""
+        if item.kind == "call":
+            place: JsonObject = {"item_id": item.id, "output_index": item.index}
+            payload = self._event(f"{_ARGUMENTS}.done", **place, name=item.name, arguments=item.text)
+        else:
+            extra = {"logprobs": item.logprobs} if item.kind == "text" else {}
+            payload = self._event(f"{_TEXT_EVENTS[item.kind]}.done", **_place(item), text=item.text, **extra)
+            payload += self._event("response.content_part.done", **_place(item), part=_part(item))
+        done = _item(item, "completed" if end is None else _status(end))
+        return payload + self._event("response.output_item.done", output_index=item.index, item=done)
+
+    def ended(self, end: Part) -> bytes:
+        """The whole response."""
+        return self._event(f"response.{_status(end)}", response=self.answer(end))
+
+    def failure(self, error: WeftError) -> bytes:
+        """The response as far as it came, `failed`."""
+        told = error_body(error)["error"]
+        code = "invalid_prompt" if isinstance(error, RequestError) else "server_error"
+        if isinstance(error, RateLimitError):
+            code = "rate_limit_exceeded"
+        items = [_item(item, "incomplete" if item is self.open_item else "completed") for item in self.items]
+        reason = {"code": code, "message": told["message"], "param": told["param"], "type": told["code"]}
+        return self._event("response.failed", response=self._response("failed", items, error=reason))
+
+    def _event(self, kind: str, **fields: object) -> bytes:
+        number = self._number
+        self._number += 1
+        return sse.event({"type": kind, "sequence_number": number, **fields}, kind)
+
+    def _response(self, status: str, items: list[JsonObject], **fields: object) -> JsonObject:
+        body = self._body
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._head["created"],
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "model": self._head["model"],
+            "output": items,
+            **_FIXED,
+            **{name: getattr(body, name) for name in _REPEATED},
+            "tools": [tool.model_dump() for tool in body.tools],
+            "text": {"format": body.text.format},
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
+            "top_logprobs": body.top_logprobs or 0,
+            **fields,
+        }
+
+    def _usage(self) -> JsonObject:
+        usage = self.meter.usage
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+
+
+def _status(end: Part) -> str:
+    return "incomplete" if end.finish_reason == "length" else "completed"
+
+
+def _place(item: Item) -> JsonObject:
+    return {"item_id": item.id, "output_index": item.index, "content_index": 0}
+
+
+def _part(item: Item, *, is_new: bool = False) -> JsonObject:
+    text = "" if is_new else item.text
+    if item.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": [] if is_new else item.logprobs}
+
+
+def _item(item: Item, status: str, *, is_new: bool = False) -> JsonObject:
+    own: JsonObject
+    if item.kind == "call":
+        arguments = "" if is_new else item.text
+        own = {"type": "function_call", "call_id": item.call_id, "name": item.name, "arguments": arguments}
+    elif item.kind == "reasoning":
+        content = [] if is_new else [_part(item)]
+        own = {"type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
+    else:
+        own = {"type": "message", "role": "assistant", "content": [] if is_new else [_part(item)]}
+    return {"id": item.id, "status": status, **own}

@@ -1,0 +1,132 @@
+"""Calls and reasoning through both APIs: what the model writes, and what clients send back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from api_server import BASE, Api, Client
+from tool_models import tokenizer_with, use_tokenizer
+
+pytestmark = pytest.mark.anyio
+QUESTION = "Where is the lamp?"
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]}
+WHERE_IS: dict[str, Any] = {
+    "type": "function",
+    "name": "where_is",
+    "description": "Finds an item",
+    "parameters": SCHEMA,
+}
+CALL = '<tool_call>\n{"name": "where_is", "arguments": {"item": "lamp"}}\n</tool_call>'
+WRITTEN = f"The lamp?\n</think>\n\nLet me look.\n{CALL}"
+
+
+@pytest.fixture
+def hermes(api: Api) -> Api:
+    """A model that thinks where `enable_thinking` is set, and calls tools."""
+    use_tokenizer(api, tokenizer_with())
+    api.engine.write = lambda _: WRITTEN
+    return api
+
+
+def shown(api: Api) -> str:
+    """What the model read last."""
+    return api.services.tokenizer.decode(api.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_an_agents_two_turns_by_responses(hermes: Api, client: openai.AsyncOpenAI, is_streamed: bool) -> None:
+    asked: dict[str, Any] = {"model": BASE, "tools": [WHERE_IS], "reasoning": {"effort": "high", "summary": "auto"}}
+    asked["include"] = ["reasoning.encrypted_content"]
+    history: list[Any] = [{"role": "user", "content": QUESTION}]
+    if is_streamed:
+        async with client.responses.stream(input=history, **asked) as stream:
+            first: Any = await stream.get_final_response()
+    else:
+        first = await client.responses.create(input=history, **asked)
+    reasoning, message, call = first.output
+    assert reasoning.content[0].text == "The lamp?"
+    assert message.content[0].text == "Let me look."
+    assert (call.name, call.arguments) == ("where_is", '{"item": "lamp"}')
+    assert call.call_id.startswith("call_")
+    assert first.status == "completed"
+    assert 0 < first.usage.output_tokens_details.reasoning_tokens < first.usage.output_tokens
+    hermes.engine.write = lambda _: "</think>In aisle 3."
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "aisle 3"}
+    back = [item.to_dict() for item in first.output]
+    second = await client.responses.create(input=[*history, *back, output], **asked)
+    assert second.output_text == "In aisle 3."
+    told = {"type": "function", "function": {name: WHERE_IS[name] for name in ("name", "description", "parameters")}}
+    assert shown(hermes) == (
+        f"<|start|><|system|>{json.dumps(told)}\nAnswer as "
+        '<tool_call>{"name": ..., "arguments": ...}</tool_call><|end|>'
+        f"<|user|>{QUESTION}<|end|><|assistant|><think>The lamp?</think>Let me look.{CALL}<|end|>"
+        f"<|user|>{call.call_id}=aisle 3<|end|><|assistant|><think>\n"
+    )
+
+
+async def test_a_chat_and_a_response_are_billed_alike(hermes: Api, acme: Client) -> None:
+    nested = {"type": "function", "function": {name: WHERE_IS[name] for name in ("name", "description", "parameters")}}
+    messages = [{"role": "user", "content": QUESTION}]
+    chat = {"model": BASE, "messages": messages, "tools": [nested], "reasoning_effort": "high"}
+    response = {"model": BASE, "input": QUESTION, "tools": [WHERE_IS], "reasoning": {"effort": "high"}}
+    block = {"name": "where_is", "description": "Finds an item", "input_schema": SCHEMA}
+    message = {
+        "model": BASE,
+        "messages": messages,
+        "max_tokens": 999,
+        "tools": [block],
+        "thinking": {"type": "enabled"},
+    }
+    for path, body in (("chat/completions", chat), ("responses", response), ("messages", message)):
+        answer = await acme.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 200, answer.text
+    events = (await hermes.admin.get("/v1/usage/events")).json()["data"]
+    assert len(events) == 3
+    assert len({(event["prompt_tokens"], event["completion_tokens"], event["status"]) for event in events}) == 1
+
+
+async def test_calls_without_a_text_before_them_are_one_turn(hermes: Api, acme: Client) -> None:
+    call = {"type": "function_call", "name": "where_is", "arguments": '{"item": "lamp"}'}
+    outputs = [{"type": "function_call_output", "call_id": each, "output": f"{each} done"} for each in "ab"]
+    items = [{"role": "user", "content": QUESTION}, {**call, "call_id": "a"}, {**call, "call_id": "b"}, *outputs]
+    answer = await acme.post("/v1/responses", json={"model": BASE, "input": items, "tools": [WHERE_IS]})
+    assert answer.status_code == 200, answer.text
+    assert shown(hermes).endswith(
+        f"<|assistant|>{CALL}{CALL}<|end|><|user|>a=a done<|end|><|user|>b=b done<|end|><|assistant|>"
+    )
+
+
+async def test_tools_may_be_kept_from_the_model(hermes: Api, acme: Client) -> None:
+    body = {"model": BASE, "input": QUESTION, "tools": [WHERE_IS], "tool_choice": "none"}
+    answer = await acme.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    assert "where_is" not in shown(hermes)
+    assert [item["type"] for item in answer.json()["output"]] == ["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{**WHERE_IS, "name": "where is"}]}, "tools.0.name"),
+        ({"tools": [WHERE_IS, WHERE_IS]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WHERE_IS], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+        ({"reasoning": {"effort": "endless"}}, "reasoning.effort"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "where_is", "arguments": "{"}]}, "input"),
+    ],
+)
+async def test_wrong_tools_are_named_as_the_client_knows_them(
+    hermes: Api, acme: Client, fields: Any, param: str
+) -> None:
+    answer = await acme.post("/v1/responses", json={"model": BASE, "input": QUESTION, **fields})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), answer.text
+
+
+async def test_a_model_without_calls_refuses_tools(acme: Client) -> None:
+    answer = await acme.post("/v1/responses", json={"model": BASE, "input": QUESTION, "tools": [WHERE_IS]})
+    assert answer.json()["error"]["code"] == "tools_not_supported_by_model"

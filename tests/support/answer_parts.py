@@ -1,0 +1,33 @@
+"""What writers of answers are given, without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from fake_engine import demo_tokenizer
+from weft.engine.request import GenerationRequest, RequestOutput
+from weft.engine.sampling_params import SamplingParams
+from weft.engine.text.text_stream import TextDelta, TextStream
+from weft.server.generation.choices import Choice, ChoiceStep
+from weft.server.generation.meter import Meter, Usage
+from weft.server.generation.prompts import Prompt
+
+
+def meter_of(usage: Usage | None = None) -> Meter:
+    """A meter that has counted this."""
+    return cast(Meter, SimpleNamespace(usage=usage or Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=3)))
+
+
+def choice_of() -> Choice:
+    params = SamplingParams(max_tokens=9)
+    request = GenerationRequest(request_id="x", prompt_token_ids=[1], params=params)
+    text = TextStream(demo_tokenizer(), params)
+    return Choice(index=0, prompt_index=0, prompt=Prompt(token_ids=[1]), request=request, text=text)
+
+
+def step_of(**delta: Any) -> ChoiceStep:
+    """A step of one token."""
+    output = RequestOutput(request_id="x", token_ids=[1])
+    told = TextDelta(text="", token_ids=[1], **delta)
+    return ChoiceStep(choice=choice_of(), output=output, delta=told, num_tokens=1)

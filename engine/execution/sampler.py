@@ -72,7 +72,7 @@ class Sampler:
         """
         reported = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
         original = logits[reported] if reported else logits
-        changed = [(row, spec) for row, spec in enumerate(specs) if spec.params.changes_logits]
+        changed = [(row, spec) for row, spec in enumerate(specs) if spec.changes_logits]
         if changed:
             penalties = [self._penalties(row, spec) for row, spec in changed]
             apply_penalties(logits, PenaltyTensors.build(penalties, logits.shape[1], logits.device))

@@ -30,6 +30,11 @@ class SampleSpec:
     """Filled only when `params.needs_history`."""
     output_token_ids: list[int] = field(default_factory=list)
     """Filled only when `params.needs_history`, and for `params.bad_words`."""
+    changes_logits: bool = field(init=False)
+    """Whether the sampler may have to change the logits, asked once for all steps of a row."""
+
+    def __post_init__(self) -> None:
+        self.changes_logits = self.params.changes_logits
 
 
 @dataclass(slots=True, kw_only=True)

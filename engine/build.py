@@ -28,6 +28,8 @@ from weft.engine.execution.costs import StartMeasures
 from weft.engine.execution.memory_plan import REFERENCE_RANK, format_plan, free_memory, max_model_len, plan_memory
 from weft.engine.execution.runner import ModelRunner
 from weft.engine.execution.sampler import Sampler
+from weft.engine.grammar.compiler import Grammars
+from weft.engine.grammar.matcher import GrammarTokens
 from weft.engine.model.decoder import Decoder
 from weft.engine.model.device import choose_device, choose_dtype, choose_threads, has_idle_core, keep_freed_memory
 from weft.engine.model.spec import DecoderSpec, base_shape, model_geometry, read_spec, resolve_model
@@ -155,7 +157,12 @@ def build_engine(
         check_lease=residency.check_lease,
         sampler=Sampler(kernels_for(device, torch.float32), limits.eos_token_ids),
     )
-    scheduler = Scheduler(config.scheduler, kv, residency, limits, prices=prices)
+    grammars = Grammars(
+        GrammarTokens(folder, limits.eos_token_ids).compile,
+        loader_threads(1, has_idle_core=has_idle_core()),
+        notify,
+    )
+    scheduler = Scheduler(config.scheduler, kv, residency, limits, prices=prices, grammars=grammars)
     core = EngineCore(scheduler, runner, boot_id=ready.boot_id, set_stepping=pace.set_stepping)
     logger.debug("%s", format_plan(plan, ready))
     return EngineParts(core, ready, folder, residency, pool)

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from weft.adapters.ref import AdapterRef
 from weft.engine.execution.runner import ModelRunner
 from weft.engine.execution.step_history import StepHistory
+from weft.engine.grammar.masks import Masks
 from weft.engine.request import PAUSED, GenerationRequest, RequestOutput
-from weft.engine.scheduling.plan import StepPlan
+from weft.engine.scheduling.plan import ChunkResult, StepPlan
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.status import EngineLoad, EngineStatus, PauseMode
 from weft.errors import EngineError
@@ -52,6 +53,7 @@ class EngineCore:
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
+        self._masks = Masks()
         self._table = scheduler.table
         self._kv = scheduler.table.kv
         self._residency = scheduler.table.residency
@@ -117,6 +119,7 @@ class EngineCore:
                 This engine cannot go on; its requests get no further output.
         """
         self._take_in_loads()
+        self._scheduler.take_in_grammars()
         plan = self._plan()
         self._set_stepping(0 if plan is None else max(self._table.num_rows, 1), self._scheduler.num_held_up)
         if plan is None:
@@ -178,6 +181,8 @@ class EngineCore:
         """End background loads and give the memory back; requests that still live are dropped."""
         self._set_stepping(0, 0)
         self._residency.close()
+        self._scheduler.close()
+        self._masks.close()
         self._runner.close()
 
     def _take_in_loads(self) -> None:
@@ -203,7 +208,7 @@ class EngineCore:
     def _run(self, plan: StepPlan) -> list[RequestOutput]:
         started_s = self._clock()
         try:
-            outputs = self._scheduler.commit(plan, self._runner.execute(plan))
+            outputs = self._scheduler.commit(plan, self._execute(plan))
             self._num_failures = 0
         except Exception as error:
             logger.exception("step %d failed; its %d requests end with an error", plan.step, len(plan.chunks))
@@ -216,6 +221,10 @@ class EngineCore:
         self._scheduler.note_step(self._last_step_s - started_s)
         self._history.record(plan, self._last_step_s - started_s)
         return outputs
+
+    def _execute(self, plan: StepPlan) -> list[ChunkResult]:
+        matchers = self._scheduler.matchers(plan)
+        return self._runner.execute(plan, self._masks.begin(matchers)) if matchers else self._runner.execute(plan)
 
     def _note_failure(self, error: Exception) -> None:
         """Count a plan or step that failed, and give up where the next one would fail too."""

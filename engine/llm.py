@@ -17,7 +17,7 @@ from weft.adapters.checkpoint.reader import read_checkpoint
 from weft.adapters.ref import AdapterRef, content_digest
 from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from weft.engine.build import build_engine
-from weft.engine.request import ERRORS_BY_KIND, FinishReason, GenerationRequest, RequestOutput, TokenLogprobs
+from weft.engine.request import ERRORS_BY_KIND, FinishReason, GenerationRequest, Grammar, RequestOutput, TokenLogprobs
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.text.text_stream import TextStream
 from weft.engine.text.tokenizer import Tokenizer
@@ -104,6 +104,7 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         adapter: AdapterRef | str | Path | Sequence[AdapterRef | str | Path | None] | None = None,
+        grammar: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """Complete prompts, all in one batch.
 
@@ -111,6 +112,8 @@ class LLM:
             prompts: Texts, or token ids.
             params: One for all, or one per prompt.
             adapter: One for all, or one per prompt: what `load_adapter` returned, or a folder; None is the base.
+            grammar: What completions are held to, in llguidance's Lark, as `start: %json {...}`. One for all, or one
+                per prompt; None leaves them free.
 
         Returns:
             One completion per prompt, in their order.
@@ -122,14 +125,16 @@ class LLM:
         texts: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         all_params = _spread(params or SamplingParams(), len(texts), "params", SamplingParams)
         adapters = _spread(adapter, len(texts), "adapter", (AdapterRef, str, Path, type(None)))
+        grammars = _spread(grammar, len(texts), "grammar", (str, type(None)))
         requests = [
             GenerationRequest(
                 request_id=str(next(self._ids)),
                 prompt_token_ids=self.tokenizer.encode(text) if isinstance(text, str) else list(text),
                 params=own,
                 adapter=self._ref(chosen),
+                grammar=None if lark is None else Grammar.of(lark),
             )
-            for text, own, chosen in zip(texts, all_params, adapters, strict=True)
+            for text, own, chosen, lark in zip(texts, all_params, adapters, grammars, strict=True)
         ]
         run = _Run(self.tokenizer, requests)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,6 +40,11 @@ class Grammar:
     """As llguidance reads it, in Lark."""
     digest: str
     """SHA-256 of the text, in hexadecimal."""
+
+    @classmethod
+    def of(cls, text: str) -> Grammar:
+        """The grammar with this text."""
+        return cls(text=text, digest=hashlib.sha256(text.encode()).hexdigest())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +107,19 @@ NON_FINITE = RequestError(
     "the request again.",
 )
 """Caused by the request or its adapter; the other requests of the step go on."""
+
+GRAMMAR_DEAD_END = RequestError(
+    code="grammar_dead_end",
+    message="No token can come next that the grammar or schema of this request allows. logit_bias, bad_words and "
+    "allowed_token_ids may rule out what it needs, or this model has no token for it.",
+)
+"""The output so far is the beginning of no answer."""
+
+GRAMMAR_TOO_COMPLEX = RequestError(
+    code="grammar_too_complex",
+    message="The grammar or schema of this request takes too long to follow: it is ambiguous, or has patterns that "
+    "repeat too much. Make it simpler.",
+)
 
 EXPIRED = RequestError(
     code="deadline.queue",

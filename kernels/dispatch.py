@@ -36,6 +36,7 @@ class Kernels:
     sgmv: Sgmv
     sample: Callable[[Tensor, Sequence[RowSampling]], Tensor]
     logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
+    mask_tokens: Callable[[Tensor, Tensor, Tensor], None]
     attend: Attend | None = None
     """All of a layer between its projections in one call; None where `weft.kernels.attend` composes it."""
 
@@ -62,9 +63,10 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
 def native_kernels() -> Kernels:
     """The operations in C++, for a CPU and for dtypes in `NATIVE_DTYPES`.
 
-    Sampling uses torch operators. So do rope and the KV write when they are called alone; `attend` does them in C++.
+    Sampling uses torch operators, but for masks. So do rope and the KV write when they are called alone; `attend` does
+    them in C++.
     """
-    from weft.kernels.native import attention, rows, sgmv
+    from weft.kernels.native import attention, masks, rows, sgmv
 
     return replace(
         torch_kernels(),
@@ -74,6 +76,7 @@ def native_kernels() -> Kernels:
         paged_attention=attention.paged_attention,
         sgmv=sgmv.sgmv,
         attend=attention.attend,
+        mask_tokens=masks.mask_tokens,
     )
 
 
@@ -118,4 +121,5 @@ def _kernels_of(rows: ModuleType, attention: ModuleType, sgmv: ModuleType, sampl
         sgmv=sgmv.sgmv,
         sample=sampling.sample,
         logprobs=sampling.logprobs,
+        mask_tokens=sampling.mask_tokens,
     )

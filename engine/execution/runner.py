@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 
 import torch
 
 from weft.adapters.lora.step import PagedLora
 from weft.adapters.residency.slots import SlotLease
 from weft.engine.execution.batch import Batch, build_batch
-from weft.engine.execution.sampler import Sampler
+from weft.engine.execution.sampler import RowMasks, Sampler
+from weft.engine.grammar.masks import StepMasks
 from weft.engine.model.decoder import Decoder, KvViews
-from weft.engine.request import TokenLogprobs
+from weft.engine.request import GRAMMAR_DEAD_END, RequestError, TokenLogprobs
 from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
 from weft.errors import EngineError, PageAccountingError
 from weft.memory.arena import Arena, mark
@@ -54,8 +56,12 @@ class ModelRunner:
         self._sampler = sampler
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> list[ChunkResult]:
+    def execute(self, plan: StepPlan, masks: Future[StepMasks] | None = None) -> list[ChunkResult]:
         """Run one step.
+
+        Args:
+            plan: The step.
+            masks: Of the chunks that have a grammar; awaited after the forward pass.
 
         Returns:
             One result per chunk, in the order of the plan.
@@ -76,7 +82,7 @@ class ModelRunner:
             self._check_lease(adapter)
         moved = self.move_pages(plan)
         try:
-            return self._compute(plan, batch) if batch is not None else []
+            return self._compute(plan, batch, masks) if batch is not None else []
         finally:
             # Also where the step fails: its host pages then go to others, who do not know of these copies.
             if moved is not None:
@@ -86,36 +92,46 @@ class ModelRunner:
         """Let go of what the runner holds of the device; it must not be used afterwards."""
         self._kv = KvViews((), ())
 
-    def _compute(self, plan: StepPlan, batch: Batch) -> list[ChunkResult]:
+    def _compute(self, plan: StepPlan, batch: Batch, masks: Future[StepMasks] | None) -> list[ChunkResult]:
         lora = self._lora.prepare(batch.row_slots) if batch.adapters else None
         hidden = self._decoder.forward(batch.rows, self._kv, lora)
-        sampled = self._sample(plan.chunks, batch, hidden)
+        sampled, failures = self._sample(plan.chunks, batch, hidden, masks)
         results = []
         for index, chunk in enumerate(plan.chunks):
             token_id, logprobs = sampled.get(index, (None, None))
             prompt_logprobs = self._prompt_logprobs(chunk, batch.first_rows[index], hidden)
-            is_non_finite = token_id is None and chunk.sample is not None
+            failure = failures.get(index)
+            is_non_finite = token_id is None and chunk.sample is not None and failure is None
             results.append(
                 ChunkResult(
                     request_id=chunk.request_id,
                     token_id=token_id,
                     logprobs=logprobs,
                     prompt_logprobs=prompt_logprobs,
+                    failure=failure,
                     is_non_finite=is_non_finite or not all(math.isfinite(entry.logprob) for entry in prompt_logprobs),
                 )
             )
         return results
 
     def _sample(
-        self, chunks: Sequence[Chunk], batch: Batch, hidden: torch.Tensor
-    ) -> dict[int, tuple[int | None, TokenLogprobs | None]]:
-        """The sampled token of each chunk that wants one, by its place in the plan."""
+        self, chunks: Sequence[Chunk], batch: Batch, hidden: torch.Tensor, masks: Future[StepMasks] | None
+    ) -> tuple[dict[int, tuple[int | None, TokenLogprobs | None]], dict[int, RequestError]]:
+        """By places in the plan: the sampled token of each chunk that wants one, and why its grammar leaves none."""
         wanted = [(index, chunk.sample) for index, chunk in enumerate(chunks) if chunk.sample is not None]
         if not wanted:
-            return {}
+            return {}, {}
         rows = [batch.last_row(index, chunks[index]) for index, _ in wanted]
-        tokens = self._sampler.sample(self._logits(hidden, rows), [spec for _, spec in wanted])
-        return {index: token for (index, _), token in zip(wanted, tokens, strict=True)}
+        specs, logits = [spec for _, spec in wanted], self._logits(hidden, rows)
+        if masks is None:
+            tokens = self._sampler.sample(logits, specs)
+            return {index: token for (index, _), token in zip(wanted, tokens, strict=True)}, {}
+        filled = masks.result()
+        row_of = {index: row for row, (index, _) in enumerate(wanted)}
+        row_masks = RowMasks([row_of[index] for index in filled.chunks], filled.bits)
+        tokens = self._sampler.sample(logits, specs, row_masks)
+        dead = {wanted[row][0]: GRAMMAR_DEAD_END for row in row_masks.dead}
+        return {index: token for (index, _), token in zip(wanted, tokens, strict=True)}, dead | filled.failures
 
     def _prompt_logprobs(self, chunk: Chunk, first_row: int, hidden: torch.Tensor) -> list[TokenLogprobs]:
         targets = chunk.prompt_targets or []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -23,6 +23,18 @@ DRAW_BITS = 24
 MAX_LOGIT = 1e30
 """A row whose largest logit has a larger magnitude is not a distribution: divided by a temperature it may overflow."""
 _SEED_MASK = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class RowMasks:
+    """What grammars leave of some rows of logits."""
+
+    rows: list[int]
+    """Which rows."""
+    bits: torch.Tensor
+    """[rows, words], int32; see `kernels.plain.sampling.mask_tokens`."""
+    dead: set[int] = field(default_factory=set)
+    """Rows of which they leave nothing."""
 
 
 class PhiloxDraws:
@@ -56,7 +68,7 @@ class Sampler:
         self._draws = PhiloxDraws()
 
     def sample(
-        self, logits: torch.Tensor, specs: Sequence[SampleSpec]
+        self, logits: torch.Tensor, specs: Sequence[SampleSpec], masks: RowMasks | None = None
     ) -> list[tuple[int | None, TokenLogprobs | None]]:
         """Choose one token per row.
 
@@ -65,10 +77,11 @@ class Sampler:
         Args:
             logits: [n, vocab_size], float32, contiguous. Mutated by penalties.
             specs: How, per row.
+            masks: What grammars leave of some rows. *Mutated*: gets the rows of which nothing is left.
 
         Returns:
-            Per row the token, None where the row is no distribution, and its log-probabilities under the unchanged
-            logits where they are asked for.
+            Per row the token, None where the row is no distribution or nothing is left of it, and its log-probabilities
+            under the unchanged logits where they are asked for.
         """
         reported = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
         original = logits[reported] if reported else logits
@@ -80,6 +93,8 @@ class Sampler:
                 if spec.params.allowed_token_ids:
                     keep_only(logits[row], spec.params.allowed_token_ids)
         non_finite = _clear_non_finite_rows(logits)
+        if masks is not None:
+            non_finite |= self._mask(logits, masks)
         tokens: list[int] = self._kernels.sample(logits, [self._sampling(spec) for spec in specs]).tolist()
 
         found: dict[int, TokenLogprobs] = {}
@@ -114,6 +129,16 @@ class Sampler:
             )
             for row, token in enumerate(token_ids)
         ]
+
+    def _mask(self, logits: torch.Tensor, masks: RowMasks) -> set[int]:
+        """Rule out what grammars do not allow; returns the rows of which nothing is left, which become zeros."""
+        rows = torch.tensor(masks.rows, dtype=torch.int64).to(logits.device)
+        self._kernels.mask_tokens(logits, rows, masks.bits.to(logits.device))
+        is_dead = (logits.index_select(0, rows).amax(-1) == -math.inf).tolist()
+        masks.dead.update(row for row, dead in zip(masks.rows, is_dead, strict=True) if dead)
+        for row in masks.dead:
+            logits[row] = 0.0
+        return masks.dead
 
     def _sampling(self, spec: SampleSpec) -> RowSampling:
         params = spec.params

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from weft.engine.request import NON_FINITE, FinishReason, RequestError, RequestOutput, TokenLogprobs
+from weft.engine.request import (
+    GRAMMAR_TOO_COMPLEX,
+    NON_FINITE,
+    FinishReason,
+    RequestError,
+    RequestOutput,
+    TokenLogprobs,
+)
 from weft.engine.scheduling.beam import BeamSearch
 from weft.engine.scheduling.plan import Chunk, ChunkResult
 from weft.engine.scheduling.request_limits import ModelLimits
@@ -56,8 +63,8 @@ class Outcomes:
 
     def advance(self, state: RequestState, chunk: Chunk, result: ChunkResult) -> None:
         """Take in what a step computed for a request."""
-        if result.is_non_finite:
-            self.finish(state.request_id, "error", NON_FINITE)
+        if result.is_non_finite or result.failure is not None:
+            self.finish(state.request_id, "error", result.failure or NON_FINITE)
             return
         state.num_computed = chunk.start + len(chunk.token_ids)
         output = _output(state, chunk, result, self._limits) if state.beam is None else None
@@ -105,10 +112,15 @@ def _output(state: RequestState, chunk: Chunk, result: ChunkResult, limits: Mode
     if not state.sent_first_output:
         output.prompt_logprobs = _prompt_logprobs(state)
         state.mark_first(output)
-    reason = _finish_reason(state, token_id, limits)
+    reason: FinishReason | None = _finish_reason(state, token_id, limits)
+    if reason == "stop":
+        output.stop_token_id = token_id
+    elif state.matcher is not None and not state.matcher.take([token_id]):
+        reason, output.error = "error", GRAMMAR_TOO_COMPLEX
+    elif state.matcher is not None and state.matcher.is_done:
+        reason = "stop"
     if reason is not None:
         output.finish_reason, output.computed_prompt_tokens = reason, state.num_prompt
-        output.stop_token_id = token_id if reason == "stop" else None
     return output
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from weft.adapters.residency.slots import SlotLease
-from weft.engine.request import TokenLogprobs
+from weft.engine.request import RequestError, TokenLogprobs
 from weft.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -119,6 +119,8 @@ class ChunkResult:
     """One per entry of `prompt_targets`."""
     is_non_finite: bool = False
     """Whether the model's scores were NaN or overflowed, which is the end of the request."""
+    failure: RequestError | None = None
+    """Why its grammar leaves no token, which is its end too."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from weft.memory.prefix_cache import PrefixBlock, TokenChain
 
 if TYPE_CHECKING:
     from weft.engine.fairness.shares import Flow
+    from weft.engine.grammar.matcher import Matcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class RequestPages:
         return [page for pages in self.table.pages for page in pages[len(self.held) :]]
 
 
-WaitingReason = Literal["NEW", "LOADING", "NO_ROOM", "NO_PAGES", "FORK"]
+WaitingReason = Literal["NEW", "LOADING", "NO_ROOM", "NO_PAGES", "FORK", "GRAMMAR"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,6 +99,8 @@ class RequestState:
     """Tokens, from the first one on, whose keys and values it takes from the leader."""
     beam: Beam | None = None
     """None for all but beam searches."""
+    matcher: Matcher | None = None
+    """Its place in its grammar; None where it has none, and until that is compiled."""
     lease: SlotLease | None = None
     is_holding: bool = False
     """Whether it holds its adapter while it waits."""

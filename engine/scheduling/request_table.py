@@ -205,6 +205,10 @@ class RequestTable:
         """Those without pages."""
         self.running: list[RequestState] = []
         """Those with pages, in the step or paused."""
+        self.parked: dict[str, RequestState] = {}
+        """Waiting requests whose grammars are being compiled: the fair order does not know them yet."""
+        self.num_grammars = 0
+        """Requests that have a grammar."""
         self.prefilling: set[RequestState] = set()
         """Running requests that have more to compute than their last token."""
         self.preemptions: dict[str, int] = dict.fromkeys(PREEMPTIONS, 0)
@@ -213,7 +217,7 @@ class RequestTable:
     @property
     def num_rows(self) -> int:
         """Requests in the step."""
-        return len(self.requests) - self.order.num_queued
+        return len(self.requests) - len(self.parked) - self.order.num_queued
 
     @property
     def has_free_row(self) -> bool:
@@ -224,12 +228,23 @@ class RequestTable:
         """Requests in the step."""
         return [state for state in self.running if state.has_row]
 
-    def enter(self, state: RequestState) -> None:
-        """A request arrives, to wait."""
+    def enter(self, state: RequestState, *, is_parked: bool = False) -> None:
+        """A request arrives, to wait; one that is parked, until `unpark`."""
         self.requests[state.request_id] = state
+        self.num_grammars += state.request.grammar is not None
         self.service.arrive(state)
-        self.order.enter(state)
+        if is_parked:
+            self.parked[state.request_id], state.waiting_reason = state, "GRAMMAR"
+        else:
+            self.order.enter(state)
         self.wait(state)
+
+    def unpark(self, state: RequestState) -> None:
+        """A parked request may get a row from now on."""
+        del self.parked[state.request_id]
+        state.waiting_reason = "NEW"
+        self.order.enter(state)
+        self.waiting.has_changed = True
 
     def wait(self, state: RequestState) -> None:
         """A request waits from now on."""
@@ -260,8 +275,10 @@ class RequestTable:
     def remove(self, state: RequestState) -> None:
         """A request has ended; what it has goes back."""
         del self.requests[state.request_id]
+        self.num_grammars -= state.request.grammar is not None
         self._charge_load(state)
-        self.order.leave(state)
+        if self.parked.pop(state.request_id, None) is None:
+            self.order.leave(state)
         if state.status == "waiting":
             self.waiting.remove(state)
             self.service.stop_waiting(state)
@@ -297,7 +314,7 @@ class RequestTable:
         waiting = self.waiting.request_ids
         if running & waiting or running | waiting != self.requests.keys():
             raise EngineError("a request is not in exactly one of waiting and running")
-        if self.order.check() != self.requests.keys() or self.num_rows > self.max_rows:
+        if self.order.check() != self.requests.keys() - self.parked.keys() or self.num_rows > self.max_rows:
             raise EngineError("the fair order has other requests, or more rows than a step")
         for state in self.waiting:
             if state.status != "waiting" or state.lease is not None or state.has_row:

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from weft.adapters.residency.residency import Residency
 from weft.config import SchedulerConfig
@@ -23,7 +24,15 @@ from weft.engine.fairness.inner_order import inner_order
 from weft.engine.fairness.lengths import Lengths
 from weft.engine.fairness.prices import Prices
 from weft.engine.fairness.tenant_service import TenantService
-from weft.engine.request import EXPIRED, INTERNAL, GenerationRequest, RequestOutput, request_error
+from weft.engine.request import (
+    EXPIRED,
+    INTERNAL,
+    FinishReason,
+    GenerationRequest,
+    RequestError,
+    RequestOutput,
+    request_error,
+)
 from weft.engine.scheduling.beam import BeamSearch
 from weft.engine.scheduling.chunks import Chunks
 from weft.engine.scheduling.kv_pages import KvPages
@@ -39,6 +48,10 @@ from weft.engine.status import EngineLoad, PauseMode, TenantLoad
 from weft.errors import EngineError, InvalidRequestError, QueueFullError, WeftError
 from weft.memory.block_table import BlockTable
 
+if TYPE_CHECKING:
+    from weft.engine.grammar.compiler import Grammars
+    from weft.engine.grammar.matcher import Matcher
+
 logger = logging.getLogger(__name__)
 
 
@@ -51,11 +64,12 @@ class Scheduler:
         residency: Where adapters are.
         limits: What the model bounds.
         prices: What the work of a step costs its tenant.
+        grammars: Matchers for requests that have a grammar; None refuses these.
         clock: Monotonic seconds.
         draw_seed: Seeds for requests that bring none.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one more than usual, each of its own kind
         self,
         config: SchedulerConfig,
         kv: KvPages,
@@ -63,12 +77,14 @@ class Scheduler:
         limits: ModelLimits,
         *,
         prices: Prices | None = None,
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
     ) -> None:
         self._config = config
         self._residency = residency
         self._limits = limits
+        self._grammars = grammars
         self._clock = clock
         self._draw_seed = draw_seed
         prices = prices or Prices()
@@ -81,8 +97,6 @@ class Scheduler:
         )
         """Where every request is."""
         self._outcomes = Outcomes(self.table, limits)
-        self.finish = self._outcomes.finish
-        """End a request, whatever its state; see `Outcomes.finish`."""
         self.take_outputs = self._outcomes.take
         """What happened to requests since the last call."""
         self._preemption = Preemption(self.table)
@@ -127,6 +141,9 @@ class Scheduler:
         if request.request_id in self.table.requests or request.request_id in self._outcomes.searches:
             raise InvalidRequestError("request_id must be unique, got one that is in use.", param="request_id")
         check_limits(request, self._limits)
+        if request.grammar is not None and (self._grammars is None or request.beam is not None):
+            what = "this engine" if self._grammars is None else "beam search"
+            raise InvalidRequestError(f"A grammar cannot be used with {what}.", param="structured_outputs")
         adapter = request.adapter
         adapter_pages = self._residency.pages_needed(adapter) if adapter else 0
         self.table.kv.check_fits(request, adapter_pages)
@@ -155,9 +172,38 @@ class Scheduler:
         if search is not None:
             search.start(state)
             self._outcomes.searches[state.request_id] = search
-        self.table.enter(state)
+        matcher = self._grammars.ask(request) if self._grammars is not None and request.grammar is not None else None
+        self.table.enter(state, is_parked=request.grammar is not None and matcher is None)
+        if matcher is not None:
+            self._begin_matching(state, matcher)
         if 0 < request.params.max_tokens <= len(state.output_token_ids):
             self.finish(state.request_id, "length")
+
+    def finish(self, request_id: str, reason: FinishReason, error: RequestError | None = None) -> None:
+        """End a request, whatever its state; see `Outcomes.finish`."""
+        parked = self.table.parked.get(request_id)
+        if parked is not None and self._grammars is not None:
+            self._grammars.forget(parked.request)
+        self._outcomes.finish(request_id, reason, error)
+
+    def take_in_grammars(self) -> None:
+        """Let requests go on whose grammars were compiled; those whose are none end."""
+        for request_id, matcher in self._grammars.take_done() if self._grammars is not None else ():
+            state = self.table.parked.get(request_id)
+            if state is not None:
+                self.table.unpark(state)
+                self._begin_matching(state, matcher)
+
+    def matchers(self, plan: StepPlan) -> list[tuple[int, Matcher]]:
+        """Of the chunks of a plan that yield a token of a grammar: places in the plan, and matchers."""
+        if not self.table.num_grammars:
+            return []
+        found = []
+        for index, chunk in enumerate(plan.chunks):
+            matcher = self.table.requests[chunk.request_id].matcher if chunk.sample is not None else None
+            if matcher is not None:
+                found.append((index, matcher))
+        return found
 
     def plan(self) -> StepPlan | None:
         """What to compute next; None when nothing can be computed now."""
@@ -246,6 +292,11 @@ class Scheduler:
             self.finish(state.request_id, "error", INTERNAL)
         self.table.lose_swapped(self._step)
 
+    def close(self) -> None:
+        """End background work."""
+        if self._grammars is not None:
+            self._grammars.close()
+
     def load(self, boot_id: str, seq: int) -> EngineLoad:
         """What there is to do, by tenant; in time that grows with the requests that run, not with those that wait."""
         return EngineLoad(
@@ -270,6 +321,14 @@ class Scheduler:
         if not any(state.has_started for state in self.table.requests.values()):
             self.pause = "keep"
         return self.pause == "keep"
+
+    def _begin_matching(self, state: RequestState, matcher: Matcher | RequestError) -> None:
+        if isinstance(matcher, RequestError):
+            self.finish(state.request_id, "error", matcher)
+        elif matcher.is_done:  # by what was generated elsewhere
+            self.finish(state.request_id, "stop")
+        else:
+            state.matcher = matcher
 
     def _predict(self, state: RequestState) -> None:
         request, flow = state.request, state.request.flow

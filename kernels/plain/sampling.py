@@ -95,6 +95,40 @@ def argmax(logits: Tensor) -> Tensor:
     return block * BLOCK + values[torch.arange(len(logits)), block].argmax(-1)
 
 
+def mask_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """Rule out the tokens of some rows whose bits are not set.
+
+    Semantics: l = -inf for each token t of row rows[i] where bit t % 32 of bits[i, t // 32] is 0, or where there is no
+    such word.
+
+    Args:
+        logits: [B, V], float32. Mutated.
+        rows: [n], int64, each at most once.
+        bits: [n, W], int32.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit.
+    """
+    check_masks(logits, rows, bits)
+    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+    is_allowed = ((bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, : logits.shape[1]]
+    is_allowed = functional.pad(is_allowed, (0, logits.shape[1] - is_allowed.shape[1]))
+    logits[rows] = logits[rows].masked_fill(~is_allowed, -torch.inf)
+
+
+def check_masks(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """Check what a call to `mask_tokens` was given.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit.
+    """
+    expect("logits", logits, (None, None), torch.float32)
+    expect_that("logits", logits.stride(1) == 1, "rows of consecutive elements", logits.stride())
+    expect("rows", rows, (None,), torch.int64, logits.device)
+    expect("bits", bits, (len(rows), None), torch.int32, logits.device)
+    expect_that("bits", bits.is_contiguous(), "contiguous elements", bits.stride())
+
+
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probabilities of the unfiltered distribution.
 

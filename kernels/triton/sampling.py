@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.checks import expect_that
-from weft.kernels.plain.sampling import check_operands, chosen_logprobs
+from weft.kernels.plain.sampling import check_masks, check_operands, chosen_logprobs
 from weft.kernels.sampling import RowSampling
 
 MAX_TOP_K = 2**31 - 1
@@ -136,6 +136,30 @@ def sample(logits: Tensor, sampling: Sequence[RowSampling]) -> Tensor:
             logits, temperatures, *filters, tokens, vocab_size, logits.stride(0), BLOCK=block, num_warps=8
         )
     return tokens
+
+
+@triton.jit
+def mask_tokens_kernel(logits, rows, bits, V, W, stride: tl.int64, BLOCK: tl.constexpr):
+    """Rule out the tokens of one block of one row. Grid: (n, blocks of V)."""
+    index = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(bits + index.to(tl.int64) * W + token // 32, mask=token // 32 < W, other=0)
+    is_ruled_out = ((word >> (token % 32)) & 1) == 0
+    tl.store(logits + tl.load(rows + index) * stride + token, float("-inf"), mask=is_ruled_out & (token < V))
+
+
+def mask_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """Rule out the tokens of some rows whose bits are not set.
+
+    Semantics and arguments: `weft.kernels.plain.sampling.mask_tokens`.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit.
+    """
+    check_masks(logits, rows, bits)
+    block = min(1024, triton.next_power_of_2(logits.shape[1]))
+    grid = (len(rows), triton.cdiv(logits.shape[1], block))
+    mask_tokens_kernel[grid](logits, rows, bits, logits.shape[1], bits.shape[1], logits.stride(0), BLOCK=block)
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

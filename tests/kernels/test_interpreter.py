@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-FILES = ("test_attention.py", "test_rope_and_kv_write.py", "test_rows.py", "test_sampling.py", "test_sgmv.py")
+FILES = (
+    *("test_attention.py", "test_masks.py", "test_rope_and_kv_write.py", "test_rows.py", "test_sampling.py"),
+    "test_sgmv.py",
+)
 
 
 @pytest.mark.slow

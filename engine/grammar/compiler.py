@@ -1,0 +1,160 @@
+"""Compiles grammars in one thread, beside the steps, tenant by tenant in turns, and keeps what was compiled last.
+
+What is kept is each tenant's own: nobody learns from a short wait what others asked for, and a tenant that sends many
+grammars pushes out its own first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from weft.engine.grammar.matcher import Matcher
+from weft.engine.request import INTERNAL, GenerationRequest, RequestError, request_error
+from weft.errors import WeftError
+
+logger = logging.getLogger(__name__)
+
+MAX_KEPT = 256
+"""Grammars that are kept compiled."""
+MAX_KEPT_BYTES = 16 << 20
+"""Text of the grammars that are kept; each takes some ten times as much compiled, and 100 KB besides."""
+_Key = tuple[str, str]
+"""Tenant and digest."""
+
+
+class Executor(Protocol):
+    """Runs work some time, one piece after another."""
+
+    def submit(self, fn: Callable[[], None], /) -> Future[None]:
+        """Run `fn` now or later."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more work."""
+
+
+@dataclass(eq=False)
+class _Job:
+    key: _Key
+    text: str
+    requests: dict[str, GenerationRequest] = field(default_factory=dict)
+    """Those that wait for it."""
+    result: Matcher | RequestError = INTERNAL
+
+
+class Grammars:
+    """Matchers for requests. Thread: the engine's, but for compiling.
+
+    Args:
+        compiled: Makes a matcher of a grammar's text.
+        executor: One thread.
+        notify: Called by that thread when a grammar is compiled.
+    """
+
+    def __init__(
+        self, compiled: Callable[[str], Matcher], executor: Executor, notify: Callable[[], None] | None = None
+    ) -> None:
+        self._compile = compiled
+        self._executor = executor
+        self._notify = notify
+        self._lock = threading.Lock()
+        self._queues: OrderedDict[str, deque[_Job]] = OrderedDict()
+        """By tenant, the next to be served first."""
+        self._jobs: dict[_Key, _Job] = {}
+        self._done: deque[_Job] = deque()
+        self._kept: OrderedDict[_Key, tuple[Matcher, int]] = OrderedDict()
+        """With the bytes of the text, the one used last at the end."""
+
+    @property
+    def num_kept(self) -> int:
+        """Grammars that are there without compiling."""
+        return len(self._kept)
+
+    def ask(self, request: GenerationRequest) -> Matcher | RequestError | None:
+        """A request's matcher, after what it generated already; None if it is to be compiled, see `take_done`."""
+        if request.grammar is None:
+            raise ValueError("the request has no grammar")
+        key = (request.flow.tenant, request.grammar.digest)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return _started(self._kept[key][0], request)
+        if (job := self._jobs.get(key)) is not None:
+            job.requests[request.request_id] = request
+            return None
+        job = self._jobs[key] = _Job(key, request.grammar.text, {request.request_id: request})
+        with self._lock:
+            self._queues.setdefault(request.flow.tenant, deque()).append(job)
+        self._executor.submit(self._run_next)
+        return None
+
+    def forget(self, request: GenerationRequest) -> None:
+        """A request has ended; what only it waited for is not compiled."""
+        if request.grammar is None:
+            return
+        job = self._jobs.get((request.flow.tenant, request.grammar.digest))
+        if job is not None:
+            job.requests.pop(request.request_id, None)
+
+    def take_done(self) -> Iterator[tuple[str, Matcher | RequestError]]:
+        """Requests whose grammars were compiled since the last call, each with its matcher or what went wrong."""
+        for _ in range(len(self._done)):
+            job = self._done.popleft()
+            del self._jobs[job.key]
+            if isinstance(job.result, Matcher):
+                self._keep(job.key, job.result, len(job.text))
+            for request_id, request in job.requests.items():
+                result = job.result
+                yield request_id, _started(result, request) if isinstance(result, Matcher) else result
+
+    def close(self) -> None:
+        """Drop what waits, and return when what is compiled is done."""
+        with self._lock:
+            self._queues.clear()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _keep(self, key: _Key, matcher: Matcher, size: int) -> None:
+        self._kept[key] = (matcher, size)
+        while len(self._kept) > MAX_KEPT or sum(size for _, size in self._kept.values()) > MAX_KEPT_BYTES:
+            held: dict[str, int] = {}
+            for (tenant, _), (_, each) in self._kept.items():
+                held[tenant] = held.get(tenant, 0) + each + MAX_KEPT_BYTES // MAX_KEPT
+            largest = max(held, key=held.__getitem__)
+            del self._kept[next(key for key in self._kept if key[0] == largest)]
+
+    def _run_next(self) -> None:
+        with self._lock:
+            if not self._queues:
+                return
+            tenant, queue = next(iter(self._queues.items()))
+            job = queue.popleft()
+            if queue:
+                self._queues.move_to_end(tenant)
+            else:
+                del self._queues[tenant]
+        if job.requests:
+            job.result = self._compiled(job.text)
+        self._done.append(job)
+        if self._notify is not None:
+            self._notify()
+
+    def _compiled(self, text: str) -> Matcher | RequestError:
+        try:
+            return self._compile(text)
+        except WeftError as error:
+            return request_error(error)
+        except BaseException:  # a panic of llguidance is no Exception, and must end no more than this request
+            logger.exception("compiling a grammar failed")
+            return INTERNAL
+
+
+def _started(compiled: Matcher, request: GenerationRequest) -> Matcher | RequestError:
+    matcher = compiled.copy(request.params.stop_token_ids)
+    if not request.generated_token_ids or matcher.take(request.generated_token_ids):
+        return matcher
+    message = "The tokens that were generated already are no beginning of a text of this grammar."
+    return RequestError(code="grammar_mismatch", message=message)

@@ -1,0 +1,128 @@
+"""One output's place in its grammar. llguidance knows grammars; here are its limits and what can go wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+logger = logging.getLogger(__name__)
+
+PARSER_LIMITS: dict[str, Any] = {
+    "max_items_in_row": 500,
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 10_000,
+    "max_lexer_states": 5_000,
+    "max_grammar_size": 50_000,
+    "verbose_errors": False,
+}
+"""What a grammar may cost. A mask then takes 5 ms at worst and usually 0.03 ms, and a grammar at most some MB."""
+WORD_BITS = 32
+
+
+class GrammarTokens:
+    """The model's tokens as grammars see them; read when the first grammar is compiled.
+
+    Args:
+        folder: Of the checkpoint.
+        eos_token_ids: Tokens that end an output.
+    """
+
+    def __init__(self, folder: Path, eos_token_ids: Collection[int]) -> None:
+        self._folder = folder
+        self._eos_token_ids = sorted(eos_token_ids)
+
+    @cached_property
+    def tokenizer(self) -> LLTokenizer:
+        """Takes about a second to make.
+
+        Raises:
+            InvalidRequestError: Grammars do not know this kind of tokenizer, or nothing ends an output.
+        """
+        from llguidance import LLTokenizer
+
+        if not self._eos_token_ids:
+            raise InvalidRequestError(
+                "This model cannot be held to a grammar: it names no end-of-sequence token.", code="grammar_unsupported"
+            )
+        try:
+            source = json.loads((self._folder / "tokenizer.json").read_text(encoding="utf-8"))
+            source["truncation"] = source["padding"] = None
+            return LLTokenizer(json.dumps(source), eos_token=self._eos_token_ids)
+        except (OSError, ValueError) as error:
+            logger.warning("grammars do not know the tokenizer of %s: %s", self._folder, error)
+            message = (
+                "This model cannot be held to a grammar: grammars know byte-level tokenizers and byte fallback only."
+            )
+            raise InvalidRequestError(message, code="grammar_unsupported") from error
+
+    def compile(self, text: str) -> Matcher:
+        """A matcher at the start of a grammar; others are copied from it.
+
+        Raises:
+            InvalidRequestError: It is no grammar, or costs too much.
+        """
+        from llguidance import LLMatcher, LLParserLimits
+
+        tokenizer = self.tokenizer
+        parser = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+        if not parser.is_error():
+            parser.compute_bitmask()  # what this finds out of the grammar, copies know
+        if parser.is_error():
+            reason = parser.get_error().partition("\n")[0][:200]
+            message = f"No answer can be held to this grammar or schema: {reason}. Make it simpler."
+            raise InvalidRequestError(message, code="grammar_too_complex")
+        return Matcher(parser, tokenizer)
+
+
+class Matcher:
+    """Says which tokens may come next, and takes the one that did. Not thread-safe.
+
+    Args:
+        parser: At its place in the grammar.
+        tokenizer: What its tokens are.
+        stop_token_ids: Tokens that may end the output besides those of the model.
+    """
+
+    def __init__(self, parser: LLMatcher, tokenizer: LLTokenizer, stop_token_ids: Sequence[int] = ()) -> None:
+        self.parser = parser
+        self._tokenizer = tokenizer
+        self._stop_token_ids = [token_id for token_id in stop_token_ids if token_id < tokenizer.vocab_size]
+
+    @property
+    def num_words(self) -> int:
+        """Words of 32 bits that a mask has."""
+        return -(-self._tokenizer.vocab_size // WORD_BITS)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the output is complete, and nothing can be added."""
+        return self.parser.is_stopped() and not self.parser.is_error()
+
+    def copy(self, stop_token_ids: Sequence[int] = ()) -> Matcher:
+        """Another matcher at the same place."""
+        return Matcher(self.parser.deep_copy(), self._tokenizer, stop_token_ids)
+
+    def take(self, token_ids: Sequence[int]) -> bool:
+        """Go on by these tokens; False if they cannot be, after which the matcher is of no use."""
+        return self.parser.consume_tokens(list(token_ids))
+
+    def forced_tokens(self) -> list[int]:
+        """Tokens that are certain to come next, as the tokenizer itself would cut their text; maybe none.
+
+        Only where it cuts a text in one way: else what is forced is text, and its tokens are the model's choice.
+        """
+        return self.parser.compute_ff_tokens() if self._tokenizer.is_canonical else []
+
+    def end_tokens(self) -> list[int]:
+        """Tokens that may end the output here besides those of the model."""
+        return self._stop_token_ids if self._stop_token_ids and self.parser.is_accepting() else []

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import pytest
+
+from weft.engine.grammar import compiler
+from weft.engine.grammar.compiler import Grammars
+from weft.engine.grammar.matcher import Matcher
+from weft.engine.request import FlowKey, GenerationRequest, Grammar, RequestError
+from weft.engine.sampling_params import SamplingParams
+from weft.errors import InvalidRequestError
+
+
+class Panic(BaseException):
+    """What a fault of a library in Rust raises."""
+
+
+class FakeMatcher(Matcher):
+    """Takes the tokens below 10."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.taken: list[int] = []
+
+    def copy(self, stop_token_ids: Sequence[int] = ()) -> FakeMatcher:  # noqa: ARG002
+        return FakeMatcher(self.text)
+
+    def take(self, token_ids: Sequence[int]) -> bool:
+        self.taken += token_ids
+        return max(token_ids) < 10
+
+
+class Later:
+    """Runs what it was given when it is told to."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[Callable[[], None]] = deque()
+
+    def submit(self, fn: Callable[[], None], /) -> Future[None]:
+        self.jobs.append(fn)
+        return Future()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002
+        self.jobs.clear()
+
+    def run(self, count: int = 1000) -> None:
+        for _ in range(min(count, len(self.jobs))):
+            self.jobs.popleft()()
+
+
+class Parts:
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+        self.later = Later()
+        self.grammars = Grammars(self._compile, self.later)
+
+    def _compile(self, text: str) -> Matcher:
+        self.compiled.append(text)
+        if text == "wrong":
+            raise InvalidRequestError("It is wrong.", code="grammar_too_complex")
+        if text == "panic":
+            raise Panic("the parser gave up")
+        return FakeMatcher(text)
+
+    def ask(self, name: str, text: str, tenant: str = "t", generated: list[int] | None = None) -> object:
+        return self.grammars.ask(request_for(name, text, tenant, generated))
+
+    def done(self) -> dict[str, object]:
+        self.later.run()
+        return dict(self.grammars.take_done())
+
+
+def request_for(name: str, text: str, tenant: str = "t", generated: list[int] | None = None) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        prompt_token_ids=[1],
+        params=SamplingParams(),
+        flow=FlowKey(tenant=tenant),
+        grammar=Grammar(text=text, digest=hashlib.sha256(text.encode()).hexdigest()),
+        generated_token_ids=generated or [],
+    )
+
+
+def test_a_grammar_is_compiled_once_and_every_request_has_a_matcher_of_its_own() -> None:
+    parts = Parts()
+    assert parts.ask("a", "one") is parts.ask("b", "one") is None
+    done = parts.done()
+    assert done.keys() == {"a", "b"}
+    assert done["a"] is not done["b"]
+    assert isinstance(parts.ask("c", "one"), FakeMatcher)
+    assert parts.compiled == ["one"]
+
+
+def test_tenants_take_turns_and_share_nothing() -> None:
+    parts = Parts()
+    for index in range(4):
+        parts.ask(f"many-{index}", f"grammar {index}", "many")
+    parts.ask("few-0", "grammar 0", "few")
+    parts.later.run(2)
+    assert parts.compiled == ["grammar 0", "grammar 0"]
+    assert [name for name, _ in parts.grammars.take_done()] == ["many-0", "few-0"]
+
+
+def test_what_goes_wrong_ends_those_that_asked_and_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+    parts = Parts()
+    for name in ("wrong", "panic", "right"):
+        parts.ask(name, name)
+    done = parts.done()
+    assert [type(result) for result in done.values()] == [RequestError, RequestError, FakeMatcher]
+    assert done["wrong"] == RequestError(code="grammar_too_complex", message="It is wrong.", kind="request")
+    assert isinstance(done["panic"], RequestError)
+    assert done["panic"].kind == "internal"
+    assert "gave up" in caplog.text
+
+
+def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
+    parts = Parts()
+    for name in ("gone", "left"):
+        parts.ask(name, "shared" if name == "left" else "alone")
+    parts.ask("gone too", "shared")
+    parts.grammars.forget(request_for("gone", "alone"))
+    parts.grammars.forget(request_for("gone too", "shared"))
+    assert parts.done().keys() == {"left"}
+    assert parts.compiled == ["shared"]
+    assert parts.ask("again", "alone") is None
+    assert parts.done().keys() == {"again"}
+
+
+def test_a_matcher_begins_after_what_was_generated_already() -> None:
+    parts = Parts()
+    parts.ask("fits", "one", generated=[1, 2])
+    parts.ask("does not", "one", generated=[99])
+    done = parts.done()
+    assert isinstance(done["fits"], FakeMatcher)
+    assert done["fits"].taken == [1, 2]
+    assert isinstance(done["does not"], RequestError)
+    assert done["does not"].code == "grammar_mismatch"
+
+
+def test_a_tenant_with_many_grammars_pushes_out_its_own_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "MAX_KEPT", 4)
+    parts = Parts()
+    parts.ask("mine", "mine", "few")
+    for index in range(10):
+        parts.ask(f"many-{index}", f"grammar {index}", "many")
+    parts.done()
+    assert parts.grammars.num_kept == 4
+    assert parts.ask("again", "mine", "few") is not None
+    assert parts.ask("newest", "grammar 9", "many") is not None
+    assert parts.ask("oldest", "grammar 0", "many") is None
+
+
+def test_what_is_kept_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "MAX_KEPT_BYTES", 1000)
+    parts = Parts()
+    for index in range(10):
+        parts.ask(str(index), f"{index}" * 300)
+    parts.done()
+    assert parts.grammars.num_kept == 3
+
+
+def test_closing_drops_what_waits() -> None:
+    parts = Parts()
+    parts.ask("a", "one")
+    parts.grammars.close()
+    assert parts.done() == {}

@@ -1,0 +1,39 @@
+"""The contract of masks of tokens."""
+
+import numpy as np
+import pytest
+import torch
+
+from implementations import Implementation
+from weft.kernels.native.library import native_library
+
+NOTHING = -torch.inf
+
+
+@pytest.mark.parametrize("vocab_size", [7, 32, 640, 1025])
+@pytest.mark.parametrize("num_words", [1, 20, 40])
+def test_tokens_without_a_bit_are_ruled_out_and_no_others_change(
+    vocab_size: int, num_words: int, impl: Implementation
+) -> None:
+    if impl.build is not None and native_library() is None:
+        pytest.skip("needs a C++ compiler")
+    logits = impl.randn((5, vocab_size))
+    rows = torch.tensor([3, 0, 2])
+    bits = np.random.default_rng(1).integers(-(2**31), 2**31, (3, num_words)).astype(np.int32)
+    bits[1] = -1
+    bits[2] = 0
+    allowed = np.zeros((3, max(vocab_size, num_words * 32)), dtype=bool)
+    allowed[:, : num_words * 32] = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
+    expected = logits.clone()
+    expected[rows] = logits[rows].masked_fill(~torch.from_numpy(allowed[:, :vocab_size]).to(impl.device), NOTHING)
+    impl.kernels.mask_tokens(logits, rows.to(impl.device), torch.from_numpy(bits).to(impl.device))
+    assert torch.equal(logits, expected)
+
+
+def test_a_mask_that_does_not_fit_is_refused(impl: Implementation) -> None:
+    logits, bits = impl.randn((2, 40)), torch.zeros((1, 2), dtype=torch.int32, device=impl.device)
+    rows = torch.tensor([0, 1], device=impl.device)
+    with pytest.raises(ValueError, match="bits: expected shape"):
+        impl.kernels.mask_tokens(logits, rows, bits)
+    with pytest.raises(ValueError, match="rows: expected dtype"):
+        impl.kernels.mask_tokens(logits, rows.int(), bits)

@@ -29,6 +29,7 @@ BENCHMARKS = {
     "cliff": ("pool.cliff", "Serve more adapters than fit."),
     "unified": ("pool.unified", "Compare one pool with two halves."),
     "stall": ("engine.step_stall", "Time steps while adapters load."),
+    "grammar": ("engine.grammar_cost", "Time answers that are held to schemas, and hostile schemas."),
     "batches": ("http.batch_lane", "Time interactive requests alone and beside a batch."),
     "waste": ("pool.page_waste", "Print how much of their pages adapters leave empty."),
 }

@@ -132,7 +132,7 @@ class EngineStatus:
     base_running: int = 0
     """Running requests of the base model; those of adapters are in `residents`."""
     waiting_reasons: dict[str, int] = field(default_factory=dict)
-    """Requests that wait, by reason: LOADING, NO_ROOM, NO_PAGES, FORK, NEW."""
+    """Requests that wait, by reason: LOADING, GRAMMAR, NO_ROOM, NO_PAGES, FORK, NEW."""
     pages: dict[str, int] = field(default_factory=dict)
     """Pages by kind: free, kv, prefix, adapter, quarantine; they sum to `MemoryPlan.num_pages`."""
     available_pages: int = 0

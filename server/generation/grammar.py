@@ -6,16 +6,21 @@ people go, and the options of llguidance are ours, whatever the schema says abou
 
 from __future__ import annotations
 
-import hashlib
 import json
+from decimal import Decimal
 from typing import Any
 
 from weft.engine.request import Grammar
 from weft.errors import InvalidRequestError
+from weft.server.generation.grammar_check import grammar_checker
+from weft.server.tools.reading import AnswerPlan
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
 """Schemas within one another."""
+MAX_REMAINDERS = 10_000
+"""A larger `multipleOf` takes seconds to compile."""
+MAX_EXPONENT = 30
 
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Whitespace as `json.dumps` writes it, which models have read most."""
@@ -53,6 +58,11 @@ def json_rule(schema: object, param: str = "schema") -> str:
     return _expression(schema, param, _OPTIONS)
 
 
+def json_object_rule() -> str:
+    """Any JSON object, as `json_rule` has it."""
+    return _expression({"type": "object"}, "json_object", {"whitespace_pattern": r"[ \n]{0,8}"})
+
+
 def checked_grammar(lark: str, param: str) -> Grammar:
     """What the engine is to hold an answer to.
 
@@ -63,17 +73,43 @@ def checked_grammar(lark: str, param: str) -> Grammar:
     Raises:
         InvalidRequestError: It is no grammar, or too large.
     """
-    from llguidance import LLMatcher, LLParserLimits
-
     encoded = lark.encode()
     if len(encoded) > MAX_GRAMMAR_BYTES:
         message = f"{param} makes a grammar of {len(encoded)} bytes; at most {MAX_GRAMMAR_BYTES} are taken."
         raise InvalidRequestError(message, param=param, code="grammar_too_large")
-    limits = LLParserLimits(verbose_errors=False)
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(lark, limits=limits)
-    if is_error:
-        raise InvalidRequestError(f"{param} cannot be held to: {_reason(messages[0])}", param=param, code=_code(lark))
-    return Grammar(text=lark, digest=hashlib.sha256(encoded).hexdigest())
+    grammar = Grammar.of(lark)
+    problem = grammar_checker().problem(lark, grammar.digest)
+    if problem is not None:
+        message = f"No answer can be held to {param}: {_reason(problem)}."
+        raise InvalidRequestError(message, param=param, code=_code(lark))
+    return grammar
+
+
+def after_reasoning(lark: str, plan: AnswerPlan | None) -> str:
+    """A grammar of ours that begins after the model's reasoning, which stays free.
+
+    Args:
+        lark: Begins with the rule `start`, and has no other rule of that name.
+        plan: How the model writes its answer; None is as plain text.
+    """
+    tags = plan.format.reasoning if plan is not None else None
+    if plan is None or tags is None:
+        return lark
+    opened, closed = (plan.prefix.rfind(tags[name]) for name in ("open", "close"))
+    if closed > opened:
+        return lark
+    close = _text_or_token(tags["close"], plan)
+    thought = f"/(.|\\n)*/ {close[0]}" if close[1] else f"thought\nthought[suffix={close[0]}]: /(.|\\n)*/"
+    begin = "" if opened >= 0 else _text_or_token(tags["open"], plan)[0]
+    whole = "reasoning answer" if opened >= 0 else "(reasoning)? answer"
+    answer = lark.replace("start:", "answer:", 1)
+    return f"start: {whole}\nreasoning: {begin} body /\\n{{0,2}}/\nbody: {thought}\n{answer}"
+
+
+def _text_or_token(tag: str, plan: AnswerPlan) -> tuple[str, bool]:
+    """A tag inside a grammar, and whether it is a special token, which no text is."""
+    token_id = next((token_id for token_id, text in plan.format.shown_ids.items() if text == tag), None)
+    return (json.dumps(tag), False) if token_id is None else (f"<[{token_id}]>", True)
 
 
 def _expression(schema: object, param: str, options: dict[str, Any]) -> str:
@@ -100,10 +136,13 @@ def _kept(schema: object, path: str, depth: int) -> Any:  # noqa: ANN401 - JSON
     if unknown:
         names = ", ".join(repr(name[:40]) for name in unknown[:10])
         raise _refusal(f"Weft does not know the keywords {names}, so no answer can be held to them.", path)
+    _check_range(schema, path)
     return {name: _value(name, value, f"{path}.{name}", depth) for name, value in schema.items() if not _is_note(name)}
 
 
 def _value(name: str, value: object, path: str, depth: int) -> object:
+    if name == "multipleOf" and type(value) in (int, float) and _num_remainders(value) > MAX_REMAINDERS:
+        raise _refusal(f"multipleOf must be at most {MAX_REMAINDERS}, its decimals counted as whole.", path)
     if name == "$ref" and not (isinstance(value, str) and (value == "#" or value.startswith("#/"))):
         raise _refusal("$ref must name a place in this schema, as #/$defs/name does.", path)
     if name in _HOLD_LIST or (name == "items" and isinstance(value, list)):
@@ -115,6 +154,31 @@ def _value(name: str, value: object, path: str, depth: int) -> object:
             raise _refusal(f"{name} must be an object of schemas.", path)
         return {key: _kept(each, f"{path}.{key}", depth + 1) for key, each in value.items()}
     return _kept(value, path, depth + 1) if name in _HOLD_ONE else value
+
+
+def _num_remainders(value: object) -> int:
+    """States that telling multiples apart takes: 25 for 2.5 and for 25, 2500 for 2500."""
+    number = Decimal(str(value))
+    if not number.is_finite() or abs(number.adjusted()) > MAX_EXPONENT:
+        return MAX_REMAINDERS + 1
+    _, digits, exponent = number.normalize().as_tuple()
+    return int("".join(map(str, digits)) + "0" * int(exponent))
+
+
+def _check_range(schema: dict[str, Any], path: str) -> None:
+    """Refuse the one kind of range that llguidance gets wrong: it would allow the bound that is excluded."""
+    if schema.get("type") == "integer":
+        return
+    for name, *others in (
+        ("exclusiveMinimum", "maximum", "exclusiveMaximum"),
+        ("exclusiveMaximum", "minimum", "exclusiveMinimum"),
+    ):
+        bound = schema.get(name)
+        if not isinstance(bound, int | float) or bound % 1:
+            continue
+        ends = (schema.get(other) for other in others)
+        if any(isinstance(end, int | float) and abs(end - bound) < 1 for end in ends):
+            raise _refusal(f"{name} cannot be a whole number if the range is narrower than 1.", path)
 
 
 def _is_rule(name: str, depth: int) -> bool:

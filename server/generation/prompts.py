@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from weft.engine.request import Grammar
 from weft.engine.sampling_params import SamplingParams
 from weft.errors import ContextLengthError, InvalidRequestError
 from weft.server.generation.chat_schemas import ChatBody, Message
+from weft.server.generation.grammar import after_reasoning, checked_grammar
 from weft.server.generation.schemas import CompletionBody, GenerationBody
 from weft.server.generation.vllm_fields import bad_word_tokens
 from weft.server.tools.formats import REASONING_FIELDS, AnswerFormat, format_of
@@ -35,6 +37,8 @@ class Prompt:
     """As the client sent it; None for token ids, chats and what was truncated."""
     answer: AnswerPlan | None = None
     """How to read answers that may hold calls or reasoning; None for plain text."""
+    grammar: Grammar | None = None
+    """What answers are held to."""
 
 
 def prompts_and_params(body: CompletionBody | ChatBody, services: Services) -> list[tuple[Prompt, SamplingParams]]:
@@ -50,7 +54,12 @@ def prompts_and_params(body: CompletionBody | ChatBody, services: Services) -> l
     _check_candidates(body, len(body.prompt), services)
     echoed = body.logprobs if body.echo else None
     params = _params(body, services, max_tokens=body.max_tokens, logprobs=body.logprobs, echoed_logprobs=echoed)
-    return [(_completion_prompt(given, body, services), params) for given in body.prompt]
+    grammar = _grammar(body, body.grammar_rule())
+    return [(replace(_completion_prompt(given, body, services), grammar=grammar), params) for given in body.prompt]
+
+
+def _grammar(body: GenerationBody, lark: str | None) -> Grammar | None:
+    return None if lark is None else checked_grammar(lark, body.grammar_param)
 
 
 def _completion_prompt(given: str | list[int], body: CompletionBody, services: Services) -> Prompt:
@@ -88,6 +97,10 @@ def _chat(body: ChatBody, services: Services) -> tuple[Prompt, SamplingParams]:
         offered, begun = as_tools(body.offered), rendered if any(body.template_options.values()) else ""
         plan = plan_answer(answer, offered, begun, shows_reasoning=body.include_reasoning)
         prompt = replace(prompt, answer=plan)
+    if (lark := body.grammar_rule()) is not None:
+        if body.structured_outputs is None or body.structured_outputs.grammar is None:
+            lark = after_reasoning(lark, prompt.answer)
+        prompt = replace(prompt, grammar=_grammar(body, lark))
     room = services.ready.max_model_len - len(prompt.token_ids)
     limit = body.token_limit or max(room, 1)
     if body.may_fill_context:

@@ -124,7 +124,8 @@ async def plan_generation(
     services, reservation = origin.services, origin.reservation
     model = await _resolve(origin, body)
     with _admitted(origin, model, body) as admission:
-        prompts = await off_loop(lambda: prompts_and_params(body, services), body.num_characters)
+        size = INLINE_BYTES if body.has_grammar else body.num_characters
+        prompts = await off_loop(lambda: prompts_and_params(body, services), size)
         num_prompt = _reserve(reservation, body, prompts)
         meter = Meter(origin, model)
         choices = _choices(origin, model, body, prompts, meter.ledger_id)
@@ -276,6 +277,7 @@ def _choices(
                 choice_index=fork_index,
                 fork_of=first_id if fork_index else None,
                 beam=beam,
+                grammar=prompt.grammar,
             )
             shown_ids = prompt.answer.format.shown_ids if prompt.answer is not None else NONE_SHOWN
             text = TextStream(origin.services.tokenizer, params, prompt.token_ids, shown_ids)

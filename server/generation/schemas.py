@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from weft.engine.sampling_params import MAX_LENGTH_PENALTY, BeamParams
 from weft.errors import InvalidRequestError
 from weft.server.generation import unsupported_params
+from weft.server.generation.structured_output import GrammarFields
 from weft.server.generation.vllm_fields import PromptView, TokenIdsView, VllmFields
 from weft.server.http.bodies import INT64, Body, Token, View
 
@@ -181,7 +182,7 @@ class SamplingFields(Body):
         return body | wholes
 
 
-class GenerationBody(SamplingFields, VllmFields):
+class GenerationBody(SamplingFields, VllmFields, GrammarFields):
     """Fields that completions and chat share."""
 
     takes_nul = True
@@ -240,6 +241,11 @@ class GenerationBody(SamplingFields, VllmFields):
                 goes = "cannot be used" if self.use_beam_search else "can only be used"
                 message = f"{name} {goes} with use_beam_search: true; expected {default}, got {value}."
                 raise InvalidRequestError(message, param=name)
+        return self
+
+    @model_validator(mode="after")
+    def _a_grammar_holds_samples(self) -> GenerationBody:
+        self.check_grammar(use_beam_search=self.use_beam_search, ignore_eos=self.ignore_eos)
         return self
 
     @property

@@ -16,7 +16,7 @@ IGNORED_IN_MESSAGES = frozenset({"id", "metadata", "annotations", "cache_control
 """What clients keep with a message or one of its text parts for themselves; accepted with any value."""
 
 # These pass with null alone.
-_CONSTRAINED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _ENGINE = ("cache_salt", "kv_transfer_params", "vllm_xargs", "lora_path")
 _OPENAI = ("audio", "prediction", "verbosity", "web_search_options")
 
@@ -25,9 +25,8 @@ TOKENIZE: Neutral = {
     "mm_processor_kwargs": (),
 }
 SHARED: Neutral = {
-    **dict.fromkeys((*_CONSTRAINED, *_ENGINE), ()),
+    **dict.fromkeys((*_GUIDED, *_ENGINE), ()),
     "spaces_between_special_tokens": (True,),
-    "response_format": ({"type": "text"},),
     "logits_processors": ([],),
 }
 COMPLETIONS: Neutral = {

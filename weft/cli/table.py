@@ -65,12 +65,13 @@ def value_text(value: object) -> str:
 REASONS = {
     "LOADING": "loading",
     "NO_ROOM": "no room",
+    "GRAMMAR": "grammar",
     "NO_PAGES": "no pages",
     "FORK": "shared prompt",
     "NEW": "in line",
 }
-"""What requests wait for: the load of their adapter; pages or a slot for it; pages of KV cache; the prompt that the
-choices of one request share; the turn of their tenant."""
+"""What requests wait for: the load of their adapter; pages or a slot for it; the grammar of the answer; pages of KV
+cache; the prompt that the choices of one request share; the turn of their tenant."""
 REFUSALS = {
     "limit.queue": "over share",
     "server.overloaded": "overload",

@@ -116,7 +116,7 @@ function Since({ snapshot }) {
   return html`<${Card} title="Since the engine started"><${Facts} of=${facts} /><//>`;
 }
 
-const REASONS = { LOADING: "loading", NO_ROOM: "no room", NO_PAGES: "no pages", FORK: "shared prompt", NEW: "in line" };
+const REASONS = { LOADING: "loading", GRAMMAR: "grammar", NO_ROOM: "no room", NO_PAGES: "no pages", FORK: "shared prompt", NEW: "in line" };
 /** Why requests were refused; other codes are shown as they are. */
 const REFUSALS = { "limit.queue": "over share", "server.overloaded": "overload", engine_overloaded: "queue full", "deadline.queue": "too late" };
 

@@ -123,7 +123,7 @@ def test_a_request_whose_grammar_leaves_no_token_ends_with_an_error_and_its_neig
 
 
 def test_a_request_whose_grammar_takes_too_long_to_follow_ends_with_an_error(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=400, temperature=1.0, seed=1)
+    params = SamplingParams(max_tokens=400, min_tokens=400, temperature=1.0, seed=1)
     (*_, last) = drained(llm, request_for("slow", "start: a\na: /[a-z]/ | a a | a a a", params=params))["slow"]
     assert last.error is not None
     assert last.error.code == "grammar_too_complex"

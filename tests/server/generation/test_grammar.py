@@ -83,6 +83,8 @@ def test_one_of_several_is_held_to_any_of_them() -> None:
         ({"items": {"$ref": "http://example.com/a"}}, "schema.items.$ref", "#/$defs/name"),
         ({"items": {"$id": "#a"}}, "schema.items", "'$id'"),
         ({"anyOf": {}}, "schema.anyOf", "list of schemas"),
+        ({"items": {"exclusiveMinimum": 0, "maximum": 0.5}}, "schema.items", "narrower than 1"),
+        ({"items": {"exclusiveMaximum": -85.0, "minimum": -85.5}}, "schema.items", "narrower than 1"),
         ({"properties": []}, "schema.properties", "object of schemas"),
         ({"const": float("inf")}, "schema", "finite"),
     ],

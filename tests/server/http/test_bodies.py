@@ -112,7 +112,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
 ]
 LACKING: dict[str, Any] = {"nonsense": 1, "suffix": "x", "spaces_between_special_tokens": False, "cache_salt": "s"}
-LACKING |= {"response_format": {"type": "json_object"}, "lora_path": "/etc"}
+LACKING |= {"guided_json": {"type": "object"}, "lora_path": "/etc"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     *(({field: value}, field) for field, value in LACKING.items()),

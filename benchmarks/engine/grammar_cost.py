@@ -1,0 +1,211 @@
+"""What does it cost to hold answers to a grammar, and whom does it hold up?
+
+    weft bench grammar [--shape qwen] [--json benchmarks/results/grammar-cost-cpu.json]
+
+    steps    a full batch decodes, free and held to a schema, in turns: their times
+    flood    one tenant asks for answers to ever new schemas at a fixed rate while others, who have a request in flight
+             each, ask freely: their time to the first token with and without it, and the memory that the engine keeps
+    refused  milliseconds until the server refuses schemas that are made to be expensive
+
+Prints a table; last, one JSON line. The model's weights are random; its tokenizer has as many byte-level tokens as the
+logits are wide. `--shape demo` takes the shipped model and ends within seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import string
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from weft import demo
+from weft.benchmarks.engine.own_engine import OwnEngine, own_engine
+from weft.benchmarks.metrics import distribution
+from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
+from weft.benchmarks.report import DEFAULT_CACHE, AddOption
+from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig
+from weft.engine.request import FlowKey, GenerationRequest, Grammar
+from weft.engine.sampling_params import SamplingParams
+from weft.errors import InvalidRequestError
+from weft.server.generation.grammar import checked_grammar, json_rule
+
+PROMPT = list(range(10, 18))
+TEXTS = {"name": {"type": "string"}, "tags": {"type": "array", "items": {"type": "string", "maxLength": 30}}}
+NUMBERS = {"age": {"type": "integer", "minimum": 0, "maximum": 130}, "when": {"type": "string", "format": "date-time"}}
+ORDER: dict[str, Any] = {"type": "object", "properties": {**TEXTS, **NUMBERS}, "additionalProperties": False}
+ORDER["required"] = list(ORDER["properties"])
+SETTLE_STEPS = 20
+"""Steps before each phase that are not timed."""
+QUIET_TENANTS = 4
+ANSWER_TOKENS = 16
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the three parts."""
+    with _config(options) as config, own_engine(config) as engine:
+        steps = _steps(engine, options)
+        flood = _flood(engine, options)
+    refused = {name: _refusal_ms(schema) for name, schema in _hostile().items()}
+    free, held = steps["free"]["p50"], steps["held"]["p50"]
+    ratio = flood["flooded"]["p99"] / flood["quiet"]["p99"]
+    return {
+        "step_ms": steps,
+        "first_token_ms": {name: flood[name] for name in ("quiet", "flooded")},
+        "memory_mib": flood["memory_mib"],
+        "refused_ms": refused,
+        "ratios": {"held / free step, p50": held / free, "first token flooded / quiet, p99": ratio},
+        "table": [
+            *({"ms": f"step, {name}", **found} for name, found in steps.items()),
+            *({"ms": f"first token of others, {name}", **flood[name]} for name in ("quiet", "flooded")),
+            *({"ms": f"refused: {name}", "p50": found} for name, found in refused.items()),
+        ],
+    }
+
+
+@contextmanager
+def _config(options: argparse.Namespace) -> Iterator[Config]:
+    is_demo = options.shape == "demo"
+    base = demo.MODEL if is_demo else make_checkpoints(options.cache)[0]
+    memory = MemoryConfig(gib=0.03125, host_gib=0.03125) if is_demo else MemoryConfig(gib=1.0, host_gib=0.25)
+    with tempfile.TemporaryDirectory(prefix="weft-grammar-") as folder:
+        for file in base.iterdir():
+            (Path(folder) / file.name).symlink_to(file)
+        if not is_demo:
+            (Path(folder) / "tokenizer.json").unlink()
+            _byte_level_tokenizer().save(str(Path(folder) / "tokenizer.json"))
+        model = ModelConfig(
+            path=folder, device="cpu", dtype="float32" if is_demo else "bfloat16", threads=options.threads
+        )
+        yield Config(model=model, memory=memory, scheduler=SchedulerConfig(max_running=options.requests))
+
+
+def _byte_level_tokenizer() -> Tokenizer:
+    """All bytes, and random words of letters, digits and marks, as many as the model has tokens."""
+    rng = random.Random(0)
+    alphabet = string.ascii_lowercase * 4 + string.ascii_uppercase + string.digits + ' "{}[]:,.-_/'
+    words = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    while len(words) < VOCAB_SIZE - 2:
+        words["".join(rng.choices(alphabet, k=rng.randint(2, 8))).replace(" ", "Ġ")] = None
+    vocab = {word: index for index, word in enumerate(["<pad>", "<eos>", *words])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<pad>", "<eos>"])
+    return tokenizer
+
+
+def _steps(engine: OwnEngine, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Milliseconds of steps whose rows are all free, or all held to a list of objects that has no end."""
+    endless = checked_grammar(f"start: {json_rule({'type': 'array', 'items': ORDER, 'minItems': 100_000})}", "schema")
+    step_s: dict[str, list[float]] = {"free": [], "held": []}
+    for round_ in range(options.rounds):
+        for phase in step_s if round_ % 2 == 0 else reversed(step_s):
+            most = engine.parts.ready.max_model_len - len(PROMPT)
+            requests = [f"{phase}-{round_}-{index}" for index in range(options.requests)]
+            for index, request_id in enumerate(requests):
+                params = SamplingParams(max_tokens=most, temperature=1.0, seed=index, ignore_eos=phase == "free")
+                grammar = endless if phase == "held" else None
+                engine.submit(_request(request_id, params, grammar))
+            engine.pump_until_running(options.requests)
+            for _ in range(SETTLE_STEPS):
+                engine.pump()
+            step_s[phase] += [engine.pump() for _ in range(options.steps)]
+            engine.abort(requests)
+    return {name: distribution(each, 1e3) for name, each in step_s.items()}
+
+
+def _flood(engine: OwnEngine, options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds to the first token of tenants who ask freely, and memory before, half way through and after."""
+    found: dict[str, Any] = {}
+    memory = [_resident_mib()]
+    for phase in ("quiet", "flooded"):
+        first_s, numbers = [], itertools.count()
+        asked: dict[str, float] = {}
+        began_s = time.perf_counter()
+        num_sent, is_half = 0, False
+        while (now_s := time.perf_counter() - began_s) < options.seconds:
+            while len(asked) < QUIET_TENANTS:
+                name = f"{phase}-quiet-{next(numbers)}"
+                asked[name] = time.perf_counter()
+                engine.submit(_request(name, SamplingParams(max_tokens=1), tenant=f"quiet {len(asked)}"))
+            while num_sent < now_s * options.schemas_per_minute / 60:
+                # In the quiet phase the same tenant asks as often for as much, freely.
+                grammar = _schema_number(num_sent) if phase == "flooded" else None
+                params = SamplingParams(max_tokens=ANSWER_TOKENS, seed=num_sent, ignore_eos=grammar is None)
+                engine.submit(_request(f"{phase}-{num_sent}", params, grammar, tenant="flood"))
+                num_sent += 1
+            engine.pump()
+            came_s = time.perf_counter()
+            first_s += [came_s - asked.pop(each.request_id) for each in engine.outputs if each.request_id in asked]
+            if phase == "flooded" and not is_half and now_s > options.seconds / 2:
+                is_half = True
+                memory.append(_resident_mib())
+        found[phase] = distribution(first_s, 1e3)
+        while engine.core.has_work():
+            engine.pump()
+    return {**found, "memory_mib": [*memory, _resident_mib()]}
+
+
+def _request(
+    name: str, params: SamplingParams, grammar: Grammar | None = None, tenant: str = "benchmark"
+) -> GenerationRequest:
+    flow = FlowKey(tenant=tenant)
+    return GenerationRequest(request_id=name, prompt_token_ids=PROMPT, params=params, flow=flow, grammar=grammar)
+
+
+def _schema_number(number: int) -> Grammar:
+    properties = {**ORDER["properties"], f"field {number}": {"type": "string", "maxLength": number % 50 + 1}}
+    return checked_grammar(f"start: {json_rule({**ORDER, 'properties': properties})}", "schema")
+
+
+def _hostile() -> dict[str, dict[str, Any]]:
+    doubled = {f"d{index}": {"allOf": [{"$ref": f"#/$defs/d{index + 1}"}] * 2} for index in range(25)}
+    deep: dict[str, Any] = {}
+    for _ in range(200):
+        deep = {"items": deep}
+    return {
+        "1 MiB": {"const": "x" * (1 << 20)},
+        "200 deep": deep,
+        "2 to the 25 by references": {"$ref": "#/$defs/d0", "$defs": {**doubled, "d25": {"type": "string"}}},
+        "300 patterns at once": {"allOf": [{"pattern": f"^.*{index}.*$", "type": "string"} for index in range(300)]},
+        "8,000 required": {"type": "object", "required": [f"r{index}" for index in range(8000)]},
+        "5,000 properties": {"type": "object", "properties": {f"p{index}": {} for index in range(5000)}},
+        "multiples of 999,983": {"type": "integer", "multipleOf": 999_983},
+        "not local": {"$ref": "http://localhost/schema"},
+    }
+
+
+def _refusal_ms(schema: dict[str, Any]) -> float | None:
+    """None where it was not refused."""
+    checked_grammar('start: "the checker runs"', "schema")
+    start_s = time.perf_counter()
+    try:
+        checked_grammar(f"start: {json_rule(schema)}", "schema")
+    except InvalidRequestError:
+        return (time.perf_counter() - start_s) * 1e3
+    return None
+
+
+def _resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / (1 << 20)
+
+
+def add_options(add: AddOption) -> None:
+    """Add its options."""
+    add("--shape", choices=("qwen", "demo"), default="qwen")
+    add("--requests", type=int, default=32, help="rows of a step")
+    add("--rounds", type=int, default=4, help="how often free and held steps take turns")
+    add("--steps", type=int, default=60, help="timed steps of each phase in a round")
+    add("--seconds", type=float, default=60.0, help="of each phase of the flood")
+    add("--schemas-per-minute", type=float, default=1000.0, help="of the flood")
+    add("--threads", type=int, default=0, help="of the engine; 0 lets it choose")
+    add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")

@@ -1,0 +1,166 @@
+"""Fields that hold an answer to a schema, a pattern or a grammar, and the grammar that they mean."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from weft.errors import InvalidRequestError, UnsupportedParameterError
+from weft.server.generation.grammar import json_object_rule, json_rule
+from weft.server.http.bodies import Body
+
+MAX_CHOICES = 2048
+MAX_PATTERN_LENGTH = 16 * 1024
+MAX_TEXT_LENGTH = 256 * 1024
+Schema = dict[str, Any]
+
+
+class JsonSchemaFormat(Body):
+    """A JSON schema with its name."""
+
+    takes_nul = True
+
+    name: str = Field("answer", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")
+    description: str | None = Field(None, max_length=MAX_TEXT_LENGTH)
+    """Not shown to the model; say in a message what the answer should be."""
+    schema_: Schema | None = Field(None, alias="schema")
+    """What is not given is any object."""
+    strict: bool = False
+    """The answer is held to the schema in any case."""
+
+
+class AnswerFormat(Body):
+    """What the answer looks like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> AnswerFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            message = "response_format has a json_schema if its type is json_schema, and only then."
+            raise InvalidRequestError(message, param="response_format.json_schema")
+        return self
+
+    def rule(self) -> str | None:
+        """The grammar's rule; None for free text."""
+        schema = self.json_schema.schema_ if self.json_schema is not None else None
+        if schema is not None:
+            return f"start: {json_rule(schema, 'response_format.json_schema.schema')}"
+        return None if self.type == "text" else f"start: {json_object_rule()}"
+
+
+class StructuredOutputs(Body):
+    """What the answer is held to, by the names of vLLM: one of these fields."""
+
+    takes_nul = True
+
+    json_: Schema | str | None = Field(None, alias="json")
+    """A JSON schema, as an object or as text."""
+    json_object: bool = False
+    """True for any JSON object."""
+    regex: str | None = Field(None, min_length=1, max_length=MAX_PATTERN_LENGTH)
+    """A regular expression for the whole answer, without look-around and back references."""
+    choice: list[Annotated[str, Field(min_length=1, max_length=4096)]] | None = Field(
+        None, min_length=1, max_length=MAX_CHOICES
+    )
+    """The answer is one of these texts."""
+    grammar: str | None = Field(None, min_length=1, max_length=MAX_TEXT_LENGTH)
+    """A grammar in Lark, as llguidance reads it, that begins with the rule `start`."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> StructuredOutputs:
+        given = [name for name, value in self if value not in (None, False)]
+        if len(given) != 1:
+            message = "structured_outputs must have one of json, json_object, regex, choice and grammar."
+            raise InvalidRequestError(message, param="structured_outputs")
+        return self
+
+    def rule(self) -> str:
+        """The grammar."""
+        if self.json_ is not None:
+            return f"start: {json_rule(_parsed(self.json_), 'structured_outputs.json')}"
+        if self.regex is not None:
+            from llguidance import regex_to_lark
+
+            return f"start: /{regex_to_lark(self.regex)}/"
+        if self.choice is not None:  # a name in capitals is a terminal, of which the texts are parts
+            return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in self.choice)
+        return f"start: {json_object_rule()}" if self.grammar is None else _own_grammar(self.grammar)
+
+
+class GrammarFields(Body):
+    """Fields that completions and chat share."""
+
+    response_format: AnswerFormat | None = None
+    """Hold the answer to JSON, or to a JSON schema."""
+    structured_outputs: StructuredOutputs | None = None
+    """Hold the answer to a schema, a pattern, one of some texts, or a grammar."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_newer_field(cls, body: Any) -> Any:  # noqa: ANN401 - what a client sent
+        for name, value in body.items() if isinstance(body, dict) else ():
+            if isinstance(name, str) and name.startswith("guided_") and value is not None:
+                field = name.removeprefix("guided_")
+                newer = f'"{field}": ...' if field in ("json", "regex", "choice", "grammar") else "..."
+                message = f"Weft does not support {name}. Send structured_outputs: {{{newer}}} instead."
+                raise UnsupportedParameterError(message, param=name)
+        return body
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether answers are held to something; reading it belongs in a thread."""
+        is_text = self.response_format is None or self.response_format.type == "text"
+        return self.structured_outputs is not None or not is_text
+
+    @property
+    def grammar_param(self) -> str:
+        """The field that asks for it."""
+        return "structured_outputs" if self.structured_outputs is not None else "response_format"
+
+    def grammar_rule(self) -> str | None:
+        """The grammar that answers are held to, with the rule `start`; None if they are free.
+
+        Raises:
+            InvalidRequestError: A schema is wrong.
+        """
+        if self.structured_outputs is not None:
+            return self.structured_outputs.rule()
+        return self.response_format.rule() if self.response_format is not None else None
+
+    def check_grammar(self, *, use_beam_search: bool, ignore_eos: bool) -> None:
+        """Refuse what cannot be used together with a grammar.
+
+        Raises:
+            InvalidRequestError: Something was.
+        """
+        is_text = self.response_format is None or self.response_format.type == "text"
+        others = {
+            "response_format": self.structured_outputs is not None and not is_text,
+            "use_beam_search": use_beam_search,
+            "ignore_eos": ignore_eos,
+        }
+        for name, is_there in others.items() if self.has_grammar else ():
+            if is_there:
+                raise InvalidRequestError(f"{name} cannot be used with {self.grammar_param}.", param=name)
+
+
+def _parsed(schema: Schema | str) -> object:
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return json.loads(schema[:MAX_TEXT_LENGTH])
+    except (ValueError, RecursionError) as error:
+        message = f"structured_outputs.json must be a JSON schema of at most {MAX_TEXT_LENGTH} characters: {error}."
+        raise InvalidRequestError(message[:300], param="structured_outputs.json") from error
+
+
+def _own_grammar(grammar: str) -> str:
+    """A client's grammar; schemas go through `json`, where they are checked, and llguidance's JSON is not taken."""
+    if "%json" in grammar or grammar.lstrip().startswith("{"):
+        message = "structured_outputs.grammar takes Lark without %json. Send a schema as structured_outputs.json."
+        raise InvalidRequestError(message, param="structured_outputs.grammar")
+    return grammar

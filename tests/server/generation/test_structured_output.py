@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from api_server import BASE, Api, Client
+from fake_engine import BASE_TEXT
+from tool_models import tokenizer_with, use_tokenizer
+from weft.engine.request import Grammar
+from weft.errors import InvalidRequestError
+from weft.server.generation.grammar import after_reasoning, checked_grammar, json_rule
+from weft.server.generation.grammar_check import TOO_COMPLEX, grammar_checker
+
+pytestmark = pytest.mark.anyio
+MESSAGES = [{"role": "user", "content": "When are you open?"}]
+SCHEMA = {"type": "object", "properties": {"intent": {"enum": ["hours", "place"]}}, "required": ["intent"]}
+NAMED = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+
+
+class Bytes:
+    eos_token_id = 256
+    bos_token_id = None
+    tokens = (*(bytes([byte]) for byte in range(256)), b"\xff<eos>")
+    special_token_ids = (256,)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+def takes(grammar: Grammar | None, text: str) -> bool:
+    assert grammar is not None
+    matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes()), n_vocab=257), grammar.text, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
+
+
+async def chat(client: Client, **fields: Any) -> httpx.Response:
+    return await client.post("/v1/chat/completions", json={"model": BASE, "messages": MESSAGES, **fields})
+
+
+async def complete(client: Client, **fields: Any) -> httpx.Response:
+    return await client.post("/v1/completions", json={"model": BASE, "prompt": "x", **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        ({"response_format": NAMED}, '{"intent": "hours"}', '{"intent": "x"}'),
+        ({"response_format": {"type": "json_object"}}, '{\n  "a": [1, {"b": null}]\n}', "[1]"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "any"}}}, '{"a":1}', "1"),
+        ({"structured_outputs": {"json": SCHEMA}}, '{"intent": "place"}', "{}"),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, '{"intent": "place"}', "{}"),
+        ({"structured_outputs": {"json_object": True}}, "{}", "1"),
+        ({"structured_outputs": {"regex": r"^\d{2}/[a-z]+$"}}, "12/ab", "1/ab"),
+        ({"structured_outputs": {"choice": ["yes", 'no "way"', "naïve", "a/b\n"]}}, "naïve", "yesno"),
+        ({"structured_outputs": {"choice": ["yes", 'no "way"', "naïve", "a/b\n"]}}, 'no "way"', "no"),
+        ({"structured_outputs": {"grammar": 'start: "a" b+\nb: "b"'}}, "abb", "a"),
+    ],
+)
+@pytest.mark.parametrize("route", [chat, complete])
+async def test_the_engine_gets_the_grammar_that_a_body_means(
+    api: Api, acme: Client, route: Any, fields: dict[str, Any], good: str, bad: str
+) -> None:
+    answer = await route(acme, n=2, **fields)
+    assert answer.status_code == 200, answer.text
+    first, second = (request.grammar for request in api.engine.requests)
+    assert first == second
+    assert takes(first, good)
+    assert not takes(first, bad)
+
+
+async def test_free_text_has_no_grammar(api: Api, acme: Client) -> None:
+    assert (await chat(acme, response_format={"type": "text"})).json()["choices"][0]["message"]["content"] == BASE_TEXT
+    assert [request.grammar for request in api.engine.requests] == [None]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "word"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "json_schema"),
+        ({"response_format": {**NAMED, "type": "text"}}, "response_format.json_schema", "only then"),
+        ({"response_format": {**NAMED, "schema": {}}}, "response_format.schema", "not a parameter"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}}, None, "json_schema.name"),
+        ({"structured_outputs": {}}, "structured_outputs", "one of json"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one of json"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex"),
+        ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", "look-around"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
+        ({"structured_outputs": {"choice": [""]}}, None, "choice.0"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "JSON schema"),
+        ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "object, true or false"),
+        ({"structured_outputs": {"grammar": 'start: %json {"x-guidance": {}}'}}, "structured_outputs.grammar", "%json"),
+        ({"structured_outputs": {"grammar": '{"grammars": []}'}}, "structured_outputs.grammar", "Lark"),
+        ({"structured_outputs": {"grammar": "root ::= 1"}}, "structured_outputs", "held to"),
+        ({"structured_outputs": {"json": {"uniqueItems": True}}}, "structured_outputs.json", "uniqueItems"),
+        ({"structured_outputs": {"json": {"multipleOf": 999983}}}, "structured_outputs.json.multipleOf", "10000"),
+        ({"structured_outputs": {"json": {"multipleOf": 9.99983}}}, "structured_outputs.json.multipleOf", "10000"),
+        ({"response_format": NAMED, "structured_outputs": {"regex": "a"}}, "response_format", "structured_outputs"),
+        ({"response_format": NAMED, "use_beam_search": True}, "use_beam_search", "response_format"),
+        ({"response_format": NAMED, "ignore_eos": True}, "ignore_eos", "response_format"),
+        *(({f"guided_{name}": "x"}, f"guided_{name}", "structured_outputs") for name in ("json", "regex", "grammar")),
+        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend", "structured_outputs"),
+    ],
+)
+async def test_what_cannot_be_is_refused_by_its_name(
+    api: Api, acme: Client, fields: dict[str, Any], param: str | None, word: str
+) -> None:
+    answer = await chat(acme, **fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert word in error["message"]
+    assert param in (None, error["param"])
+    assert api.engine.requests == []
+
+
+async def test_null_of_an_old_field_passes(acme: Client) -> None:
+    assert (await chat(acme, guided_json=None, structured_outputs=None, response_format=None)).status_code == 200
+
+
+async def test_tools_and_a_schema_are_refused_together_unless_no_tool_may_be_called(api: Api, acme: Client) -> None:
+    use_tokenizer(api, tokenizer_with())
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    assert (await chat(acme, tools=tools, response_format=NAMED)).json()["error"]["param"] == "response_format"
+    answer = await chat(acme, tools=tools, response_format=NAMED, tool_choice="none")
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("is_opened", [False, True])
+async def test_reasoning_stays_free_before_an_answer_that_is_held(api: Api, acme: Client, is_opened: bool) -> None:
+    use_tokenizer(api, tokenizer_with())
+    kwargs = {"enable_thinking": is_opened}
+    assert (await chat(acme, response_format=NAMED, chat_template_kwargs=kwargs)).status_code == 200
+    (request,) = api.engine.requests
+    thought = 'Well: {"intent": "x"}.\nOr not?</think>\n\n'
+    assert takes(request.grammar, ("" if is_opened else "<think>") + thought + '{"intent": "hours"}')
+    assert takes(request.grammar, '{"intent": "hours"}') != is_opened
+    assert not takes(request.grammar, thought + '{"intent": "x"}')
+
+
+def test_a_grammar_is_the_same_where_nothing_comes_before_the_answer() -> None:
+    assert after_reasoning('start: "a"', None) == 'start: "a"'
+
+
+def deep(count: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(count):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def doubled(count: int) -> dict[str, Any]:
+    places = {f"d{index}": {"allOf": [{"$ref": f"#/$defs/d{index + 1}"}] * 2} for index in range(count)}
+    return {"$ref": "#/$defs/d0", "$defs": {**places, f"d{count}": {"type": "string", "pattern": "^a"}}}
+
+
+HOSTILE: dict[str, Any] = {
+    "a megabyte": {"const": "x" * (1 << 20)},
+    "deep": deep(100),
+    "doubled by references": doubled(25),
+    "many required": {"type": "object", "required": [f"r{index}" for index in range(8_000)]},
+    "many patterns at once": {"allOf": [{"type": "string", "pattern": f"^.*{index}.*$"} for index in range(300)]},
+    "many properties": {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(5_000)}},
+    "large remainders": {"type": "integer", "multipleOf": 999_983},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_schema_is_refused_at_once(name: str) -> None:
+    checked_grammar('start: "the child runs"', "schema")
+    with pytest.raises(InvalidRequestError) as refused:
+        checked_grammar(f"start: {json_rule(HOSTILE[name])}", "schema")
+    assert refused.value.code in ("invalid_json_schema", "grammar_too_large")
+
+
+def test_a_check_that_is_ended_is_remembered_and_the_next_one_is_made() -> None:
+    text = f"start: {json_rule(HOSTILE['doubled by references'])}"
+    grammar = Grammar.of(text)
+    for _ in range(2):
+        assert grammar_checker().problem(text, grammar.digest) == TOO_COMPLEX
+    assert grammar_checker().problem('start: "a"', "another digest") is None

@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.engine.request import Grammar
 from weft.errors import InvalidRequestError
-from weft.server.generation.grammar_check import grammar_checker
+from weft.server.grammar_check import grammar_checker
 from weft.server.tools.reading import AnswerPlan
 
 MAX_GRAMMAR_BYTES = 256 * 1024

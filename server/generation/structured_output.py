@@ -22,7 +22,7 @@ class JsonSchemaFormat(Body):
 
     takes_nul = True
 
-    name: str = Field("answer", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")
     description: str | None = Field(None, max_length=MAX_TEXT_LENGTH)
     """Not shown to the model; say in a message what the answer should be."""
     schema_: Schema | None = Field(None, alias="schema")

@@ -13,7 +13,7 @@ from tool_models import tokenizer_with, use_tokenizer
 from weft.engine.request import Grammar
 from weft.errors import InvalidRequestError
 from weft.server.generation.grammar import after_reasoning, checked_grammar, json_rule
-from weft.server.generation.grammar_check import TOO_COMPLEX, grammar_checker
+from weft.server.grammar_check import TOO_COMPLEX, grammar_checker
 
 pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "When are you open?"}]

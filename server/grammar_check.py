@@ -1,18 +1,21 @@
 """Checks grammars in a child process, because no limit of llguidance bounds what some schemas take to read.
 
-The child is ended by the system once a grammar has used its share of CPU time, and the next check starts another.
+The child, `python -I -m weft.server.grammar_check`, is ended by the system once a grammar has used its share
+of CPU time, and the next check starts another. A line with a grammar comes on its stdin, a line with what is wrong with
+it, or null, goes to its stdout, both in JSON.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+import resource
+import signal
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
 from functools import cache
-from pathlib import Path
 
 from weft.engine.grammar.matcher import PARSER_LIMITS
 
@@ -21,7 +24,8 @@ CPU_S = 0.1
 WALL_S = 5.0
 """Seconds after which a check is given up whatever it did."""
 MAX_REMEMBERED = 1024
-WORKER = Path(__file__).with_name("grammar_worker.py")
+MEMORY_BYTES = 1 << 30
+"""Address space of the child, of which the interpreter takes a tenth."""
 TOO_COMPLEX = "it takes too long to read. Use fewer properties, alternatives and allOf, and simpler patterns"
 
 
@@ -83,11 +87,30 @@ def grammar_checker() -> GrammarChecker:
 
 def _start() -> subprocess.Popen[bytes]:
     """A child without this process's environment, which may hold secrets; it ends when its standard input does."""
-    settings = json.dumps({"limits": PARSER_LIMITS, "cpu_s": CPU_S})
-    return subprocess.Popen(  # noqa: S603 - our own file
-        [sys.executable, "-I", str(WORKER), settings],
+    return subprocess.Popen(
+        [sys.executable, "-I", "-m", "weft.server.grammar_check"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env={},
     )
+
+
+def main() -> None:
+    """Check grammars until standard input ends."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(**PARSER_LIMITS)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in sys.stdin.buffer:
+        text = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(json.dumps(messages[0] if is_error else None) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

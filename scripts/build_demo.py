@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -26,13 +27,16 @@ from demo_text import (
     START,
     VOCAB_SIZE,
     Corpus,
+    Sample,
     Sampler,
     batches,
     chat_sample,
     collate,
     make_corpus,
     make_tokenizer,
+    talk_sample,
 )
+from demo_tools import ShopTalkSource
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
@@ -62,8 +66,12 @@ def train(
     steps: int,
     learning_rate: float,
     name: str,
+    check: Callable[[], str] | None = None,
 ) -> None:
-    """AdamW with warm-up and cosine decay; padding is right of the text, so the causal mask alone is enough."""
+    """AdamW with warm-up and cosine decay; padding is right of the text, so the causal mask alone is enough.
+
+    `check` tells every 150 steps how good the model is.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -81,6 +89,8 @@ def train(
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         schedule.step()
+        if check and step % 150 == 0:
+            print(f"{name:8} step {step:5} {check()}", flush=True)
         if step % 100 == 0 or step == steps:
             print(f"{name:8} step {step:5} loss {loss.item():.5f} {time.perf_counter() - began:6.1f} s", flush=True)
     model.eval()
@@ -141,15 +151,48 @@ def exact_match(
     return right / len(pool), smallest
 
 
-def build_base(out: Path, corpus: Corpus, steps: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+def how_good(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, corpus: Corpus) -> str:
+    """Shares of what the base answers exactly right, of questions and conversations that were not trained on."""
+    accuracy, margin = exact_match(model, tokenizer, corpus.held_out, BASE)
+    talks = talks_right(model, tokenizer, corpus)
+    return f"held-out exact match {accuracy:.4f}, smallest lead {margin:.2f}; conversations with tools {talks:.3f}"
+
+
+@torch.no_grad()
+def talks_right(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, corpus: Corpus) -> float:
+    """Share of new conversations with tools in which every token of the assistant is the most likely one."""
+    source = ShopTalkSource(random.Random(SEED + 2), corpus.held_out)
+    samples = [talk_sample(tokenizer, source.with_tools()) for _ in range(200)]
+    return sum(is_greedy(model, sample) for sample in samples) / len(samples)
+
+
+@torch.no_grad()
+def is_greedy(model: torch.nn.Module, sample: Sample) -> bool:
+    """Whether every token that counts is the most likely one."""
+    ids, labels = collate([sample])
+    chosen = model(input_ids=ids, use_cache=False).logits[:, :-1].argmax(-1)
+    return bool(((chosen == labels[:, 1:]) | (labels[:, 1:] == IGNORED)).all())
+
+
+def tune_base(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, corpus: Corpus, steps: int) -> None:
+    """The second part of the base's training: what it has seen of tools of all kinds becomes sure for the shop's."""
+    sampler = Sampler(tokenizer, corpus.train, SEED + 3)
+    draws = batches(iter(sampler.tuning, None), 32, SEED + 3)
+    train(model, draws, steps, 3e-3, BASE, lambda: how_good(model, tokenizer, corpus))
+    round_to_bfloat16(model)
+
+
+def build_base(
+    out: Path, corpus: Corpus, steps: int, tuning_steps: int
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """Train and write the base model and its tokenizer."""
     tokenizer = make_tokenizer(corpus)
     torch.manual_seed(SEED)
     model = make_model()
     sampler = Sampler(tokenizer, corpus.train, SEED)
-    draws = iter(sampler.pretraining, None)
-    train(model, batches(draws, 32, SEED), steps, 4e-3, BASE)
+    train(model, batches(iter(sampler.pretraining, None), 32, SEED), steps, 4e-3, BASE)
     round_to_bfloat16(model)
+    tune_base(model, tokenizer, corpus, tuning_steps)
     folder = out / BASE_NAME
     shutil.rmtree(folder, ignore_errors=True)
     shipped = make_model().to(torch.bfloat16)
@@ -280,15 +323,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("weft/demo"))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--base-steps", type=int, default=900)
+    parser.add_argument("--base-steps", type=int, default=1800)
+    parser.add_argument("--tuning-steps", type=int, default=600)
     parser.add_argument("--adapter-steps", type=int, default=300)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     disable_progress_bar()
     corpus = make_corpus(SEED)
-    base, tokenizer = build_base(arguments.out, corpus, arguments.base_steps)
-    accuracy, margin = exact_match(base, tokenizer, corpus.held_out, BASE)
-    print(f"{BASE:8} held-out exact match {accuracy:.4f}, smallest lead {margin:.2f}", flush=True)
+    base, tokenizer = build_base(arguments.out, corpus, arguments.base_steps, arguments.tuning_steps)
+    print(f"{BASE:8} {how_good(base, tokenizer, corpus)}", flush=True)
     for name in STYLES:
         build_adapter(arguments.out, name, base, tokenizer, corpus, arguments.adapter_steps)
     record_answers(arguments.out)

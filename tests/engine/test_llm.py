@@ -14,7 +14,7 @@ from weft.engine.sampling_params import SamplingParams
 from weft.errors import AdapterFormatError, ConfigError, ContextLengthError, InvalidRequestError
 
 DEMO = Path(__file__).resolve().parents[2] / "weft" / "demo"
-GREEDY = SamplingParams(max_tokens=40, temperature=0.0)
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +81,16 @@ def test_min_tokens_and_bad_words_give_the_tokens_of_transformers(llm: LLM) -> N
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
             do_sample=False,
-            max_new_tokens=40,
-            min_new_tokens=30,
+            max_new_tokens=64,
+            min_new_tokens=40,
             eos_token_id=eos,
             pad_token_id=eos[0],
             bad_words_ids=bad_words or None,
         )[0, len(prompt) :].tolist()
-        asked = replace(GREEDY, min_tokens=30, bad_words=tuple(map(tuple, bad_words)))
+        asked = replace(GREEDY, min_tokens=40, bad_words=tuple(map(tuple, bad_words)))
         (found,) = llm.generate([prompt], asked)
         assert found.token_ids == reference
-        assert len(plain.token_ids) < 30 <= len(reference)
+        assert len(plain.token_ids) < 40 <= len(reference)
 
 
 def test_nothing_runs_on_after_a_prompt_is_refused(llm: LLM) -> None:

@@ -34,6 +34,7 @@ def tokenizer_with(chat_template: str = HERMES, **fields: Any) -> Tokenizer:
     for name in ("tokenizer.json", "config.json"):
         (folder / name).symlink_to(DEMO_MODEL / name)
     config = json.loads((DEMO_MODEL / "tokenizer_config.json").read_text())
+    config.pop("response_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": chat_template, **fields}))
     return Tokenizer(folder)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 MODEL = FOLDER / "weft-demo"
-"""A Hugging Face checkpoint of about 0.8M parameters; clients name it as its folder is named."""
+"""A Hugging Face checkpoint of about 0.8M parameters, which calls `where_is(item)` and `price_of(item)` where they are
+offered; clients name it as its folder is named."""
 ADAPTERS = FOLDER / "adapters"
 """One PEFT checkpoint per folder."""
 QUESTIONS = FOLDER / "questions.json"

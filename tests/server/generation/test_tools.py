@@ -82,7 +82,8 @@ async def test_reasoning_goes_into_fields_of_its_own_and_is_counted(hermes: Api,
     assert hidden["usage"] == answer.json()["usage"]
 
 
-async def test_a_model_whose_calls_are_unknown_is_sent_no_tools(acme: Client) -> None:
+async def test_a_model_whose_calls_are_unknown_is_sent_no_tools(api: Api, acme: Client) -> None:
+    use_tokenizer(api, tokenizer_with("{% for message in messages %}{{ message.content }}{% endfor %}"))
     answer = await chat(acme)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "tools_not_supported_by_model"

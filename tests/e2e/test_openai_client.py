@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
@@ -41,6 +42,25 @@ def test_chat_gives_the_reference_answer_for_base_and_each_adapter(client: opena
             assert got.choices[0].finish_reason == "stop"
             assert got.usage is not None
             assert got.usage.total_tokens == got.usage.prompt_tokens + got.usage.completion_tokens
+
+
+def test_responses_and_messages_give_the_reference_answers_too(client: openai.OpenAI, shop: WeftServer) -> None:
+    question = ANSWERS["questions"][0]
+    asked: Any = {"model": "pirate", "temperature": 0}
+    whole = client.responses.create(**asked, input=question["question"], max_output_tokens=64)
+    with client.responses.stream(**asked, input=question["question"], max_output_tokens=64) as stream:
+        streamed = stream.get_final_response()
+    assert whole.output_text == streamed.output_text == question["answers"]["pirate"]
+    assert whole.usage is not None
+    assert streamed.usage is not None
+    assert whole.usage.output_tokens == streamed.usage.output_tokens
+    with anthropic.Anthropic(base_url=shop.url, api_key=shop.tenants["shop"], max_retries=0) as other:
+        messages: Any = chat(question["question"])
+        said = other.messages.create(model="pirate", messages=messages, max_tokens=64, extra_body={"temperature": 0})
+        counted = other.messages.count_tokens(model="pirate", messages=messages)
+    assert said.content[0].to_dict()["text"] == question["answers"]["pirate"]
+    assert said.usage.output_tokens == whole.usage.output_tokens
+    assert counted.input_tokens == whole.usage.input_tokens
 
 
 def test_streaming_gives_the_same_text_and_a_usage_chunk(client: openai.OpenAI) -> None:

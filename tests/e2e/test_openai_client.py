@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
+from pydantic import BaseModel
 
 from weft_server import WeftServer, expected_answers
 
@@ -140,3 +141,29 @@ def test_beam_search_and_best_of_return_the_best_and_bill_all(client: openai.Ope
         assert tokens > 24 or len(set(ask(model, 5, seed=3)[0])) < 5
     with pytest.raises(openai.BadRequestError, match="cannot be streamed"):
         client.completions.create(model=base, prompt="x", n=2, stream=True, extra_body={"use_beam_search": True})
+
+
+def test_parse_gives_an_object_of_the_model_asked_for(client: openai.OpenAI, base: str) -> None:
+    class Intent(BaseModel):
+        intent: Literal["hours", "place", "price"]
+        sure: bool
+
+    for model in ("json", "pirate", base):
+        answer = client.chat.completions.parse(
+            model=model, messages=chat("When are you open?"), response_format=Intent, temperature=0, max_tokens=40
+        )
+        assert answer.choices[0].finish_reason == "stop"
+        assert isinstance(answer.choices[0].message.parsed, Intent)
+    text = ""
+    messages = chat("When are you open?")
+    with client.chat.completions.stream(
+        model="json", messages=messages, response_format=Intent, max_tokens=40
+    ) as stream:
+        for event in stream:
+            if event.type == "content.delta":
+                text += event.delta
+    assert Intent.model_validate_json(text)
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        client.chat.completions.create(
+            model=base, messages=messages, extra_body={"structured_outputs": {"json": {"uniqueItems": True}}}
+        )

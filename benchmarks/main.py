@@ -30,6 +30,7 @@ BENCHMARKS = {
     "unified": ("pool.unified", "Compare one pool with two halves."),
     "stall": ("engine.step_stall", "Time steps while adapters load."),
     "grammar": ("engine.grammar_cost", "Time answers that are held to schemas, and hostile schemas."),
+    "push": ("http.push", "Push versions as a trainer does, and time their first tokens."),
     "batches": ("http.batch_lane", "Time interactive requests alone and beside a batch."),
     "waste": ("pool.page_waste", "Print how much of their pages adapters leave empty."),
 }

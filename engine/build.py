@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from weft.adapters.base_shape import BaseShape
+from weft.adapters.blobs.memory import MemoryBlobs
 from weft.adapters.blobs.store import open_blobs
 from weft.adapters.lora.step import PagedLora
 from weft.adapters.lora.tables import AdapterTables
@@ -62,6 +63,8 @@ class EngineParts:
     """Folder of the checkpoint, where the tokenizer's files are."""
     residency: Residency
     pool: PagePool
+    memory: MemoryBlobs
+    """Weights of ephemeral versions."""
 
 
 def build_engine(
@@ -113,8 +116,9 @@ def build_engine(
     prefixes = PrefixCache(pool, evictor, block_s=geometry.page_tokens * costs.token_s)
     images = HostImages(slab)
     tables = AdapterTables(plan.slots, base, config.adapter.max_rank, geometry, device)
+    loader = _adapter_loader(config, images, tables, arena, max_pages=pool.capacity - geometry.num_groups, pace=pace)
     residency = Residency(
-        _adapter_loader(config, images, tables, arena, max_pages=pool.capacity - geometry.num_groups, pace=pace),
+        loader,
         copier,
         pool,
         images,
@@ -165,7 +169,7 @@ def build_engine(
     scheduler = Scheduler(config.scheduler, kv, residency, limits, prices=prices, grammars=grammars)
     core = EngineCore(scheduler, runner, boot_id=ready.boot_id, set_stepping=pace.set_stepping)
     logger.debug("%s", format_plan(plan, ready))
-    return EngineParts(core, ready, folder, residency, pool)
+    return EngineParts(core, ready, folder, residency, pool, loader.memory)
 
 
 def _load(

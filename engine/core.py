@@ -102,6 +102,10 @@ class EngineCore:
         """Forget the cached KV that no request uses."""
         self._kv.prefixes.evict_unused()
 
+    def warm_adapter(self, ref: AdapterRef) -> None:
+        """Bring an adapter to host memory before the first request asks for it."""
+        self._residency.warm(ref)
+
     @property
     def num_steps(self) -> int:
         """Steps computed since start."""

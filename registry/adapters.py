@@ -10,15 +10,16 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
 
-from sqlalchemy import ColumnElement, Delete, Select, and_, delete, func, or_, select, tuple_
+from sqlalchemy import ColumnElement, Select, and_, func, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import InstrumentedAttribute, aliased
+from sqlalchemy.orm import aliased
 
 from weft.adapters.ref import LoraSpec
 from weft.registry import audit
 from weft.registry.audit import ADMIN
 from weft.registry.cache import Transactions
-from weft.registry.db.models import AdapterRow, FileRow, GrantRow, TenantRow, VersionRow
+from weft.registry.db.models import AdapterRow, GrantRow, TenantRow, VersionRow
+from weft.registry.ephemeral import mark
 from weft.registry.names import (
     DEFAULT_ALIAS,
     EVERY_VERSION,
@@ -41,6 +42,7 @@ from weft.registry.records import (
     Adapter,
     AdapterIdentity,
     AdapterVersion,
+    Ephemeral,
     Page,
     Removed,
     Resolution,
@@ -48,11 +50,8 @@ from weft.registry.records import (
     VersionFacts,
     to_record,
 )
+from weft.registry.removal import CHUNK, remove_versions, unreferenced_blobs
 from weft.registry.uploads import Publication
-
-_CHUNK = 500
-_BLOBS = (VersionRow.weights_sha256, FileRow.sha256)
-"""What refers to a blob."""
 
 
 class Adapters(Transactions):
@@ -67,13 +66,14 @@ class Adapters(Transactions):
         description: str | None = None,
         activate: bool = True,
         *,
+        life: Ephemeral | None = None,
         actor: str = ADMIN,
     ) -> AsyncIterator[Publication]:
         """Make an upload the adapter's next version, and the adapter itself if it is its first, when the block ends.
 
         An upload with the digest of a living version of this adapter is that version. With `activate` the alias
         `default` moves to the version, whether new or not, unless it splits its requests among versions. A description
-        of None leaves the old one.
+        of None leaves the old one. With `life` the version is ephemeral, and may supersede older ones.
 
         In the block, check the limits and then make the blob durable: nothing is to be refused after it.
 
@@ -117,12 +117,13 @@ class Adapters(Transactions):
             if activate:
                 await check_not_split(session, row.id)
                 await point_aliases(session, row.id, {DEFAULT_ALIAS: version.version})
+            removed = await mark(session, version, life, is_new=is_new)
             (adapter,) = await _records(session, [(row, owner.name)])
             adapter = replace(adapter, current=_version(version))
             detail = {"digest": version.digest, "activate": activate}
             target = f"{name}@{version.version}"
             audit.add(session, now, actor, "adapter.publish", tenant=owner.name, target=target, **detail)
-            made = Publication(session, adapter, is_new, now)
+            made = Publication(session, adapter, is_new, now, removed)
             yield made
             if not made.is_checked:
                 await made.check_limits()
@@ -160,8 +161,8 @@ class Adapters(Transactions):
             rows = (await session.execute(statement)).all()
             adapters = list({row.id: (row, owner) for row, owner, _ in rows}.values())
             # Others decide how much they grant: the number of queries must not grow with it.
-            for start in range(0, len(adapters), _CHUNK):
-                known |= {adapter.id: adapter for adapter in await _records(session, adapters[start : start + _CHUNK])}
+            for start in range(0, len(adapters), CHUNK):
+                known |= {adapter.id: adapter for adapter in await _records(session, adapters[start : start + CHUNK])}
         return tuple(
             (known[row.id], None)
             if version is None
@@ -194,12 +195,12 @@ class Adapters(Transactions):
         """All tenants' versions with these digests as `tenant/name@version`, by digest. For admins only."""
         wanted = sorted(set(digests))
         found: dict[str, list[tuple[str, str, int]]] = {}
-        for start in range(0, len(wanted), _CHUNK):
+        for start in range(0, len(wanted), CHUNK):
             statement = (
                 select(VersionRow.digest, TenantRow.name, AdapterRow.name, VersionRow.version)
                 .join(AdapterRow, AdapterRow.id == VersionRow.adapter_id)
                 .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
-                .where(VersionRow.digest.in_(wanted[start : start + _CHUNK]))
+                .where(VersionRow.digest.in_(wanted[start : start + CHUNK]))
             )
             for digest, owner, name, version in await self.database.rows(statement):
                 found.setdefault(digest, []).append((owner, name, version))
@@ -269,17 +270,13 @@ class Adapters(Transactions):
                 raise no_such("version", f"{name}@{version}")
             target = name if version is None else f"{name}@{version}"
             audit.add(session, self.clock(), actor, "adapter.delete", tenant=owner, target=target)
-            doomed = VersionRow.adapter_id == row.id
-            if version is None or versions == {version}:
-                return await remove(session, doomed, delete(AdapterRow).where(AdapterRow.id == row.id))
-            doomed = and_(doomed, VersionRow.version == version)
-            grants = delete(GrantRow).where(GrantRow.adapter_id == row.id, GrantRow.version == version)
-            return await remove(session, doomed, grants, delete(VersionRow).where(doomed))
+            own = VersionRow.adapter_id == row.id
+            return await remove_versions(session, own if version is None else and_(own, VersionRow.version == version))
 
     async def unreferenced(self, weights: Iterable[str]) -> frozenset[str]:
         """Those of the blobs (64 hex digits) that nothing refers to now."""
         async with self.database.read() as session:
-            return await _unreferenced(session, weights, *_BLOBS)
+            return await unreferenced_blobs(session, weights)
 
     @asynccontextmanager
     async def locking_unreferenced(self, weights: Iterable[str]) -> AsyncIterator[frozenset[str]]:
@@ -288,7 +285,7 @@ class Adapters(Transactions):
         Publishing waits meanwhile, on every server over this database: delete the blobs inside the block.
         """
         async with self.database.write() as session:
-            yield await _unreferenced(session, weights, *_BLOBS)
+            yield await unreferenced_blobs(session, weights)
 
     async def resolve(self, tenant_id: str, selector: str, sticky: str = "") -> tuple[AdapterIdentity, AdapterVersion]:
         """The adapter version that a caller of this tenant means.
@@ -363,30 +360,3 @@ def _version(row: VersionRow) -> AdapterVersion:
     return to_record(
         AdapterVersion, row, spec=LoraSpec.from_canonical(row.spec), target_modules=tuple(row.target_modules)
     )
-
-
-async def remove(session: AsyncSession, doomed: ColumnElement[bool], *deletions: Delete) -> Removed:
-    """Run the deletions, with which the doomed versions go.
-
-    Returns:
-        What only these versions referred to; tenants may share content.
-    """
-    contents = (await session.execute(select(VersionRow.digest, VersionRow.weights_sha256).where(doomed))).all()
-    for deletion in deletions:
-        await session.execute(deletion)
-    digests = await _unreferenced(session, (digest for digest, _ in contents), VersionRow.digest)
-    weights = await _unreferenced(session, (weights for _, weights in contents), *_BLOBS)
-    return Removed(digests=tuple(sorted(digests)), weights=tuple(sorted(weights)))
-
-
-async def _unreferenced(
-    session: AsyncSession, contents: Iterable[str], *columns: InstrumentedAttribute[str]
-) -> frozenset[str]:
-    """The digests that no row has in these columns."""
-    rest = set(contents)
-    candidates = sorted(rest)
-    for start in range(0, len(candidates), _CHUNK):
-        chunk = candidates[start : start + _CHUNK]
-        for column in columns:
-            rest -= set(await session.scalars(select(column).where(column.in_(chunk))))
-    return frozenset(rest)

@@ -132,6 +132,22 @@ class AdapterVersion(VersionFacts):
     adapter_id: str
     version: int
     created_at: datetime
+    held_by: str | None = None
+    """Of an ephemeral version: the server that has its weights in memory. None: they are in the blob store."""
+    expires_at: datetime | None = None
+    """When an ephemeral version is withdrawn; None: not by time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ephemeral:
+    """How long a version lives whose weights are in memory only."""
+
+    server: str
+    """The server that has them; the version goes when that stops."""
+    keep: int | None = None
+    """Ephemeral versions of the adapter that stay, the new one included; None keeps all. Those that an alias means stay
+    as well."""
+    expires_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from weft.registry.cache import Changes, ReadThroughCache
 from weft.registry.db.clock import Clock, utc_now
 from weft.registry.db.database import Database
 from weft.registry.db.models import AuditRow
+from weft.registry.ephemeral import EphemeralVersions
 from weft.registry.grants import Grants
 from weft.registry.keys import KeyRing, Keys, read_pepper
 from weft.registry.limits import Limits
@@ -57,6 +58,7 @@ class Registry:
         self.keys = Keys(*shared)
         self.sessions = Sessions(*shared)
         self.adapters = Adapters(*shared)
+        self.ephemeral = EphemeralVersions(*shared)
         self.grants = Grants(*shared)
         self.usage = ledger
         self.uploads = Uploads(*shared)

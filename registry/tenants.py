@@ -10,13 +10,13 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import ConflictError
 from weft.registry import audit
-from weft.registry.adapters import remove
 from weft.registry.audit import ADMIN
 from weft.registry.cache import Transactions
 from weft.registry.db.models import AdapterRow, TenantRow, VersionRow
 from weft.registry.limits import TENANT_LIMITS, Limits, checked_limits, count_adapters, stored_bytes
 from weft.registry.names import check_name, check_text, is_name, no_such
 from weft.registry.records import Page, Removed
+from weft.registry.removal import remove
 
 _CHUNK = 1000
 

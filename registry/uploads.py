@@ -22,7 +22,7 @@ from weft.registry.db.clock import to_micros
 from weft.registry.db.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow
 from weft.registry.limits import UPLOADING, check_adapters, check_pages, check_storage, storage_left
 from weft.registry.names import MAX_DESCRIPTION, check_name, check_not_split, check_text, no_such
-from weft.registry.records import Adapter, FileFacts, Page, Upload, UploadDraft, to_record
+from weft.registry.records import Adapter, FileFacts, Page, Removed, Upload, UploadDraft, to_record
 
 KEPT = timedelta(hours=24)
 """How long the answer to a change is kept for a repeated request."""
@@ -115,13 +115,15 @@ MAX_OPEN = 100
 class Publication:
     """A version in the transaction that publishes it, with what else that transaction decides and writes down."""
 
-    def __init__(self, session: AsyncSession, adapter: Adapter, is_new: bool, now: datetime) -> None:
+    def __init__(self, session: AsyncSession, adapter: Adapter, is_new: bool, now: datetime, removed: Removed) -> None:
         self._session = session
         self._now = now
         self.adapter = adapter
         """With the version as `current`."""
         self.is_new = is_new
         """Whether the adapter had no version with this digest."""
+        self.removed = removed
+        """What nothing refers to any more since older ephemeral versions went."""
         self.is_checked = False
         """Whether the limits were checked."""
 
@@ -320,6 +322,7 @@ async def _records(session: AsyncSession, rows: Sequence[UploadRow]) -> tuple[Up
         stored = exists().where(
             VersionRow.adapter_id == AdapterRow.id,
             AdapterRow.tenant_id == row.tenant_id,
+            VersionRow.held_by.is_(None),
             VersionRow.weights_sha256 == draft.weights.sha256,
             VersionRow.size_bytes == draft.weights.size,
         )

@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.errors import NotFoundError
 from weft.server import errors
+from weft.server.adapters import push_routes as routes_push
 from weft.server.adapters import routes as routes_adapters
 from weft.server.auth import browser as routes_session
 from weft.server.auth.middleware import AuthMiddleware
@@ -35,6 +36,7 @@ ROUTERS = (
     routes_batches.router,
     routes_models.router,
     routes_adapters.router,
+    routes_push.router,
     routes_grants.router,
     routes_tenants.router,
     routes_tenants.audit_router,

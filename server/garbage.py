@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 
 import structlog
 
@@ -52,9 +52,21 @@ async def delete_blobs(services: Services, weights: Iterable[str]) -> None:
     except CapacityError:
         later += rest
     if later:
-        task = asyncio.create_task(_delete_later(services, later))
-        services.removals.add(task)
-        task.add_done_callback(services.removals.discard)
+        in_background(services, _delete_later(services, later))
+
+
+def in_background(services: Services, removal: Coroutine[None, None, None]) -> None:
+    """Let a removal run by itself; what it does not get to, the next sweep does."""
+    task = asyncio.create_task(_quietly(removal))
+    services.removals.add(task)
+    task.add_done_callback(services.removals.discard)
+
+
+async def _quietly(removal: Coroutine[None, None, None]) -> None:
+    try:
+        await removal
+    except (WeftError, OSError) as error:
+        log.warning("removal_failed", exc_info=error)
 
 
 async def _delete_some(services: Services, weights: list[str]) -> tuple[list[str], list[str]]:
@@ -67,12 +79,20 @@ async def _delete_some(services: Services, weights: list[str]) -> tuple[list[str
     async with services.registry.adapters.locking_unreferenced(weights) as unreferenced:
         doomed, until_s = sorted(unreferenced), services.monotonic() + HOLD_S
         while doomed and services.monotonic() < until_s:
-            if services.engine.uses(doomed[-1]):
+            if services.uses(doomed[-1]):
                 used.append(doomed[-1])
+            elif doomed[-1] in services.memory:
+                await _free(services, doomed[-1])
             else:
                 await asyncio.to_thread(services.blobs.delete, doomed[-1])
             doomed.pop()
     return used, doomed
+
+
+async def _free(services: Services, weights: str) -> None:
+    """Free the weights of ephemeral versions that are gone. One that was in the store as well is left to the sweep."""
+    services.memory.delete(weights)
+    await services.engine.drop_weights(weights)
 
 
 async def _delete_later(services: Services, weights: Iterable[str]) -> None:
@@ -92,7 +112,8 @@ async def end_removals(services: Services) -> None:
 class Sweeper:
     """Deletes leftovers every `SWEEP_S` seconds between `start` and `stop`.
 
-    These are expired uploads with their files, files without an upload, abandoned temporary blobs, blobs that no
+    These are ephemeral versions whose time is over or whose weights went with an earlier life of this server, expired
+    uploads with their files, files without an upload, abandoned temporary blobs, blobs that no
     version refers to, and expired answers. Each sweep looks for all of them, so a sweep that is cut short loses
     nothing. Thread: the event loop's.
     """
@@ -122,11 +143,15 @@ class Sweeper:
             How many were deleted, by kind.
         """
         services = self._services
+        registry = services.registry
+        if is_start:
+            await remove_unreferenced(services, await registry.ephemeral.lose(services.server_name))
+        await remove_unreferenced(services, await registry.ephemeral.expire())
         uploads, answers = await services.registry.uploads.forget_old()
         # The data folder belongs to this process, so nothing writes there at its start.
         is_alone = services.config.registry.blob_url is None
         age_s = 0.0 if is_start and is_alone else STALE_UPLOAD_S
-        removed = {
+        swept = {
             "uploads": uploads,
             "answers": answers,
             "staged": await self._sweep_staged(),
@@ -134,10 +159,11 @@ class Sweeper:
             "batches": await services.registry.batches.forget_old(),
             "temporary": await asyncio.to_thread(services.blobs.sweep, age_s),
             "blobs": await self._sweep_blobs(),
+            "weights": await self._sweep_memory(),
         }
-        if any(removed.values()):
-            log.info("swept", **removed)
-        return removed
+        if any(swept.values()):
+            log.info("swept", **swept)
+        return swept
 
     async def _go_on(self) -> None:
         while True:
@@ -165,4 +191,16 @@ class Sweeper:
         for start in range(0, len(digests), BLOBS_AT_ONCE):
             doomed += await self._services.registry.adapters.unreferenced(digests[start : start + BLOBS_AT_ONCE])
         await delete_blobs(self._services, doomed)
+        return len(doomed)
+
+    async def _sweep_memory(self) -> int:
+        """Free weights that no ephemeral version has: one of them may have become a usual version, for example."""
+        services = self._services
+        if not services.memory.digests():
+            return 0
+        async with services.registry.adapters.locking_unreferenced(()):
+            kept = await services.registry.ephemeral.weights(services.server_name)
+            doomed = [each for each in services.memory.digests() if each not in kept and not services.uses(each)]
+            for weights in doomed:
+                await _free(services, weights)
         return len(doomed)

@@ -6,11 +6,12 @@ An adapter may stand behind a name of the base and a colon, as some clients of v
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weft.errors import InvalidRequestError, NotFoundError
+from weft.errors import AdapterUnavailableError, InvalidRequestError, NotFoundError
 from weft.registry.names import DEFAULT_ALIAS, model_not_found, parse_selector
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from weft.registry.records import AdapterIdentity, AdapterVersion
     from weft.registry.registry import Registry
     from weft.server.auth.callers import Caller
+    from weft.server.services import Services
 
 NEAR_NAMES = 3
 """Most names suggested for one that does not exist."""
@@ -83,6 +85,31 @@ async def resolve_model(
     if by_adapter.ref != by_model.ref:
         raise InvalidRequestError("model and adapter_id name different adapters: send one of them.", param="adapter_id")
     return by_model
+
+
+def hold_weights(services: Services, model: ResolvedModel) -> Callable[[], None]:
+    """Keep the weights of an ephemeral version in memory for a request; returns what ends that.
+
+    Raises:
+        NotFoundError: Its time is over; code model_not_found.
+        AdapterUnavailableError: They are not in this server's memory; code adapter_not_here.
+    """
+    version = model.version
+    if version is None or (version.expires_at is not None and version.expires_at <= services.now()):
+        raise model_not_found(model.name)
+    weights = version.weights_sha256
+    if version.held_by != services.server_name or weights not in services.memory:
+        message = f"Version {version.version} of `{model.name}` is ephemeral, and not in the memory of this server."
+        hint = "Ask the server that it was pushed to, or push it to this one."
+        raise AdapterUnavailableError(f"{message} {hint}", code="adapter_not_here")
+    services.held[weights] += 1
+
+    def release() -> None:
+        services.held[weights] -= 1
+        if not services.held[weights]:
+            del services.held[weights]
+
+    return release
 
 
 async def _resolve_one(

@@ -47,7 +47,11 @@ async def pinned_pages(services: Services, tenant_id: str, besides: str | None =
 async def sync_pins(services: Services) -> None:
     """Send the engine the changes that make its pins equal to the registry's."""
     async with services.pin_lock:
-        pinned = await services.registry.adapters.pinned_adapters()
+        pinned = [
+            adapter
+            for adapter in await services.registry.adapters.pinned_adapters()
+            if adapter.current.held_by in (None, services.server_name)
+        ]
         wanted = {adapter.current.digest for adapter in pinned}
         for digest, ref in list(services.synced_pins.items()):
             if digest not in wanted:

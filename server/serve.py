@@ -17,8 +17,9 @@ from contextlib import AsyncExitStack, contextmanager
 import structlog
 import uvicorn
 
+from weft.adapters.blobs.memory import MemoryBlobs
 from weft.adapters.blobs.store import BlobStore, open_blobs
-from weft.config import Config, environment
+from weft.config import GIB, Config, environment
 from weft.engine.model.spec import resolve_model
 from weft.engine.process.client import EngineClient
 from weft.engine.start_checks import check_start
@@ -123,6 +124,9 @@ async def open_services(
     engine = EngineClient(config, announce=announce)
     stack.push_async_callback(engine.close)
     ready, (tokenizer, tokenizer_settings) = await _start(engine, config.model.path)
+    name = await asyncio.to_thread(owner_name, config.server.data_dir)
+    validator = AdapterValidator(ready, blobs, base_names(config))
+    stack.push_async_callback(validator.close)
     metrics, scheduler = metrics_of(config, ready), config.scheduler
     services = Services(
         config=config,
@@ -132,11 +136,13 @@ async def open_services(
         tokenizer=tokenizer,
         tokenizer_settings=tokenizer_settings,
         blobs=blobs,
-        validator=AdapterValidator(ready, blobs, base_names(config)),
+        validator=validator,
         metrics=metrics,
         gate=Gate(scheduler.max_wait_s, scheduler.max_waiting, lambda: engine.load, time.monotonic, metrics.refused),
         drain=drain,
         staged=await asyncio.to_thread(StagedFiles, config.server.data_dir / "uploads"),
+        server_name=name,
+        memory=MemoryBlobs(int(config.adapter.push_gib * GIB)),
         prices=prices,
         default_tenant=await _default_tenant(registry) if config.server.auth == "off" else None,
     )
@@ -145,7 +151,7 @@ async def open_services(
     stack.push_async_callback(sweeper.stop)
     await sweeper.start()
     await sync_pins(services)
-    worker = BatchWorker(services, await asyncio.to_thread(owner_name, config.server.data_dir))
+    worker = BatchWorker(services, name)
     stack.push_async_callback(worker.stop)
     worker.start()
     return services

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -21,6 +22,7 @@ from weft.server.limits.windows import Accounts
 from weft.server.status.feed import EngineFeed
 
 if TYPE_CHECKING:
+    from weft.adapters.blobs.memory import MemoryBlobs, MemoryPlace
     from weft.adapters.blobs.store import BlobStore
     from weft.adapters.ref import AdapterRef
     from weft.config import Config
@@ -79,6 +81,12 @@ class Engine(Protocol):
     def reset_prefix_cache(self) -> None:
         """Have the engine forget the cached KV that no request uses."""
 
+    async def take_weights(self, ref: AdapterRef, place: MemoryPlace) -> None:
+        """Have weights that are in no store, from where this process has them open, and bring them to host memory."""
+
+    async def drop_weights(self, weights_sha256: str) -> None:
+        """Let such weights go."""
+
     async def pin_adapter(self, ref: AdapterRef, is_pinned: bool) -> None:
         """Set whether an adapter is brought to the device and stays there."""
 
@@ -101,6 +109,12 @@ class Services:
     drain: Drain
     staged: StagedFiles
     """Files of uploads in pieces, while they come."""
+    server_name: str
+    """Of this server among those over one database."""
+    memory: MemoryBlobs
+    """Weights of ephemeral versions."""
+    held: Counter[str] = field(default_factory=Counter)
+    """Requests by the weights of their ephemeral version, from when they found it."""
     intake: Intake = field(default_factory=Intake)
     """Uploads that are being received right now."""
     prices: PriceTable | None = None
@@ -128,6 +142,10 @@ class Services:
     monotonic: Callable[[], float] = time.monotonic
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    def uses(self, weights_sha256: str) -> bool:
+        """Whether a request that has not ended may still have to load these weights."""
+        return self.held[weights_sha256] > 0 or self.engine.uses(weights_sha256)
 
     @property
     def base_names(self) -> tuple[str, ...]:

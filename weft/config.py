@@ -123,6 +123,11 @@ class AdapterConfig:
     """On a CPU: part of one core that loading adapters may take while steps run and no request waits for a load, 0.01
     to 1; 1 means no limit. It grows with the share of requests that wait for loads, and an idle core may always be
     used."""
+    push_gib: float = 1.0
+    """Most GiB of memory for the weights of ephemeral versions, which trainers push; 0 takes none."""
+    load_roots: str = ""
+    """Folders of this machine that POST /v1/load_lora_adapter may load adapters from, separated by commas. Every key
+    with the scope adapters may load all that is below them; when empty, the route loads nothing."""
 
     def __post_init__(self) -> None:
         _require(
@@ -132,6 +137,14 @@ class AdapterConfig:
             self.max_rank,
         )
         _check_bounds("adapter", self, slots=(1, MAX_SLOTS), load_threads=(1, 64), load_share=(0.01, 1))
+        _check_bounds("adapter", self, push_gib=(0, 4096))
+        for root in self.roots:
+            _require(root.is_absolute(), "adapter.load_roots", "absolute folders, separated by commas", str(root))
+
+    @property
+    def roots(self) -> list[Path]:
+        """`load_roots` as a list."""
+        return [Path(root.strip()) for root in self.load_roots.split(",") if root.strip()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,7 +93,7 @@ class Checkpoint:
 
 def read_checkpoint(
     config_bytes: bytes,
-    weights: Path,
+    weights: Path | int,
     base: BaseShape | None,
     max_rank: int,
     scan_values: bool = True,
@@ -106,7 +106,7 @@ def read_checkpoint(
 
     Args:
         config_bytes: The config file.
-        weights: The weights file; links are not followed.
+        weights: The weights file; links are not followed. Or its open descriptor, which is closed.
         base: Shape of the base model; None checks sizes only against each other.
         max_rank: Largest rank that is served.
         scan_values: Whether to look at every value; only a file that was scanned before may go without.
@@ -154,7 +154,7 @@ def check_weights(
 
 
 def _check_file(
-    spec: LoraSpec | None, weights: Path, base: BaseShape | None, scan_values: bool, findings: Findings
+    spec: LoraSpec | None, weights: Path | int, base: BaseShape | None, scan_values: bool, findings: Findings
 ) -> tuple[Checkpoint, Sequence[_Named], frozenset[str]] | None:
     with _open_plain(weights) as file:
         seen = findings.seen
@@ -166,8 +166,9 @@ def _check_file(
     return None if found is None else (*found, zeros)
 
 
-def _open_plain(path: Path) -> BufferedReader:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+def _open_plain(file: Path | int) -> BufferedReader:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    fd = file if isinstance(file, int) else os.open(file, flags)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         _refuse("not_safetensors", "The weights are not a plain file.", None, _SAVE_AGAIN)

@@ -137,8 +137,8 @@ class Entry(Evictable):
     """In use from LOADING's end until it is on the device."""
     lease: SlotLease | None = None
     """Its slot, while it has pages."""
-    comes_for_pin: bool = False
-    """It was started because it is pinned; it is loaded even if no request wants it."""
+    comes_unasked: bool = False
+    """It was started because it is pinned or was just pushed; it is loaded even if no request wants it."""
     is_kept: bool = False
     """Its pin keeps it on the device; pinned ones beyond the share that pins may keep have `evict_last`."""
     is_counted: bool = False

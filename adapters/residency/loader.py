@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.blobs.local import CORRUPT, BlobReader
+from weft.adapters.blobs.memory import MemoryBlobs
 from weft.adapters.blobs.store import BlobStore
 from weft.adapters.checkpoint.reader import Checkpoint, check_weights
 from weft.adapters.checkpoint.safetensors_header import LENGTH_BYTES, header_bytes
@@ -46,9 +48,10 @@ class AdapterLoader:
         max_rank: Largest rank that the tables hold.
         max_pages: Most pages an adapter may have.
         pause: Called between pieces of a load.
+        memory: Weights that are in no store; None: all are in the store.
     """
 
-    def __init__(  # noqa: PLR0913 - one more than usual, each of its own kind
+    def __init__(  # noqa: PLR0913 - two more than usual, each of its own kind
         self,
         blobs: BlobStore,
         images: HostImages,
@@ -58,8 +61,10 @@ class AdapterLoader:
         max_rank: int,
         max_pages: int,
         pause: Callable[[], None] = lambda: None,
+        memory: MemoryBlobs | None = None,
     ) -> None:
         self._blobs = blobs
+        self.memory = memory or MemoryBlobs(0)
         self._images = images
         self._base = base
         self._geometry = geometry
@@ -69,8 +74,8 @@ class AdapterLoader:
         self._pause = pause
         self._planned = lru_cache(MAX_PLANS)(self._plan)
 
-    def load(self, ref: AdapterRef) -> HostImage:
-        """Read and pack one adapter; the caller adds the image to the host images.
+    def load(self, ref: AdapterRef, *, is_paced: bool = True) -> HostImage:
+        """Read and pack one adapter, with pauses if it is paced; the caller adds the image to the host images.
 
         Raises:
             AdapterUnavailableError: The blob is missing or corrupt.
@@ -79,17 +84,18 @@ class AdapterLoader:
             AdapterIncompatibleError: The adapter is not for this base, or its rank exceeds the setting.
             NeverFitsError: It needs more pages than it may have.
         """
+        pause = self._pause if is_paced else lambda: None
         try:
-            return self._load(ref)
+            return self._load(ref, pause)
         except AdapterUnavailableError as error:
             if error.code != CORRUPT:
                 raise
-            return self._load(ref)  # a store that keeps copies has dropped a corrupt one by now
+            return self._load(ref, pause)  # a store that keeps copies has dropped a corrupt one by now
 
-    def _load(self, ref: AdapterRef) -> HostImage:
+    def _load(self, ref: AdapterRef, pause: Callable[[], None]) -> HostImage:
         slab_pages: Sequence[int] | None = None
         try:
-            with self._blobs.open(ref.weights_sha256, self._pause) as blob:
+            with self._open(ref.weights_sha256, pause) as blob:
                 header = self._header(blob)
                 try:
                     plan = self._planned(json.dumps(ref.config.canonical()), header, blob.size)
@@ -97,7 +103,7 @@ class AdapterLoader:
                     blob.verify()  # what was accepted once is refused only where it has changed
                     raise
                 slab_pages = self._images.reserve(plan.layout.num_pages)
-                pages = self._pack(plan, blob, slab_pages)
+                pages = self._pack(plan, blob, slab_pages, pause)
         except BaseException:
             self._images.cancel(slab_pages or [])
             raise
@@ -110,6 +116,15 @@ class AdapterLoader:
             slab_pages=slab_pages or (),
         )
 
+    @contextmanager
+    def _open(self, sha256: str, pause: Callable[[], None]) -> Iterator[BlobReader]:
+        with self.memory.open(sha256, pause) as blob:
+            if blob is not None:
+                yield blob
+                return
+        with self._blobs.open(sha256, pause) as stored:
+            yield stored
+
     def _header(self, blob: BlobReader) -> bytes:
         header = bytearray(min(LENGTH_BYTES, blob.size))
         blob.readinto(memoryview(header))
@@ -117,12 +132,14 @@ class AdapterLoader:
         blob.readinto(memoryview(rest))
         return bytes(header + rest)
 
-    def _pack(self, plan: _LoadPlan, blob: BlobReader, slab_pages: Sequence[int] | None) -> list[torch.Tensor]:
+    def _pack(
+        self, plan: _LoadPlan, blob: BlobReader, slab_pages: Sequence[int] | None, pause: Callable[[], None]
+    ) -> list[torch.Tensor]:
         if slab_pages is None:
             pages = list(torch.empty((plan.layout.num_pages, self._geometry.page_bytes), dtype=torch.uint8))
         else:
             pages = self._images.slab_views(slab_pages)
-        plan.packing.pack(blob, pages, self._dtype, self._pause)
+        plan.packing.pack(blob, pages, self._dtype, pause)
         blob.verify()
         return pages
 

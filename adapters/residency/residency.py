@@ -16,6 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 from weft.adapters.lora.tables import AdapterTables
@@ -148,6 +149,14 @@ class Residency:
         self._evictor.withdraw(entry)
         if entry.stage is Stage.QUEUED and self.entries.num_under_way()[self._origin(ref.digest)] < MAX_UNDER_WAY:
             self._start(entry)
+
+    def warm(self, ref: AdapterRef) -> None:
+        """Bring an adapter to host memory, and to the device if it has room beside what is in use.
+
+        Requests will come for it, but nothing keeps it there. Its load does not give way to steps: it is a single one.
+        """
+        if ref.digest not in self.entries:
+            self._start(self._enter(ref, comes_unasked=True), is_paced=False)
 
     def release_hold(self, digest: str) -> None:
         """Drop one hold. Nothing happens without one: it may have gone with a failed load."""
@@ -350,10 +359,10 @@ class Residency:
         self._load_queue.close()
         self._copy_queue.close()
 
-    def _enter(self, ref: AdapterRef, *, comes_for_pin: bool = False) -> Entry:
+    def _enter(self, ref: AdapterRef, *, comes_unasked: bool = False) -> Entry:
         known = self.known[ref.digest]
         entry = Entry(
-            ref=ref, known=known, uses=known.uses, entered_s=self._clock(), residency=self, comes_for_pin=comes_for_pin
+            ref=ref, known=known, uses=known.uses, entered_s=self._clock(), residency=self, comes_unasked=comes_unasked
         )
         self.entries.add(entry)
         self._pins.entered(ref.digest)
@@ -371,7 +380,7 @@ class Residency:
                 num_under_way[origin] += 1
                 self._start(entry)
 
-    def _start(self, entry: Entry) -> None:
+    def _start(self, entry: Entry, *, is_paced: bool = True) -> None:
         ref = entry.ref
         entry.image = self._images.hold(ref.digest)
         if entry.image is not None:
@@ -383,7 +392,8 @@ class Residency:
         entry.origin = "stored"
         self.entries.advance(entry, Stage.LOADING)
         entry.known.num_runs = 0
-        entry.job = LoadJob(ref.digest, lambda: self._loader.load(ref), turn=entry.turn)
+        load = partial(self._loader.load, ref) if is_paced else partial(self._loader.load, ref, is_paced=False)
+        entry.job = LoadJob(ref.digest, load, turn=entry.turn)
         self._load_queue.submit(entry.job)
 
     def _bring_pinned(self) -> None:
@@ -398,10 +408,10 @@ class Residency:
                 self._place(entry)
             if entry.stage is Stage.PLACING:
                 self.evict(entry)  # its image is in the slab, if that has room; later it is tried again
-        if has_room and not any(entry.comes_for_pin for entry in self.entries.coming()):
+        if has_room and not any(entry.comes_unasked for entry in self.entries.coming()):
             ref = next((ref for ref in missing if self._has_room_for_pin(self.pages_needed(ref) or 1)), None)
             if ref is not None:
-                self._start(self._enter(ref, comes_for_pin=True))
+                self._start(self._enter(ref, comes_unasked=True))
 
     def _take_in(self, job: LoadJob) -> None:
         if job.device_error is not None:
@@ -520,7 +530,7 @@ class Residency:
         self._pins.discard(digest)
         entry = self.entries.get(digest)
         if entry is not None:
-            entry.is_kept = entry.evict_last = entry.comes_for_pin = False
+            entry.is_kept = entry.evict_last = entry.comes_unasked = False
             self._settle(entry)
 
     def _settle(self, entry: Entry) -> None:
@@ -534,7 +544,7 @@ class Residency:
                 self._evictor.withdraw(entry)
             else:
                 self._evictor.offer(entry)
-        elif entry.comes_for_pin:
+        elif entry.comes_unasked:
             return
         elif entry.stage in (Stage.QUEUED, Stage.PLACING) or (
             entry.stage is Stage.LOADING and entry.job is not None and self._load_queue.cancel(entry.job)

@@ -39,6 +39,7 @@ class OwnServer:
     admin: Client
     ready: dict[str, Any]
     """The model and the memory, as the engine reported them when it was ready."""
+    pid: int
 
     @property
     def url(self) -> str:
@@ -133,7 +134,7 @@ def plain_server(model: str | Path, settings: Sequence[str], folder: Path | None
     ):
         server.wait_ready(READY_WITHIN_S)
         with Client(server.url, server.admin_key()) as admin:
-            yield OwnServer(admin, admin.engine()["ready"])
+            yield OwnServer(admin, admin.engine()["ready"], server.pid)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from typing import Any, cast
 import msgspec
 import zmq
 
+from weft.adapters.blobs.memory import MemoryPlace
 from weft.adapters.ref import AdapterRef
 from weft.config import Config, Device, Dtype
 from weft.engine.process import messages
@@ -71,6 +72,8 @@ class EngineClient:
         self._query_ids = itertools.count(1)
         self._pinned: dict[str, AdapterRef] = {}
         """By digest, in the order of pinning."""
+        self._taken: dict[str, messages.TakeWeights] = {}
+        """Weights that are in no store, by blob."""
         self._weights: Counter[str] = Counter()
         """Requests by the blob of their adapter."""
         self._pause: PauseMode | None = None
@@ -197,6 +200,21 @@ class EngineClient:
         """
         self._connected().send(messages.ResetPrefixCache())
 
+    async def take_weights(self, ref: AdapterRef, place: MemoryPlace) -> None:
+        """Have the engine keep weights that are in no store, and bring them to host memory; a restarted one as well.
+
+        Args:
+            ref: A version with these weights.
+            place: Where the bytes are open in this process, until `drop_weights`.
+        """
+        message = self._taken[ref.weights_sha256] = messages.TakeWeights(ref, place)
+        self._tell(message)
+
+    async def drop_weights(self, weights_sha256: str) -> None:
+        """Let such weights go."""
+        self._taken.pop(weights_sha256, None)
+        self._tell(messages.DropWeights(weights_sha256))
+
     async def close(self) -> None:
         """End the engine; requests that still wait get EngineUnavailableError."""
         if self._supervision is not None:
@@ -235,6 +253,8 @@ class EngineClient:
         self._announce(f"weft: {first.memory_plan}")
         self._announce(f"weft: engine ready after {self._start_s:.1f} s")
         self._connection, self.ready = connection, first.ready
+        for taken in self._taken.values():
+            self._tell(taken)
         for ref in self._pinned.values():
             self._tell(messages.PinAdapter(ref, True))
         if self._pause is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from weft.adapters.blobs.memory import MemoryPlace
 from weft.adapters.ref import AdapterRef
 from weft.config import Config
 from weft.engine.request import GenerationRequest, RequestOutput
@@ -48,6 +49,20 @@ class PinAdapter(msgspec.Struct, frozen=True, tag="pin_adapter"):
 
     ref: AdapterRef
     is_pinned: bool
+
+
+class TakeWeights(msgspec.Struct, frozen=True, tag="take_weights"):
+    """Have the weights of an ephemeral version in memory, and bring it to host memory."""
+
+    ref: AdapterRef
+    place: MemoryPlace
+    """Where the bytes are open in the client's process."""
+
+
+class DropWeights(msgspec.Struct, frozen=True, tag="drop_weights"):
+    """Let such weights go."""
+
+    weights_sha256: str
 
 
 class AskStatus(msgspec.Struct, frozen=True, tag="ask_status"):
@@ -118,7 +133,19 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     load: EngineLoad
 
 
-ToEngine = Submit | Abort | DropAdapter | PinAdapter | AskStatus | Pause | ResetPrefixCache | Taken | Close
+ToEngine = (
+    Submit
+    | Abort
+    | DropAdapter
+    | PinAdapter
+    | TakeWeights
+    | DropWeights
+    | AskStatus
+    | Pause
+    | ResetPrefixCache
+    | Taken
+    | Close
+)
 FromEngine = Ready | StartFailed | Outputs | Status | Load
 
 _encoder = msgspec.msgpack.Encoder()

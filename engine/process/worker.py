@@ -19,6 +19,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from weft.adapters.blobs.memory import MemoryBlobs, MemoryPlace
+from weft.adapters.ref import AdapterRef
 from weft.engine.build import build_engine
 from weft.engine.core import EngineCore
 from weft.engine.execution.memory_plan import format_plan
@@ -76,15 +78,22 @@ class EngineLoop:
 
     Args:
         core: The engine.
+        memory: Takes weights that are in no store.
         socket: Connected to the client.
         wakeup: Woken when a load is done or the parent is gone.
         parent_gone: Set when the parent is gone.
     """
 
     def __init__(
-        self, core: EngineCore, socket: zmq.Socket[bytes], wakeup: Wakeup, parent_gone: threading.Event
+        self,
+        core: EngineCore,
+        memory: MemoryBlobs,
+        socket: zmq.Socket[bytes],
+        wakeup: Wakeup,
+        parent_gone: threading.Event,
     ) -> None:
         self._core = core
+        self._memory = memory
         self._socket = socket
         self._wakeup = wakeup
         self._parent_gone = parent_gone
@@ -149,10 +158,6 @@ class EngineLoop:
                 return self._submit(request)
             case messages.Abort(request_id=request_id):
                 self._core.abort(request_id)
-            case messages.DropAdapter(digest=digest):
-                self._core.drop_adapter(digest)
-            case messages.PinAdapter(ref=ref, is_pinned=is_pinned):
-                self._core.pin_adapter(ref, is_pinned)
             case messages.AskStatus(query_id=query_id, is_detailed=is_detailed):
                 self._send(messages.Status(query_id=query_id, status=self._core.status(is_detailed=is_detailed)))
             case messages.Pause(mode=mode, is_ending=is_ending):
@@ -163,7 +168,22 @@ class EngineLoop:
                 self._num_ahead -= count
             case messages.Close():
                 self._is_open = False
+            case _:
+                self._act_on_adapter(message)
         return None
+
+    def _act_on_adapter(
+        self, message: messages.DropAdapter | messages.PinAdapter | messages.TakeWeights | messages.DropWeights
+    ) -> None:
+        match message:
+            case messages.DropAdapter(digest=digest):
+                self._core.drop_adapter(digest)
+            case messages.PinAdapter(ref=ref, is_pinned=is_pinned):
+                self._core.pin_adapter(ref, is_pinned)
+            case messages.TakeWeights(ref=ref, place=place):
+                self._take_weights(ref, place)
+            case messages.DropWeights(weights_sha256=weights_sha256):
+                self._memory.delete(weights_sha256)
 
     def _submit(self, request: GenerationRequest) -> RequestOutput | None:
         try:
@@ -171,6 +191,14 @@ class EngineLoop:
         except WeftError as error:
             return RequestOutput(request_id=request.request_id, finish_reason="error", error=request_error(error))
         return None
+
+    def _take_weights(self, ref: AdapterRef, place: MemoryPlace) -> None:
+        try:
+            self._memory.adopt(ref.weights_sha256, place)
+        except OSError:  # the version was withdrawn meanwhile
+            logger.warning("the weights %s are gone", ref.weights_sha256)
+            return
+        self._core.warm_adapter(ref)
 
     def _send(self, message: messages.FromEngine) -> None:
         self._socket.send(messages.encode(message), zmq.NOBLOCK)
@@ -209,7 +237,7 @@ def _serve(launch: messages.Launch, socket: zmq.Socket[bytes], wakeup: Wakeup, p
     ready = messages.Ready(ready=parts.ready, memory_plan=format_plan(parts.ready.memory, parts.ready))
     socket.send(messages.encode(ready))
     try:
-        EngineLoop(parts.core, socket, wakeup, parent_gone).run()
+        EngineLoop(parts.core, parts.memory, socket, wakeup, parent_gone).run()
     finally:
         parts.core.close()
     return 0

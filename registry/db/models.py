@@ -149,6 +149,10 @@ class VersionRow(Base):
     created_at: Mapped[datetime]
     report: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
     """What the check noticed, in the form in which clients see it."""
+    held_by: Mapped[str | None] = mapped_column(sa.String(64), index=True)
+    """Of an ephemeral version: the server that has its weights in memory. Null: they are in the blob store."""
+    expires_at: Mapped[datetime | None] = mapped_column(index=True)
+    """Of an ephemeral version, if its time is limited."""
 
 
 class AliasRow(Base):

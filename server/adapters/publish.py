@@ -7,6 +7,8 @@ that a repeated request gets and the end of an upload in pieces are one transact
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,12 +19,12 @@ from weft.adapters.blobs.local import BlobWriter
 from weft.errors import AdapterFormatError, NotFoundError, PayloadTooLargeError
 from weft.registry.limits import no_storage
 from weft.registry.names import is_name, no_such
-from weft.registry.records import VersionFacts
+from weft.registry.records import Ephemeral, VersionFacts
 from weft.registry.uploads import Answer, Retry
-from weft.server.adapters.schemas import adapter_view, residents_now
+from weft.server.adapters.schemas import Residents, adapter_view, residents_now
 from weft.server.adapters.upload_guards import once
 from weft.server.auth.callers import Caller, TenantCaller, bound, for_tenant
-from weft.server.garbage import delete_blobs
+from weft.server.garbage import delete_blobs, in_background, remove_unreferenced
 from weft.server.http.body import content_length
 from weft.server.http.form import UploadForm, read_form
 from weft.server.pins import check_pinned_pages, sync_pins
@@ -102,6 +104,7 @@ async def publish(
     weights: BlobWriter,
     retry: Retry | None = None,
     upload_id: str | None = None,
+    life: Ephemeral | None = None,
 ) -> Answer:
     """Have an upload validated, store it and publish it as a version.
 
@@ -112,6 +115,7 @@ async def publish(
         weights: All bytes of the weights, not yet committed.
         retry: The Idempotency-Key under which the answer is kept.
         upload_id: The upload in pieces that ends with this version.
+        life: How long an ephemeral version lives; its weights are written to memory.
 
     Raises:
         AdapterError: It cannot be served.
@@ -120,20 +124,24 @@ async def publish(
         AnsweredBeforeError: The same change was made before.
     """
     sha256, size = weights.sha256(), weights.size
-    facts = await services.intake.validate_once(
-        # By tenant: the time it takes must not show what others upload.
-        (owner.tenant_id, draft.config, sha256),
-        lambda: services.validator.validate(draft.config, weights.path, sha256, size),
+    validate = services.validator.validate if life is None else partial(services.validator.validate, is_kept=True)
+    facts, residents = await asyncio.gather(
+        services.intake.validate_once(
+            # By tenant: the time it takes must not show what others upload.
+            (owner.tenant_id, draft.config, sha256),
+            lambda: validate(draft.config, weights.path, sha256, size),
+        ),
+        residents_now(services) if life is None else _no_residents(),
     )
     pages = await services.validator.pages(facts)
-    residents = await residents_now(services)
     if draft.activate:
         await _check_pinned(services, owner, draft.name, facts)
     try:
         await in_thread(weights.prepare)
         async with services.registry.adapters.publishing(
-            owner.tenant_id, draft.name, facts, draft.description, draft.activate, actor=owner.actor
+            owner.tenant_id, draft.name, facts, draft.description, draft.activate, life=life, actor=owner.actor
         ) as made:
+            version = made.adapter.current
             body = adapter_view(made.adapter, pages, residents).model_dump(mode="json")
             answer = Answer(status=201 if made.is_new else 200, body=body)
             if upload_id is not None:
@@ -141,14 +149,24 @@ async def publish(
             if retry is not None:
                 await made.keep_answer(retry, answer)
             await made.check_limits(pages)
-            await in_thread(weights.commit)
+            if life is None or version.held_by is not None:  # else it is in the store already
+                await in_thread(weights.commit)
+            if (place := services.memory.place(sha256)) is not None and version.held_by is not None:
+                await services.engine.take_weights(made.adapter.ref(version), place)
     except BaseException:
         await asyncio.shield(delete_blobs(services, [facts.weights_sha256]))
         raise
     services.metrics.learn_adapter(facts.digest, owner.tenant, draft.name, facts.rank)
+    if made.removed.digests or made.removed.weights:
+        in_background(services, remove_unreferenced(services, made.removed))
     if made.adapter.pinned:
         await sync_pins(services)
     return answer
+
+
+async def _no_residents() -> Residents:
+    """A push does not wait for the engine's step, after which it would say where adapters are."""
+    return {}
 
 
 async def _check_pinned(services: Services, owner: TenantCaller, name: str, facts: VersionFacts) -> None:
@@ -164,20 +182,33 @@ async def _check_pinned(services: Services, owner: TenantCaller, name: str, fact
 async def _read_form(
     request: Request, services: Services, caller: Caller, weights: BlobWriter, key: str | None
 ) -> UploadForm:
-    """Read the body, but no more bytes than the tenant may still store."""
+    async with room_for_upload(request, services, caller.tenant_id, key) as limit:
+        return await read_form(request, UploadForm, weights, limit, services.pace)
+
+
+@asynccontextmanager
+async def room_for_upload(
+    request: Request, services: Services, tenant_id: str | None, key: str | None = None
+) -> AsyncIterator[int]:
+    """The most bytes that a body may have: no more than the tenant may still store. They count as coming meanwhile.
+
+    An admin's form names the tenant: its limits are checked when the version is published.
+
+    Raises:
+        ForbiddenError: The body is larger than what is left; code quota.storage.
+    """
     most = services.config.server.max_upload_bytes
-    tenant_id = caller.tenant_id
-    # An admin's form names the tenant: its limits are checked when the version is published.
     left = None if tenant_id is None else await services.registry.uploads.storage_left(tenant_id, key)
     if tenant_id is None or left is None:
-        return await read_form(request, UploadForm, weights, most, services.pace)
+        yield most
+        return
     left -= services.intake.reserved[tenant_id]
     if left <= 0:
         raise no_storage()
     limit = min(most, left)
     with services.intake.reserving(tenant_id, min(limit, content_length(request) or limit)):
         try:
-            return await read_form(request, UploadForm, weights, limit, services.pace)
+            yield limit
         except PayloadTooLargeError as error:
             if error.code == "upload.too_large" and limit < most:
                 raise no_storage() from error

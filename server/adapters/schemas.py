@@ -59,6 +59,10 @@ class VersionFields(View):
     peft_version: str | None
     """The PEFT that saved it, as its config says; null where it does not say."""
     residency: AdapterTier
+    ephemeral: bool
+    """Whether its weights are in the memory of one server only, and go with it."""
+    expires_at: Moment | None
+    """When an ephemeral version is withdrawn; null: not by time."""
     created_at: Moment
     report: ReportView | None
     """Null where nothing was noted."""
@@ -287,6 +291,26 @@ class ImportBody(VersionBody):
     """`hf://organization/repository[@revision]` or `s3://bucket/prefix`."""
 
 
+class LoadBody(Body):
+    """Body of POST /v1/load_lora_adapter, as of vLLM."""
+
+    lora_name: str = Field(min_length=1, max_length=512)
+    lora_path: str = Field(min_length=1, max_length=4096)
+    """Folder on the server's machine, below one of `adapter.load_roots`."""
+    load_inplace: bool = False
+    """A name that is loaded already gets a new version in any case."""
+    is_3d_lora_weight: Literal[False] | None = None
+    """Weights of experts in three dimensions are not served."""
+
+
+class UnloadBody(Body):
+    """Body of POST /v1/unload_lora_adapter, as of vLLM."""
+
+    lora_name: str = Field(min_length=1, max_length=512)
+    lora_int_id: int | None = None
+    """Names decide; the number is not looked at."""
+
+
 async def residents_now(services: Services) -> Residents:
     """Ask the engine; while it is away, or busy for longer than `STATUS_S`, no adapter counts as resident."""
     try:
@@ -320,13 +344,15 @@ def version_view(adapter: Adapter, version: AdapterVersion, residents: Residents
 
 
 def _version_fields(adapter: Adapter, version: AdapterVersion, resident: ResidentAdapter | None) -> dict[str, Any]:
-    tier = "stored" if resident is None else "device" if resident.tier == "device" else "host"
+    at_least = "stored" if version.held_by is None else "host"
+    tier = at_least if resident is None else "device" if resident.tier == "device" else "host"
     return {
         **{name: getattr(version, name) for name in VersionFields.model_fields if hasattr(version, name)},
         "name": adapter.name,
         "tenant": adapter.tenant,
         "applied_modules": version,
         "residency": tier,
+        "ephemeral": version.held_by is not None,
         "report": version.report or None,
     }
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import dataclasses
 import hashlib
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +20,6 @@ from weft.adapters.checkpoint.reader import check_weights
 from weft.adapters.checkpoint.safetensors_header import header_bytes
 from weft.adapters.lora.layout import adapter_pages
 from weft.adapters.ref import LoraSpec, content_digest
-from weft.config import environment
 from weft.engine.status import EngineReady
 from weft.errors import (
     AdapterError,
@@ -34,6 +31,7 @@ from weft.errors import (
     PayloadTooLargeError,
 )
 from weft.registry.records import VersionFacts
+from weft.server.adapters.validation_process import KeptProcesses, run_alone
 
 CHILDREN = 2
 """Uploads that are validated at once."""
@@ -45,8 +43,6 @@ PAGES_CACHED = 4096
 USUAL_HEADER_BYTES = 1 << 16
 """Bytes that are read of a weights file first; a longer header takes a second read."""
 KeyT = TypeVar("KeyT")
-_HIDDEN_FROM_CHILD = ("WEFT_", "AWS_", "PG")
-"""Prefixes of variables that hold secrets, or may."""
 
 
 class AdapterValidator:
@@ -62,12 +58,15 @@ class AdapterValidator:
         self._ready = ready
         self._base_names = base_names
         self._blobs = blobs
+        self._kept = KeptProcesses()
         self._at_once = asyncio.Semaphore(CHILDREN)
         self._pages: dict[str, int] = {}
         self._pages_by_header: dict[tuple[str, int], int] = {}
 
-    async def validate(self, config: bytes, weights: Path, weights_sha256: str, size_bytes: int) -> VersionFacts:
-        """Validate an upload.
+    async def validate(
+        self, config: bytes, weights: Path, weights_sha256: str, size_bytes: int, *, is_kept: bool = False
+    ) -> VersionFacts:
+        """Validate an upload, with `is_kept` in a fork of a process that is kept for the next: that takes less time.
 
         Raises:
             AdapterError, PayloadTooLargeError: It cannot be served, and why.
@@ -82,7 +81,7 @@ class AdapterValidator:
             "cpu_s": CPU_S * (1 + (size_bytes >> 30)),
         }
         async with self._at_once:
-            found = await self.in_child(job)
+            found = await self.in_child(job, is_kept=is_kept)
         if "too_large" in found:
             raise PayloadTooLargeError(**found["too_large"])
         if "findings" in found:
@@ -96,31 +95,20 @@ class AdapterValidator:
         found["target_modules"] = tuple(found["target_modules"])
         return VersionFacts(digest=digest, weights_sha256=weights_sha256, spec=spec, size_bytes=size_bytes, **found)
 
-    async def in_child(self, job: dict[str, Any]) -> dict[str, Any]:
-        """What the worker answers to a job, in a process of its own.
+    async def close(self) -> None:
+        """End the processes that are kept."""
+        await self._kept.close()
+
+    async def in_child(self, job: dict[str, Any], *, is_kept: bool = False) -> dict[str, Any]:
+        """What the worker answers to a job, in a process of its own, which a kept process may fork.
 
         Raises:
             AdapterFormatError: It used more time or memory than a valid adapter needs, or crashed.
             EngineError: It gave no answer.
         """
-        env = {name: value for name, value in environment().items() if not name.startswith(_HIDDEN_FROM_CHILD)}
-        child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "weft.server.adapters.validation_worker"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            env={**env, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
-        output: bytes | None = None
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(WALL_FACTOR * job["cpu_s"]):
-                    output, _ = await child.communicate(json.dumps(job).encode())
-        finally:
-            if child.returncode is None:
-                child.kill()
-                await child.wait()
-        if output is None or child.returncode != 0:
+        wall_s = WALL_FACTOR * job["cpu_s"]
+        output = await (self._kept.run(job, wall_s) if is_kept else run_alone(job, wall_s))
+        if output is None:
             needed = "Validating this adapter took more time or memory than a valid adapter needs."
             hint = "Save the adapter again with PEFT's save_pretrained, and upload that."
             raise AdapterFormatError.of([Finding("adapter.check_failed", needed, None, hint)])

@@ -1,13 +1,17 @@
 """The child process that validates what a tenant uploaded: `python -P -m weft.server.adapters.validation_worker`.
 
 One JSON object comes on stdin, one goes to stdout. Memory, CPU time and file writes are limited first: a fault in a
-parser then costs one upload and not the server. Knows nothing of HTTP.
+parser then costs one upload and not the server. With `--serve`, a process that has imported everything takes one job
+per line, and each is done by a child that it forks, which has the same limits and knows nothing of other jobs. Knows
+nothing of HTTP.
 """
 
 from __future__ import annotations
 
 import base64
+import gc
 import json
+import os
 import resource
 import sys
 from dataclasses import asdict
@@ -24,7 +28,9 @@ MEMORY_BYTES = 1 << 30
 
 def answer(job: dict[str, Any]) -> dict[str, object]:
     """What is told of an upload as JSON types: its facts, `findings`, or that its config is `too_large`."""
-    config, weights = base64.b64decode(job["config"]), Path(job["weights"])
+    config, path = base64.b64decode(job["config"]), Path(job["weights"])
+    # A memory file is named by a link of the kernel's, which is to be followed; a file on disk is not.
+    weights = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if path.parts[1:2] == ("proc",) else path
     modules = tuple(ModuleShape(**module) for module in job["base"]["modules"])
     base = BaseShape(**{**job["base"], "modules": modules})
     try:
@@ -37,13 +43,41 @@ def answer(job: dict[str, Any]) -> dict[str, object]:
 
 def main() -> int:
     """Validate one adapter; 0 also for an adapter that is refused."""
-    job = json.load(sys.stdin)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (job["cpu_s"], job["cpu_s"]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    json.dump(answer(job), sys.stdout)
+    sys.stdout.write(_limited(sys.stdin.buffer.read()))
     return 0
 
 
+def serve() -> int:
+    """Validate one adapter for each line of stdin; the answer is a line, an empty one where there was none."""
+    gc.freeze()
+    while job := sys.stdin.buffer.readline():
+        reader, writer = os.pipe()
+        if not (child := os.fork()):
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(writer, 1)  # the child has no other way to the server
+            os.closerange(2, writer + 1)
+            try:
+                with open(1, "w") as output:
+                    output.write(_limited(job))
+            finally:
+                os._exit(0)  # an answer that is incomplete is not JSON
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            found = pipe.read()
+        is_answer = os.waitpid(child, 0)[1] == 0 and b"\n" not in found
+        sys.stdout.buffer.write((found if is_answer else b"") + b"\n")
+        sys.stdout.buffer.flush()
+    return 0
+
+
+def _limited(raw: bytes) -> str:
+    """The answer to a job as JSON, under limits that stay with this process."""
+    job = json.loads(raw)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (job["cpu_s"], job["cpu_s"]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    return json.dumps(answer(job))
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve() if "--serve" in sys.argv else main())

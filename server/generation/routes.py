@@ -33,7 +33,7 @@ from weft.server.limits.gate import Admission
 from weft.server.limits.prediction import Ask
 from weft.server.limits.rates import GeneratingCaller, admit_generation, reservation_of
 from weft.server.limits.reservation import LimitReservation
-from weft.server.model_name import ResolvedModel, resolve_model
+from weft.server.model_name import ResolvedModel, hold_weights, resolve_model
 from weft.server.services import services_of
 
 
@@ -190,6 +190,8 @@ async def _resolve(origin: Origin, body: GenerationBody) -> ResolvedModel:
     if model.adapter is not None and model.version is not None:
         adapter, version = model.adapter, model.version
         services.metrics.learn_adapter(version.digest, adapter.tenant, adapter.name, version.rank)
+        if version.held_by is not None:
+            origin.reservation.at_end.append(hold_weights(services, model))
     return model
 
 

@@ -56,6 +56,11 @@ def takes_file() -> dict[str, Any]:
     return {**body, **_header("Content-Range", TEXT, about)}
 
 
+def takes_bytes(header: str, about: str) -> dict[str, Any]:
+    """`openapi_extra` of a route whose body is a file with this header."""
+    return {**_request_body("application/octet-stream", BINARY), **_header(header, TEXT, about)}
+
+
 def openapi_of(app: FastAPI) -> Callable[[], dict[str, Any]]:
     """A replacement of `app.openapi` that has all bodies and errors."""
     return cache(lambda: _make(app))

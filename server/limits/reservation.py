@@ -52,6 +52,8 @@ class LimitReservation:
         self._taken: dict[int, int] = {}
         """Reserved tokens by the second in which they were taken, oldest first."""
         self.admitted_s = 0.0
+        self.at_end: list[Callable[[], None]] = []
+        """Called once, at the end: what else the request has and gives back."""
 
     def admit(
         self, shares: Sequence[Share], monotonic: Callable[[], float], on_refusal: Callable[[str], None], tokens: int
@@ -147,6 +149,8 @@ class LimitReservation:
             for share in self._shares:
                 share.account.in_flight -= 1
             self._request_second = None
+        while self.at_end:
+            self.at_end.pop()()
 
     def withdraw(self) -> None:
         """Do not count the request in its minute: it was refused."""

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig
+from safetensors.torch import load
 from typer.testing import CliRunner
 
 from api_adapters import sound
 from api_server import Api
 from weft import client
 from weft.cli import make_app
+from weft.errors import ClientError
 
 pytestmark = pytest.mark.anyio
 
@@ -127,3 +130,31 @@ async def test_a_folder_of_mlx_is_pushed_as_it_is(api: Api, mlx_folder: Path) ->
     assert pushed.exit_code == 0, pushed.output
     assert "read as: mlx" in pushed.stdout
     assert "warning: The config says that the base was 'meta/Big'" in pushed.stderr
+
+
+async def test_an_ephemeral_push_stays_in_memory(api: Api, folder: Path) -> None:
+    key = await api.key("acme")
+    async with api.listening() as url:
+        options = ("--url", url, "--key", key, "--ephemeral", "--keep", "1", "--ttl", "60")
+        pushed = await run("adapter", "push", str(folder), *options)
+        assert pushed.exit_code == 0, pushed.output
+        assert pushed.output.splitlines()[-1] == 'ready: ask for it with "model": "my-adapter"'
+        assert (api.files(), len(api.services.memory.digests())) == ([], 1)
+        senseless = await run("adapter", "push", str(folder), "--url", url, "--key", key, "--keep", "1")
+        assert senseless.exit_code != 0
+        assert "--ephemeral" in senseless.output
+
+
+async def test_a_script_pushes_tensors_and_what_peft_calls_its_config(api: Api) -> None:
+    tensors = load(sound().weights)
+    key = await api.key("acme")
+    config: Any = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    async with api.listening() as url:
+        trainer = client.Client(url, key)
+        made = await asyncio.to_thread(trainer.push_ephemeral, "policy", tensors, config, keep=1)
+        assert (made["version"], made["is_new"], made["ephemeral"]) == (1, True, True)
+        again = await asyncio.to_thread(trainer.push_ephemeral, "policy", tensors, config.to_dict())
+        assert (again["digest"], again["is_new"]) == (made["digest"], False)
+        for bad in (None, {"r": object()}):
+            with pytest.raises(ClientError, match="config"):
+                await asyncio.to_thread(trainer.push_ephemeral, "policy", tensors, bad)

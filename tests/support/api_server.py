@@ -19,8 +19,9 @@ from fastapi import FastAPI
 
 from fake_engine import FakeEngine, demo_tokenizer
 from quick_validator import QuickValidator
+from weft.adapters.blobs.memory import MemoryBlobs
 from weft.adapters.blobs.store import open_blobs
-from weft.config import Config, ModelConfig, RegistryConfig, ServerConfig
+from weft.config import AdapterConfig, Config, ModelConfig, RegistryConfig, ServerConfig
 from weft.registry.db.clock import utc_now
 from weft.registry.registry import Registry
 from weft.server.adapters.resumable_upload import StagedFiles
@@ -37,6 +38,7 @@ structlog.configure(processors=[structlog.dev.ConsoleRenderer(exception_formatte
 
 ADMIN_KEY = "weft-admin-key-of-the-tests-0123456789"
 BASE = "demo"
+SERVER = "srv_of_the_tests"
 Client = httpx.AsyncClient
 
 
@@ -136,6 +138,8 @@ async def api(
     pace: Pace | None = None,
     blob_url: str | None = None,
     database_url: str | None = None,
+    adapter: AdapterConfig | None = None,
+    push_bytes: int = 1 << 20,
     **server_fields: Any,
 ) -> AsyncIterator[Api]:
     """Open everything below `root`; `server_fields` are settings of the server section."""
@@ -146,6 +150,7 @@ async def api(
     config = Config(
         model=ModelConfig(path=ready.model_path, served_name=BASE),
         server=server,
+        adapter=adapter or AdapterConfig(),
         registry=RegistryConfig(blob_url=blob_url),
     )
     opened: Api | None = None
@@ -176,6 +181,8 @@ async def api(
         ),
         drain=Drain(),
         staged=StagedFiles(server.data_dir / "uploads"),
+        server_name=SERVER,
+        memory=MemoryBlobs(push_bytes),
         default_tenant=default,
         pace=pace or Pace(),
         now=now,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from weft.adapters.blobs.memory import MemoryPlace
 from weft.adapters.ref import AdapterRef
 from weft.engine.model.spec import base_shape, read_spec
 from weft.engine.request import AdapterState, GenerationRequest, RequestError, RequestOutput, TokenLogprobs
@@ -131,6 +132,8 @@ class FakeEngine:
         self._aborts: dict[str, asyncio.Event] = {}
         self.dropped: list[str] = []
         self.pinned: set[str] = set()
+        self.taken: dict[str, tuple[AdapterRef, bytes]] = {}
+        """Weights that are in no store, by their digest."""
         self.told_pins: list[tuple[AdapterRef, bool]] = []
         self.paused: PauseMode | None = None
         self.cached_pages = 0
@@ -331,6 +334,12 @@ class FakeEngine:
             for request in self.requests
             if request.request_id in self.running
         )
+
+    async def take_weights(self, ref: AdapterRef, place: MemoryPlace) -> None:
+        self.taken[ref.weights_sha256] = (ref, Path(place.path).read_bytes())  # noqa: ASYNC240 - it is memory
+
+    async def drop_weights(self, weights_sha256: str) -> None:
+        del self.taken[weights_sha256]
 
     async def pin_adapter(self, ref: AdapterRef, is_pinned: bool) -> None:
         (self.pinned.add if is_pinned else self.pinned.discard)(ref.digest)

@@ -75,9 +75,9 @@ class CountingLoader(AdapterLoader):
 
     num_loads = 0
 
-    def load(self, ref: AdapterRef) -> HostImage:
+    def load(self, ref: AdapterRef, *, is_paced: bool = True) -> HostImage:
         self.num_loads += 1
-        return super().load(ref)
+        return super().load(ref, is_paced=is_paced)
 
 
 class WatchedCopier(PageCopier):

@@ -61,6 +61,9 @@ def push(  # noqa: PLR0913 - one parameter per option
     name: Annotated[str | None, typer.Option(help="The adapter's name; the folder's by default.")] = None,
     description: Annotated[str | None, typer.Option(help="Free text.")] = None,
     activate: Annotated[bool, typer.Option(help="Let the plain name mean this version.")] = True,
+    ephemeral: Annotated[bool, typer.Option("--ephemeral", help="Only in the server's memory.")] = False,
+    keep: Annotated[int | None, typer.Option(help="Ephemeral versions that stay, this one included.")] = None,
+    ttl: Annotated[int | None, typer.Option(help="Seconds after which an ephemeral version is withdrawn.")] = None,
     tenant: TENANT = None,
     url: URL = None,
     key: KEY = None,
@@ -79,6 +82,10 @@ def push(  # noqa: PLR0913 - one parameter per option
         fail(
             f"{name!r} cannot name an adapter: use lower-case letters, digits, '.', '_' and '-'; give one with --name."
         )
+    if not ephemeral and (keep is not None or ttl is not None):
+        fail("--keep and --ttl are for --ephemeral.")
+    if ephemeral and description is not None:
+        fail("An ephemeral version takes no --description.")
     bars: dict[Path, TaskID] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
@@ -89,28 +96,17 @@ def push(  # noqa: PLR0913 - one parameter per option
             progress.update(bars[file], completed=sent)
 
         try:
-            body = connect(url, key, tenant).push(
-                folder, name, description=description, activate=activate, progress=draw
-            )
+            client = connect(url, key, tenant)
+            if ephemeral:
+                body = client.push_ephemeral(name, folder, keep=keep, ttl_s=ttl, activate=activate)
+            else:
+                body = client.push(folder, name, description=description, activate=activate, progress=draw)
         except ClientError as error:
             progress.stop()
             fail_with(error, as_json)
     show(body, as_json, COLUMNS)
     if not as_json:
-        _tell(body.get("report") or {})
-        version, selector = body["version"], body["name"]
-        is_default = body["aliases"].get("default") == version
-        if not body["is_new"]:
-            means = f"; the plain name means version {version} now" if is_default else ""
-            typer.echo(f"nothing new: version {version} has these very bytes{means}")
-        elif not is_default:
-            meaning = value_text(body["aliases"].get("default"))
-            typer.echo(
-                f"the plain name still means {meaning}; to change that: weft adapter alias {selector} default=..."
-            )
-        if not is_default:
-            selector += f"@{version}"
-        typer.echo(f'ready: ask for it with "model": "{selector}"')
+        _tell_pushed(body)
 
 
 @app.command("ls")
@@ -221,6 +217,22 @@ def _tell(report: Mapping[str, Any]) -> None:
         typer.echo(f"read as: {report['layout']}{renamed}")
     for warning in report.get("warnings", ()):
         typer.echo(f"warning: {warning}", err=True)
+
+
+def _tell_pushed(body: Mapping[str, Any]) -> None:
+    """Print what a push came to, and how to ask for it."""
+    _tell(body.get("report") or {})
+    version, selector = body["version"], body["name"]
+    is_default = body["aliases"].get("default") == version
+    if not body["is_new"]:
+        means = f"; the plain name means version {version} now" if is_default else ""
+        typer.echo(f"nothing new: version {version} has these very bytes{means}")
+    elif not is_default:
+        meaning = value_text(body["aliases"].get("default"))
+        typer.echo(f"the plain name still means {meaning}; to change that: weft adapter alias {selector} default=...")
+    if not is_default:
+        selector += f"@{version}"
+    typer.echo(f'ready: ask for it with "model": "{selector}"')
 
 
 def _own_name(name: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 import weakref
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ import httpx
 
 from weft.adapters.checkpoint.folder import CONFIG, WEIGHTS, adapter_files
 from weft.client.answers import Json, field, json_object, not_weft, refusal, unreachable
+from weft.client.checkpoint import config_bytes, tensor_bytes, unreadable
 from weft.config import environment, is_loopback
 from weft.errors import AdapterFormatError, ClientError
 
@@ -206,7 +208,7 @@ class Client:
         try:
             files = {each: {"size": file.stat().st_size, "sha256": _sha256(file)} for each, file in named.items()}
         except OSError as error:
-            raise ClientError(f"{error.filename} cannot be read: {error.strerror}.", code="file_unreadable") from error
+            raise unreadable(error) from error
         upload = None if idempotency_key else self._begun(draft, files)
         if upload is None:
             headers = {"idempotency-key": idempotency_key} if idempotency_key else {}
@@ -215,6 +217,50 @@ class Client:
         for each, file in named.items():
             self._patiently(self._send, place, each, file, progress or (lambda *_: None))
         answer = self._patiently(self._answer, "POST", f"{place}/complete")
+        return {**json_object(self.url, answer.content), "is_new": answer.status_code == httpx.codes.CREATED}
+
+    def push_ephemeral(
+        self,
+        name: str,
+        weights: bytes | str | Path | Mapping[str, Any],
+        config: bytes | Mapping[str, Any] | Any = None,  # noqa: ANN401 - peft's LoraConfig
+        *,
+        keep: int | None = 4,
+        ttl_s: int | None = None,
+        activate: bool = True,
+    ) -> Json:
+        """Publish a version from a training script, in one request and in the server's memory only.
+
+            client.push_ephemeral("policy", get_peft_model_state_dict(model), model.peft_config["default"])
+
+        Running requests finish with their version, later ones get this one. It goes with the server, so upload the last
+        one with `push`.
+
+        Args:
+            name: The adapter's name.
+            weights: Tensors by name, as PEFT gives them; or the bytes of adapter_model.safetensors; or a folder that
+                PEFT saved the adapter to.
+            config: PEFT's LoraConfig, its fields, or the bytes of adapter_config.json; None with a folder.
+            keep: Ephemeral versions of the adapter that stay, this one included; None keeps all.
+            ttl_s: Seconds after which it is withdrawn; None: not by time.
+            activate: Whether the plain name means this version from now on.
+
+        Returns:
+            The adapter, and as `is_new` whether its bytes are a new version.
+        """
+        if isinstance(weights, str | Path):
+            files = _files(Path(weights))
+            try:
+                written, body = (file.read_bytes() for file in files)
+            except OSError as error:
+                raise unreadable(error) from error
+        else:
+            written = config_bytes(config)
+            body = weights if isinstance(weights, bytes) else tensor_bytes(weights)
+        headers = {"x-weft-adapter-config": b64encode(written).decode(), "content-type": "application/octet-stream"}
+        flags = {"ephemeral": True, "keep": keep, "ttl_s": ttl_s, "activate": activate}
+        place = f"{_path('adapters', name)}/versions:push"
+        answer = self._answer("PUT", place, content=body, headers=headers, params=flags)
         return {**json_object(self.url, answer.content), "is_new": answer.status_code == httpx.codes.CREATED}
 
     def list_adapters(self) -> list[Json]:

@@ -8,6 +8,7 @@ import pytest
 import zmq
 
 from simulation.driven import Simulator, adapter, expected_tokens, request
+from weft.adapters.blobs.memory import MemoryBlobs
 from weft.engine.process import messages
 from weft.engine.process.worker import MAX_STEPS_AHEAD, EngineLoop, Wakeup
 from weft.engine.request import GenerationRequest, RequestOutput
@@ -29,7 +30,7 @@ class Process:
         self._inner.connect(address)
         for each in submitted:
             self.simulator.submit(each)
-        loop = EngineLoop(self.simulator.core, self._inner, self.wakeup, self.parent_gone)
+        loop = EngineLoop(self.simulator.core, MemoryBlobs(0), self._inner, self.wakeup, self.parent_gone)
         self.loads: list[EngineLoad] = []
         self.thread = threading.Thread(target=loop.run)
         self.thread.start()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from api_adapters import sound
@@ -113,3 +114,59 @@ async def test_only_the_loop_changes_what_is_kept_of_counts(
     listed = [replace(facts, digest=f"sha256:{number:064}", spec=spec) for number, spec in enumerate(specs)]
     assert set(await asyncio.gather(*map(validator.pages, listed))) == {await validator.pages(facts)}
     assert threads == {threading.get_ident()}
+
+
+async def test_a_kept_process_answers_as_a_new_one_does(validator: AdapterValidator, weights: Path) -> None:
+    alone = await validator.validate(sound().config, weights, "a" * 64, 1)
+    assert await validator.validate(sound().config, weights, "a" * 64, 1, is_kept=True) == alone
+    together = [validator.validate(sound().config, weights, "a" * 64, 1, is_kept=True) for _ in range(4)]
+    assert await asyncio.gather(*together) == [alone] * 4
+    kept = kept_processes()
+    assert 1 <= len(kept) <= validation.CHILDREN
+    await validator.validate(sound().config, weights, "a" * 64, 1, is_kept=True)
+    assert set(kept_processes()) <= set(kept)
+    await validator.close()
+    assert kept_processes() == []
+
+
+@pytest.mark.parametrize(("cpu_s", "wall_factor"), [(1, 60.0), (30, 0.02)])
+async def test_a_kept_process_holds_each_job_to_its_limits(
+    validator: AdapterValidator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu_s: int, wall_factor: float
+) -> None:
+    """Of CPU time, which ends the fork, and of time, which ends both; the next job finds a process."""
+    monkeypatch.setattr(validation, "WALL_FACTOR", wall_factor)
+    monkeypatch.setattr(validation, "CPU_S", cpu_s)
+    job = {"cpu_s": cpu_s, "spin": True}
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import sys\n"
+        "from weft.server.adapters import validation_worker\n"
+        "def answer(job):\n"
+        "    while job.get('spin'): pass\n"
+        "    return {}\n"
+        "validation_worker.answer = answer\n"
+        "sys.exit(validation_worker.serve())\n"
+    )
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(AdapterFormatError) as refused:
+        await validator.in_child(job, is_kept=True)
+    assert refused.value.code == "adapter.check_failed"
+    monkeypatch.setattr(validation, "WALL_FACTOR", 60.0)
+    assert await validator.in_child({"cpu_s": 10}, is_kept=True) == {}
+    await validator.close()
+
+
+async def test_a_kept_process_that_died_is_replaced(validator: AdapterValidator, weights: Path) -> None:
+    await validator.validate(sound().config, weights, "a" * 64, 1, is_kept=True)
+    (process,) = kept_processes()
+    process.kill()
+    process.wait()
+    await asyncio.sleep(0.1)  # until the event loop knows
+    await validator.validate(sound().config, weights, "a" * 64, 1, is_kept=True)
+    await validator.close()
+
+
+def kept_processes() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "--serve" in child.cmdline()]

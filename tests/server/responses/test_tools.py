@@ -127,6 +127,25 @@ async def test_wrong_tools_are_named_as_the_client_knows_them(
     assert (answer.status_code, error["param"]) == (400, param), answer.text
 
 
-async def test_a_model_without_calls_refuses_tools(acme: Client) -> None:
+async def test_a_model_without_calls_refuses_tools(api: Api, acme: Client) -> None:
+    use_tokenizer(api, tokenizer_with("{% for message in messages %}{{ message.content }}{% endfor %}"))
     answer = await acme.post("/v1/responses", json={"model": BASE, "input": QUESTION, "tools": [WHERE_IS]})
     assert answer.json()["error"]["code"] == "tools_not_supported_by_model"
+
+
+async def test_all_three_hold_an_answer_to_the_same_grammar(api: Api, acme: Client) -> None:
+    form = {"name": "item", "schema": SCHEMA}
+    messages = [{"role": "user", "content": QUESTION}]
+    chat = {"messages": messages, "response_format": {"type": "json_schema", "json_schema": form}}
+    response = {"input": QUESTION, "text": {"format": {"type": "json_schema", **form}}}
+    output = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    message = {"messages": messages, "max_tokens": 50, "output_config": output}
+    for path, body in (("chat/completions", chat), ("responses", response), ("messages", message)):
+        answer = await acme.post(f"/v1/{path}", json={"model": BASE, **body})
+        assert answer.status_code == 200, answer.text
+    first, *others = [request.grammar for request in api.engine.requests]
+    assert first is not None
+    assert others == [first, first]
+    wrong = {"type": "json_schema", "name": "item", "schema": {"type": "object", "properties": {"x": {"$ref": "y"}}}}
+    answer = await acme.post("/v1/responses", json={"model": BASE, "input": "x", "text": {"format": wrong}})
+    assert answer.json()["error"]["param"].startswith("text.format.schema.properties.x")

@@ -77,6 +77,13 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
+    @property
+    def grammar_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that grammars name by id: to llguidance, tags among the added tokens are special too."""
+        added = self._backend.get_added_tokens_decoder()
+        tags = {token.content: token_id for token_id, token in added.items() if token.content[:1] == "<"}
+        return {**self.special_tokens, **{text: token_id for text, token_id in tags.items() if text[-1] == ">"}}
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the model's own start token if wanted."""
         token_ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids

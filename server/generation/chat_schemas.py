@@ -229,13 +229,9 @@ class ChatBody(GenerationBody, ToolsBody):
     @model_validator(mode="after")
     def _only_offered_tools_are_chosen(self) -> ChatBody:
         choice, names = self.tool_choice, {tool.function.name for tool in self.tools}
-        if names and (not self.parallel_tool_calls or any(tool.function.strict for tool in self.tools)):
-            raise UnsupportedParameterError("Weft does not hold calls to a schema or a number yet.", param="tools")
         if self.has_grammar and self.offered:
             message = f"tools cannot be used with {self.grammar_param} yet. Send tool_choice none, or no tools."
             raise UnsupportedParameterError(message, param=self.grammar_param)
-        if choice is not None and choice.mode == "required":
-            raise UnsupportedParameterError("Weft serves tool_choice none and auto only.", param="tool_choice")
         if choice is None or choice.mode == "none":
             return self
         if not names:

@@ -9,11 +9,13 @@ from weft.engine.request import Grammar
 from weft.engine.sampling_params import SamplingParams
 from weft.errors import ContextLengthError, InvalidRequestError
 from weft.server.generation.chat_schemas import ChatBody, Message
-from weft.server.generation.grammar import after_reasoning, checked_grammar
+from weft.server.generation.grammar import after_reasoning, checked_grammar, json_rule
 from weft.server.generation.schemas import CompletionBody, GenerationBody
 from weft.server.generation.vllm_fields import bad_word_tokens
+from weft.server.tools.call_grammar import CallGrammar
 from weft.server.tools.formats import REASONING_FIELDS, AnswerFormat, format_of
 from weft.server.tools.reading import AnswerPlan, plan_answer
+from weft.server.tools.schemas import ToolChoice
 
 if TYPE_CHECKING:
     from weft.server.services import Services
@@ -94,9 +96,9 @@ def _chat(body: ChatBody, services: Services) -> tuple[Prompt, SamplingParams]:
     token_ids = services.tokenizer.encode(rendered, add_special_tokens=body.add_special_tokens)
     prompt = _truncated(Prompt(token_ids=token_ids), body.truncate_prompt_tokens, body.token_limit or 1, services)
     if answer is not None:
-        offered, begun = as_tools(body.offered), rendered if any(body.template_options.values()) else ""
-        plan = plan_answer(answer, offered, begun, shows_reasoning=body.include_reasoning)
-        prompt = replace(prompt, answer=plan)
+        begun = rendered if any(body.template_options.values()) else ""
+        plan = plan_answer(answer, body.offered, begun, shows_reasoning=body.include_reasoning)
+        prompt = replace(prompt, answer=plan, grammar=_call_grammar(body, plan, services))
     if (lark := body.grammar_rule()) is not None:
         if body.structured_outputs is None or body.structured_outputs.grammar is None:
             lark = after_reasoning(lark, prompt.answer)
@@ -132,6 +134,32 @@ def _answer_format(body: ChatBody, services: Services) -> AnswerFormat | None:
             param="tools" if body.shown_tools else "messages",
         )
     return answer if answer and (body.shown_tools or answer.has_reasoning) else None
+
+
+def _call_grammar(body: ChatBody, plan: AnswerPlan, services: Services) -> Grammar | None:
+    """What the answers are held to; None where nothing may be called.
+
+    Raises:
+        InvalidRequestError: A tool's parameters are no schema that answers can be held to.
+    """
+    if not plan.tools:
+        return None
+    choice = body.tool_choice or ToolChoice(mode="auto")
+    if plan.format.calls is None:
+        is_held = choice.mode == "required" or not body.parallel_tool_calls
+        if is_held or any(tool.function.strict for tool in plan.tools):
+            raise InvalidRequestError(
+                "Weft can read this model's calls, but not hold it to them: its response_template is its own. Send "
+                "tool_choice auto and no strict, or name its format by the setting model.tool_format.",
+                code="tools_not_supported_by_model",
+                param="tools",
+            )
+        return None
+    writer = CallGrammar(format=plan.format, special_tokens=services.tokenizer.grammar_tokens, json_rule=json_rule)
+    lark = writer.lark(
+        tools=plan.tools, choice=choice, is_parallel=body.parallel_tool_calls, thinks=plan.reader().thinks
+    )
+    return checked_grammar(lark, "tools")
 
 
 def as_tools(tools: list[Tool]) -> list[dict[str, Any]]:

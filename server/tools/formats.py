@@ -1,8 +1,8 @@
 """How the models of each family write calls and reasoning. One row of data per family, in `formats/`.
 
 A row holds a `response_template`, which transformers' parser reads answers by, and the strings of which the grammar of
-calls is made. A base's format is, in this order: the row that `model.tool_format` names, the `response_template` of its
-own tokenizer, and the row whose markers its chat template holds. An adapter has no say in it.
+calls is made. A base's format is the row that `model.tool_format` names, else the row whose markers its chat template
+holds. A `response_template` of the base's own tokenizer takes the place of the row's. An adapter has no say in it.
 """
 
 from __future__ import annotations
@@ -95,11 +95,13 @@ def format_of(tokenizer: Tokenizer, named: str | None = None) -> AnswerFormat | 
         raise ConfigError(
             f"model.tool_format must be one of {', '.join(rows())}, got {named}.", param="model.tool_format"
         )
-    own = tokenizer.response_template
-    if named is None and own is not None:
-        return _made("response_template", {"response_template": own}, tokenizer)
     name = named or next(iter(matching_rows(tokenizer.chat_template)), None)
-    return None if name is None else _made(name, rows()[name], tokenizer)
+    own = tokenizer.response_template
+    if named is not None or own is None:
+        return None if name is None else _made(name, rows()[name], tokenizer)
+    row = rows().get(name or "", {})
+    calls = {key: value for key, value in row.get("calls", {}).items() if key != "head"}  # of the row's own template
+    return _made("response_template", {**row, "response_template": own, "calls": calls or None}, tokenizer)
 
 
 def _made(name: str, row: Mapping[str, Any], tokenizer: Tokenizer) -> AnswerFormat:

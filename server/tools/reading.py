@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from weft.server.tools.formats import CALLS_FIELD, REASONING_FIELDS
+from weft.server.tools.parameters import typed_tool
 
 if TYPE_CHECKING:
     from weft.server.tools.formats import AnswerFormat
+    from weft.server.tools.schemas import Tool
 
 _ID_LETTERS = string.ascii_letters + string.digits
 
@@ -46,8 +48,8 @@ class AnswerPlan:
     """How the answers to a request are read."""
 
     format: AnswerFormat
-    tools: Sequence[Mapping[str, Any]] = ()
-    """What may be called, as in `tools` of the request."""
+    tools: Sequence[Tool] = ()
+    """What may be called."""
     prefix: str = ""
     """What the chat template has already written of the answer, for example `<think>`."""
     shows_reasoning: bool = True
@@ -57,9 +59,7 @@ class AnswerPlan:
         return AnswerReader(self)
 
 
-def plan_answer(
-    answer: AnswerFormat, tools: Sequence[Mapping[str, Any]], rendered: str, *, shows_reasoning: bool
-) -> AnswerPlan:
+def plan_answer(answer: AnswerFormat, tools: Sequence[Tool], rendered: str, *, shows_reasoning: bool) -> AnswerPlan:
     """The plan for the answers to a rendered prompt."""
     prefix = answer.compiled(with_calls=bool(tools)).truncate_past_last_anchor(rendered)
     # Without its anchor the template would take the history for a part of the answer.
@@ -90,9 +90,11 @@ class AnswerReader:
         from transformers.utils.chat_parsing import ResponseParser
 
         self._plan = plan
-        self._names = {tool["function"]["name"] for tool in plan.tools}
+        self._names = {tool.function.name for tool in plan.tools}
         template = plan.format.compiled(with_calls=bool(plan.tools))
-        self._parser = ResponseParser(template, prefix=plan.prefix, tools=[dict(tool) for tool in plan.tools])
+        # For values in tags, which have their type from the schema.
+        tools: list[Any] = [typed_tool(tool) for tool in plan.tools]
+        self._parser = ResponseParser(template, prefix=plan.prefix, tools=tools)
         head = (plan.format.calls or {}).get("head")
         self._head = None if head is None else re.compile(head)
         self._region: str | None = None
@@ -112,6 +114,13 @@ class AnswerReader:
         for event in self._parser.initial_events:
             self._take(event)
         self._now = Reading()
+
+    @property
+    def thinks(self) -> bool | None:
+        """Before the first text: whether reasoning has begun; None where the model may begin it."""
+        if self.is_reasoning or not self._plan.format.has_reasoning:
+            return self.is_reasoning
+        return False if self._has_marker else None
 
     @property
     def is_reasoning(self) -> bool:
@@ -230,7 +239,7 @@ class AnswerReader:
             return
         calls = _calls(value)
         if calls is None or any(name not in self._names for name, _ in calls):
-            self._text("content", self._body)
+            self._text("content", self._body.strip())
             return
         for name, arguments in calls:
             self._add(name, arguments)
@@ -261,8 +270,13 @@ def _calls(value: object) -> list[tuple[str, str]] | None:
         name, arguments = function.get("name"), function.get("arguments", function.get("parameters"))
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return None
-        calls.append((name, json.dumps(arguments, ensure_ascii=False)))
+        calls.append((name, _dumps(arguments)))
     return calls
+
+
+def _dumps(arguments: Mapping[str, Any]) -> str:
+    text = json.dumps(arguments, ensure_ascii=False)
+    return text if text.isprintable() else json.dumps(arguments)  # a lone surrogate cannot be sent as it is
 
 
 _PYTHON_NAMES = {"true": True, "false": False, "null": None}
@@ -289,7 +303,7 @@ def _python_calls(text: str) -> list[tuple[str, str]] | None:
                 if not isinstance(call, ast.Call) or call.args:
                     return None
                 arguments = {str(keyword.arg): value(keyword.value) for keyword in call.keywords}
-                calls.append((ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False)))
+                calls.append((ast.unparse(call.func), _dumps(arguments)))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
     return calls or None

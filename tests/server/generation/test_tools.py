@@ -4,10 +4,15 @@ import json
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from api_server import BASE, Api, Client
+from fake_engine import demo_tokenizer
 from tool_models import tokenizer_with, use_tokenizer
+from weft.engine.request import RequestOutput
+from weft.engine.sampling_params import SamplingParams
+from weft.engine.text.text_stream import TextStream
 from weft.server.generation.chat_schemas import ChatView
 
 pytestmark = pytest.mark.anyio
@@ -87,3 +92,117 @@ async def test_a_model_whose_calls_are_unknown_is_sent_no_tools(api: Api, acme: 
     answer = await chat(acme)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "tools_not_supported_by_model"
+
+
+async def test_a_stream_says_id_and_name_once_and_then_the_arguments(hermes: Api, acme: Client) -> None:
+    hermes.engine.write = lambda _: f"Wait. {CALL}\n{CALL}"
+    answer = await chat(acme, stream=True, stream_options={"include_usage": True})
+    chunks = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[-1]["choices"] == []
+    assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
+    deltas = [call for chunk in chunks[:-1] for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    for index in (0, 1):
+        first, *rest = (call for call in deltas if call["index"] == index)
+        assert (first["type"], first["function"]["name"]) == ("function", "where_is")
+        assert len(rest) > 2
+        assert all(set(call) == {"index", "function"} and set(call["function"]) == {"arguments"} for call in rest)
+        whole = first["function"]["arguments"] + "".join(call["function"]["arguments"] for call in rest)
+        assert whole == '{"item": "lamp"}'
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1]) == "Wait."
+
+
+CUT = len(demo_tokenizer().encode(CALL[: CALL.index("amp")], add_special_tokens=False))
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": CUT}, {"stop": ["lam"]}])
+async def test_a_call_that_is_cut_ends_with_length(hermes: Api, acme: Client, fields: dict[str, Any]) -> None:
+    hermes.engine.write = lambda _: CALL
+    choice = (await chat(acme, **fields)).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "where_is"
+    assert '{"item": "lamp"}'.startswith(call["function"]["arguments"])
+    assert call["function"]["arguments"] != '{"item": "lamp"}'
+
+
+async def test_each_choice_has_calls_of_its_own_and_logprobs_have_all_tokens(hermes: Api, acme: Client) -> None:
+    hermes.engine.write = lambda request: CALL if request.choice_index else "No."
+    body = (await chat(acme, n=2, logprobs=True)).json()
+    plain, called = body["choices"]
+    assert (plain["message"]["content"], plain["finish_reason"]) == ("No.", "stop")
+    assert "tool_calls" not in plain["message"]
+    assert (called["message"]["content"], called["finish_reason"]) == (None, "tool_calls")
+    tokens = sum(len(choice["logprobs"]["content"]) for choice in body["choices"])
+    assert tokens == body["usage"]["completion_tokens"]
+
+
+async def test_the_engine_is_told_what_the_answer_is_held_to(hermes: Api, acme: Client) -> None:
+    strict = {**WHERE_IS, "function": {**WHERE_IS["function"], "strict": True}}  # type: ignore[dict-item]
+    named = {"type": "function", "function": {"name": "where_is"}}
+    for tools, choice, free, schema in (
+        ([WHERE_IS], "auto", True, False),
+        ([strict], "auto", True, True),
+        ([WHERE_IS], "required", False, True),
+        ([WHERE_IS], named, False, True),
+        (
+            [WHERE_IS, {"type": "function", "function": {"name": "ping"}}],
+            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}},
+            False,
+            True,
+        ),
+    ):
+        answer = await chat(acme, tools=tools, tool_choice=choice)
+        assert answer.status_code == 200, answer.text
+        grammar = hermes.engine.requests[-1].grammar
+        assert grammar is not None
+        assert ("FREE" in grammar.text, '"required":["item"]' in grammar.text) == (free, schema)
+        assert "ping" not in grammar.text
+    assert (await chat(acme, tool_choice="none")).status_code == 200
+    assert hermes.engine.requests[-1].grammar is None
+
+
+async def test_what_cannot_be_held_to_is_refused_by_its_place(hermes: Api, acme: Client) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "propertyNames": {}}}}
+    odd = {"type": "function", "function": {"name": "odd", "parameters": parameters}}
+    refused = (await chat(acme, tools=[odd], tool_choice="required")).json()["error"]
+    assert refused["code"] == "invalid_json_schema"
+    assert refused["param"] == "tools.0.function.parameters.properties.a"
+    assert (await chat(acme, tools=[odd])).status_code == 200
+    other = await chat(acme, tool_choice={"type": "function", "function": {"name": "other"}})
+    assert other.json()["error"]["param"] == "tool_choice"
+
+
+async def test_openais_own_client_reads_calls_whole_and_streamed(hermes: Api, url: str) -> None:
+    hermes.engine.write = lambda _: CALL
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=await hermes.key("acme")) as client:
+        asked: dict[str, Any] = {"model": BASE, "messages": MESSAGES, "tools": [WHERE_IS]}
+        whole = await client.chat.completions.create(**asked)
+        calls = whole.choices[0].message.tool_calls
+        assert calls is not None
+        assert calls[0].type == "function"
+        assert json.loads(calls[0].function.arguments) == {"item": "lamp"}
+        history = [*MESSAGES, whole.choices[0].message, {"role": "tool", "tool_call_id": calls[0].id, "content": "3"}]
+        again = await client.chat.completions.create(**{**asked, "messages": history})
+        assert again.choices[0].finish_reason == "tool_calls"
+        async with client.chat.completions.stream(**asked) as stream:
+            final = (await stream.get_final_completion()).choices[0]
+        assert final.finish_reason == "tool_calls"
+        assert final.message.tool_calls is not None
+        assert json.loads(final.message.tool_calls[0].function.arguments) == {"item": "lamp"}
+
+
+async def test_special_tokens_of_the_format_reach_the_reader(api: Api, acme: Client) -> None:
+    use_tokenizer(api, tokenizer_with("{{ messages[0].content }}{# [TOOL_CALLS] [ARGS] #}", ("[TOOL_CALLS]", "[ARGS]")))
+    tokens = api.services.tokenizer.special_tokens
+    reader = TextStream(
+        api.services.tokenizer,
+        SamplingParams(),
+        [],
+        {tokens["[TOOL_CALLS]"]: "[TOOL_CALLS]", tokens["[ARGS]"]: "[ARGS]"},
+    )
+    ids = api.services.tokenizer.encode("Hi [TOOL_CALLS]where_is[ARGS]{}<|end|>", add_special_tokens=False)
+    delta = reader.push(RequestOutput(request_id="r", token_ids=ids, finish_reason="length"))
+    assert delta.text == "Hi [TOOL_CALLS]where_is[ARGS]{}"
+    answer = await chat(acme)
+    assert answer.status_code == 200, answer.text

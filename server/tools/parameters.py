@@ -1,0 +1,185 @@
+"""Arguments that are not JSON: in tags, as Python's keywords, and in Gemma's notation. Their grammar, by the schema.
+
+Parameters come in the order of the schema. Strings are held to `enum` and `const`; what else a schema says of a string
+holds only where the notation writes JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.server.tools.schemas import Tool
+
+JsonRule = Callable[[object, str], str]
+"""A JSON schema and its place in the body to an expression for a Lark grammar."""
+Schema = Mapping[str, Any]
+MAX_DEPTH = 8
+"""Objects within one another that are held to their schema where the notation has its own quotes."""
+_JSON_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+_LITERALS = {"boolean": '("True" | "False")', "null": '"None"'}
+"""As Python writes them."""
+
+
+def resolved(schema: object, root: Schema) -> Schema:
+    """A schema, with its `$ref` replaced by what it names; whatever is no object allows everything."""
+    for _ in range(16):
+        if not isinstance(schema, dict) or "$ref" not in schema:
+            break
+        target: object = root
+        for key in str(schema["$ref"]).removeprefix("#").strip("/").split("/"):
+            target = target.get(key) if isinstance(target, dict) and key else target
+        schema = {**(target if isinstance(target, dict) else {}), **{k: v for k, v in schema.items() if k != "$ref"}}
+    return schema if isinstance(schema, dict) else {}
+
+
+def kinds(schema: object, root: Schema) -> list[str]:
+    """The JSON types that a value may have, `string` last; empty where the schema does not say."""
+    schema = resolved(schema, root)
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if "type" in schema:
+        found = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    elif isinstance(values, list):
+        found = [_JSON_TYPES.get(type(value), "null") for value in values]
+    else:
+        options = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())]
+        found = [kind for option in options for kind in kinds(option, root) or ["string"]]
+    return sorted(dict.fromkeys(map(str, found)), key=lambda kind: kind == "string")
+
+
+def typed_tool(tool: Tool) -> dict[str, Any]:
+    """A tool as transformers' parser needs it to give values in tags their type."""
+    root = tool.function.parameters or {}
+    own = root.get("properties")
+    types = {key: {"type": kinds(each, root)} for key, each in own.items()} if isinstance(own, dict) else {}
+    return {"type": "function", "function": {"name": tool.function.name, "parameters": {"properties": types}}}
+
+
+class ArgumentGrammar:
+    """Writes rules for the arguments of calls in the notation of a format.
+
+    Args:
+        strings: The format's `calls`. `parameter` has what stands before, within and after a key and its value.
+        rules: Where the rules go, by name.
+        json_rule: Makes rules of schemas.
+        literal: Writes a text, special tokens by their id.
+    """
+
+    def __init__(
+        self, strings: Schema, rules: dict[str, str], json_rule: JsonRule, literal: Callable[[str], str]
+    ) -> None:
+        self._before, self._within, self._after = strings.get("parameter", ("", "", ""))
+        self._comma = strings.get("comma", "")
+        self._quote = strings.get("quote")
+        self._is_raw = strings["style"] == "xml"
+        self._rules = rules
+        self._json_rule = json_rule
+        self._literal = literal
+
+    def any_arguments(self) -> str:
+        """The rule for arguments that no schema describes."""
+        if "any_args" not in self._rules:
+            value = self._raw() if self._is_raw else self._any_value()
+            pair = f"{self._literal(self._before)} {self._key()} {self._literal(self._within)} {value}"
+            more = f"({self._literal(self._comma)} {pair})*"
+            self._rules["any_args"] = f"({pair} {more})?"
+        return "any_args"
+
+    def arguments(self, name: str, schema: Schema, root: Schema, param: str, depth: int = 0) -> str:
+        """A rule for arguments that fit the schema of an object.
+
+        Args:
+            name: Of the rule.
+            schema: Of the arguments.
+            root: What its `$ref` point into.
+            param: Where the schema stands in the body.
+            depth: Objects around it.
+        """
+        own, required = schema.get("properties"), schema.get("required", ())
+        if not isinstance(own, dict) or not own:
+            return self.any_arguments() if schema.get("additionalProperties") is not False else ""
+        pairs = []
+        for index, (key, each) in enumerate(own.items()):
+            value = self._value(f"{name}_{index}", each, root, f"{param}.properties.{key}", depth)
+            self._rules[f"{name}_{index}"] = f"{self._literal(self._before + key + self._within)} {value}"
+            pairs.append((f"{name}_{index}", key in required))
+        self._in_order(name, pairs)
+        return name
+
+    def _in_order(self, name: str, pairs: list[tuple[str, bool]]) -> None:
+        """All that are required and any of the others, with commas between them."""
+        rest, start = "", ""
+        for index, (pair, is_required) in reversed(list(enumerate(pairs))):
+            first = f"{pair} {rest}"
+            start = first if is_required or not start else f"({first} | {name}_from_{index + 1})"
+            start = start if is_required or index + 1 < len(pairs) else f"({first})?"
+            self._rules[f"{name}_from_{index}"] = start
+            following = f"{self._literal(self._comma)} {pair}"
+            self._rules[f"{name}_rest_{index}"] = f"{following if is_required else f'({following})?'} {rest}"
+            rest = f"{name}_rest_{index}"
+        self._rules[name] = f"{name}_from_0"
+
+    def _value(self, name: str, schema: object, root: Schema, param: str, depth: int) -> str:
+        """An expression for a value and what stands after it."""
+        after = self._literal(self._after)
+        schema = resolved(schema, root)
+        types = kinds(schema, root)
+        if self._quote is not None:
+            return f"{self._quoted_value(name, schema, root, param, depth)} {after}"
+        if self._is_raw and (not types or "string" in types):
+            values = [schema["const"]] if "const" in schema else schema.get("enum")
+            if types == ["string"] and isinstance(values, list):
+                return f"({' | '.join(self._literal(f'{value}{self._after}') for value in values)})"
+            return self._raw()
+        options = [self._json(schema, root, param), *(_LITERALS[kind] for kind in types if kind in _LITERALS)]
+        return f"({' | '.join(options)}) {after}"
+
+    def _raw(self) -> str:
+        """Text up to the end of a value."""
+        self._rules["raw[lazy]"] = f"TEXT {self._literal(self._after)}"
+        return "raw"
+
+    def _json(self, schema: Schema, root: Schema, param: str) -> str:
+        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        return self._json_rule({**schema, **shared}, param)
+
+    def _any_value(self) -> str:
+        if self._quote is None:
+            return self._json_rule({}, "")
+        if "any_value" not in self._rules:
+            pair = f"{self._key()} {self._literal(self._within)} any_value"
+            self._rules["any_object"] = f'"{{" ({pair} ("," {pair})*)? "}}"'
+            self._rules["any_list"] = '"[" (any_value ("," any_value)*)? "]"'
+            plain = self._json_rule({"type": ["number", "boolean", "null"]}, "")
+            self._rules["any_value"] = f"{self._text()} | any_object | any_list | {plain}"
+        return "any_value"
+
+    def _key(self) -> str:
+        self._rules["KEY"] = "/[A-Za-z_][A-Za-z0-9_.-]*/"
+        return "KEY"
+
+    def _text(self) -> str:
+        quote = self._literal(self._quote or "")
+        self._rules["quoted"] = f"{quote} TEXT {quote}"
+        return "quoted"
+
+    def _quoted_value(self, name: str, schema: Schema, root: Schema, param: str, depth: int) -> str:
+        """A value where strings have their own quotes."""
+        types = kinds(schema, root)
+        if len(types) != 1 or depth >= MAX_DEPTH:
+            return self._any_value()
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        match types[0]:
+            case "string" if isinstance(values, list):
+                texts = (self._literal(f"{self._quote}{value}{self._quote}") for value in values)
+                return f"({' | '.join(texts)})"
+            case "string":
+                return self._text()
+            case "object":
+                inner = self.arguments(f"{name}_in", schema, root, param, depth + 1)
+                return f'"{{" {inner} "}}"'
+            case "array":
+                item = self._value(f"{name}_item", schema.get("items"), root, f"{param}.items", depth + 1)
+                return f'"[" ({item} ("," {item})*)? "]"'
+        return self._json(schema, root, param)

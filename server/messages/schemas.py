@@ -191,7 +191,6 @@ class BlockView(View):
 
     type: Literal["text", "thinking", "tool_use"]
     text: str = ""
-    citations: None = None
     thinking: str = ""
     signature: str = ""
     """Empty: Weft does not sign."""

@@ -114,7 +114,7 @@ def _stop(end: Part) -> JsonObject:
 def _block(item: Item, *, is_new: bool = False) -> JsonObject:
     text = "" if is_new else item.text
     if item.kind == "text":
-        return {"type": "text", "text": text, "citations": None}
+        return {"type": "text", "text": text}
     if item.kind == "reasoning":
         return {"type": "thinking", "thinking": text, "signature": ""}
     called = {} if is_new else _input(item)

@@ -16,7 +16,9 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 class ToolFunction(Body):
-    """A function that the model may call."""
+    """A function that the model may call. transformers' `get_json_schema` also writes what it returns."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"return"})
 
     name: ToolName
     description: str | None = None

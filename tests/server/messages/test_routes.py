@@ -38,7 +38,7 @@ async def test_a_message_is_the_answer_of_the_same_chat(api: Api, acme: Client) 
     assert answer.status_code == 200, answer.text
     body = MessageView.model_validate_json(answer.content)
     assert (body.stop_reason, body.model) == ("end_turn", BASE)
-    assert answer.json()["content"] == [{"type": "text", "text": BASE_TEXT, "citations": None}]
+    assert answer.json()["content"] == [{"type": "text", "text": BASE_TEXT}]
     chat = {"model": BASE, "max_tokens": 60, "messages": ASKED["messages"]}
     assert (await acme.post("/v1/chat/completions", json=chat)).status_code == 200
     first, second = api.engine.requests

@@ -90,7 +90,7 @@ def write(new: Row) -> None:
     if places:
         lines[places[0]] = new.line
     else:
-        last = max(number for number, line in enumerate(lines) if line.startswith("| "))
+        last = max(number for number, line in enumerate(lines) if line.startswith("|"))
         lines.insert(last + 1, new.line)
     PAGE.write_text("\n".join(lines) + "\n")
 

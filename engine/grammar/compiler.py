@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from weft.engine.grammar.matcher import Matcher
+from weft.engine.grammar.matcher import BYTES_PER_TOKEN, Matcher
 from weft.engine.request import INTERNAL, GenerationRequest, RequestError, request_error
 from weft.errors import WeftError
 
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 MAX_KEPT = 256
 """Grammars that are kept compiled."""
-MAX_KEPT_BYTES = 16 << 20
-"""Text of the grammars that are kept; each takes some ten times as much compiled, and 100 KB besides."""
+MAX_KEPT_BYTES = 256 << 20
+"""What they take, as far as it can be told: see `_cost`."""
 _Key = tuple[str, str]
 """Tenant and digest."""
 
@@ -80,9 +80,12 @@ class Grammars:
         if request.grammar is None:
             raise ValueError("the request has no grammar")
         key = (request.flow.tenant, request.grammar.digest)
-        if key in self._kept:
+        if (kept := self._kept.get(key)) is not None and kept[0].is_worn:
+            del self._kept[key]
+        elif kept is not None:
             self._kept.move_to_end(key)
-            return _started(self._kept[key][0], request)
+            self._hold_bounds()
+            return _started(kept[0], request)
         if (job := self._jobs.get(key)) is not None:
             job.requests[request.request_id] = request
             return None
@@ -106,7 +109,8 @@ class Grammars:
             job = self._done.popleft()
             del self._jobs[job.key]
             if isinstance(job.result, Matcher):
-                self._keep(job.key, job.result, len(job.text))
+                self._kept[job.key] = (job.result, _cost(job.text))
+                self._hold_bounds()
             for request_id, request in job.requests.items():
                 result = job.result
                 yield request_id, _started(result, request) if isinstance(result, Matcher) else result
@@ -117,14 +121,15 @@ class Grammars:
             self._queues.clear()
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def _keep(self, key: _Key, matcher: Matcher, size: int) -> None:
-        self._kept[key] = (matcher, size)
-        while len(self._kept) > MAX_KEPT or sum(size for _, size in self._kept.values()) > MAX_KEPT_BYTES:
-            held: dict[str, int] = {}
-            for (tenant, _), (_, each) in self._kept.items():
-                held[tenant] = held.get(tenant, 0) + each + MAX_KEPT_BYTES // MAX_KEPT
+    def _hold_bounds(self) -> None:
+        held: dict[str, int] = {}
+        for (tenant, _), (matcher, cost) in self._kept.items():
+            held[tenant] = held.get(tenant, 0) + cost + matcher.wear.num_tokens * BYTES_PER_TOKEN
+        while len(self._kept) > MAX_KEPT or sum(held.values()) > MAX_KEPT_BYTES:
             largest = max(held, key=held.__getitem__)
-            del self._kept[next(key for key in self._kept if key[0] == largest)]
+            key = next(key for key in self._kept if key[0] == largest)
+            matcher, cost = self._kept.pop(key)
+            held[largest] -= cost + matcher.wear.num_tokens * BYTES_PER_TOKEN
 
     def _run_next(self) -> None:
         with self._lock:
@@ -158,3 +163,8 @@ def _started(compiled: Matcher, request: GenerationRequest) -> Matcher | Request
         return matcher
     message = "The tokens that were generated already are no beginning of a text of this grammar."
     return RequestError(code="grammar_mismatch", message=message)
+
+
+def _cost(text: str) -> int:
+    """Bytes that a compiled grammar takes."""
+    return (100 << 10) + 16 * len(text)

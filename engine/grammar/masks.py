@@ -69,7 +69,7 @@ class Masks:
         self._executor.unsafe_compute_mask_ptr(jobs, bits.ctypes.data, num_words * bits.itemsize, num_rows)
         failures = {}
         for row, (chunk, matcher) in enumerate(matchers):
-            if matcher.parser.is_error():
+            if matcher.has_failed():
                 bits[row] = 0  # it says that the output ends here, which would look like an answer
                 failures[chunk] = GRAMMAR_TOO_COMPLEX
             elif not bits[row].any():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +22,16 @@ PARSER_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,
     "step_max_items": 10_000,
-    "max_lexer_states": 5_000,
+    "max_lexer_states": 250_000,
     "max_grammar_size": 50_000,
     "verbose_errors": False,
 }
-"""What a grammar may cost. A mask then takes 5 ms at worst and usually 0.03 ms, and a grammar at most some MB."""
+"""What a grammar may cost. A mask then takes 5 ms at worst and usually 0.03 ms. The lexer's states are counted over
+all copies of a matcher, which share them: an answer of 7,900 characters makes some 75,000."""
+MAX_SHARED_TOKENS = 4096
+"""Tokens that the copies of one matcher take before it is worn out."""
+BYTES_PER_TOKEN = 8192
+"""What the lexer that copies share grows by for a token, mostly; hostile patterns make it three times as much."""
 WORD_BITS = 32
 
 
@@ -84,6 +90,15 @@ class GrammarTokens:
         return Matcher(parser, tokenizer)
 
 
+@dataclass(slots=True)
+class Wear:
+    """What copies of one matcher did to the lexer that they share."""
+
+    num_tokens: int = 0
+    is_broken: bool = False
+    """One of them is in error. If the lexer is full, all are soon."""
+
+
 class Matcher:
     """Says which tokens may come next, and takes the one that did. Not thread-safe.
 
@@ -91,10 +106,14 @@ class Matcher:
         parser: At its place in the grammar.
         tokenizer: What its tokens are.
         stop_token_ids: Tokens that may end the output besides those of the model.
+        wear: Of the matcher that it is a copy of.
     """
 
-    def __init__(self, parser: LLMatcher, tokenizer: LLTokenizer, stop_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, parser: LLMatcher, tokenizer: LLTokenizer, stop_token_ids: Sequence[int] = (), wear: Wear | None = None
+    ) -> None:
         self.parser = parser
+        self.wear = wear or Wear()
         self._tokenizer = tokenizer
         self._stop_token_ids = [token_id for token_id in stop_token_ids if token_id < tokenizer.vocab_size]
 
@@ -108,13 +127,25 @@ class Matcher:
         """Whether the output is complete, and nothing can be added."""
         return self.parser.is_stopped() and not self.parser.is_error()
 
+    @property
+    def is_worn(self) -> bool:
+        """Whether no more copies are to be made: the lexer that they share is broken, or has grown enough."""
+        return self.wear.is_broken or self.wear.num_tokens >= MAX_SHARED_TOKENS
+
+    def has_failed(self) -> bool:
+        """Whether it is of no use any more, which its kin are told."""
+        self.wear.is_broken |= (failed := self.parser.is_error())
+        return failed
+
     def copy(self, stop_token_ids: Sequence[int] = ()) -> Matcher:
         """Another matcher at the same place."""
-        return Matcher(self.parser.deep_copy(), self._tokenizer, stop_token_ids)
+        return Matcher(self.parser.deep_copy(), self._tokenizer, stop_token_ids, self.wear)
 
     def take(self, token_ids: Sequence[int]) -> bool:
         """Go on by these tokens; False if they cannot be, after which the matcher is of no use."""
-        return self.parser.consume_tokens(list(token_ids))
+        self.wear.num_tokens += len(token_ids)
+        self.parser.consume_tokens(list(token_ids))
+        return not self.has_failed()
 
     def forced_tokens(self) -> list[int]:
         """Tokens that are certain to come next, as the tokenizer itself would cut their text; maybe none.

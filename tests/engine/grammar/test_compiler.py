@@ -9,7 +9,7 @@ import pytest
 
 from weft.engine.grammar import compiler
 from weft.engine.grammar.compiler import Grammars
-from weft.engine.grammar.matcher import Matcher
+from weft.engine.grammar.matcher import MAX_SHARED_TOKENS, Matcher, Wear
 from weft.engine.request import FlowKey, GenerationRequest, Grammar, RequestError
 from weft.engine.sampling_params import SamplingParams
 from weft.errors import InvalidRequestError
@@ -22,12 +22,13 @@ class Panic(BaseException):
 class FakeMatcher(Matcher):
     """Takes the tokens below 10."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, wear: Wear | None = None) -> None:
         self.text = text
         self.taken: list[int] = []
+        self.wear = wear or Wear()
 
     def copy(self, stop_token_ids: Sequence[int] = ()) -> FakeMatcher:  # noqa: ARG002
-        return FakeMatcher(self.text)
+        return FakeMatcher(self.text, self.wear)
 
     def take(self, token_ids: Sequence[int]) -> bool:
         self.taken += token_ids
@@ -154,13 +155,31 @@ def test_a_tenant_with_many_grammars_pushes_out_its_own_first(monkeypatch: pytes
     assert parts.ask("oldest", "grammar 0", "many") is None
 
 
-def test_what_is_kept_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "MAX_KEPT_BYTES", 1000)
+def test_what_is_kept_is_bounded_in_bytes_and_what_copies_add_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "MAX_KEPT_BYTES", 4 << 20)
     parts = Parts()
     for index in range(10):
-        parts.ask(str(index), f"{index}" * 300)
+        parts.ask(str(index), f"{index}" * 60_000)
     parts.done()
     assert parts.grammars.num_kept == 3
+    copy = parts.ask("copy", "9" * 60_000)
+    assert isinstance(copy, FakeMatcher)
+    copy.wear.num_tokens += 300
+    parts.ask("again", "9" * 60_000)
+    assert parts.grammars.num_kept == 1
+
+
+@pytest.mark.parametrize("wear", [Wear(is_broken=True), Wear(num_tokens=MAX_SHARED_TOKENS)])
+def test_what_its_copies_wore_out_is_compiled_again(wear: Wear) -> None:
+    parts = Parts()
+    parts.ask("first", "one")
+    matcher = parts.done()["first"]
+    assert isinstance(matcher, FakeMatcher)
+    matcher.wear.is_broken, matcher.wear.num_tokens = wear.is_broken, wear.num_tokens
+    assert parts.ask("second", "one") is None
+    assert parts.done().keys() == {"second"}
+    assert isinstance(parts.ask("third", "one"), FakeMatcher)
+    assert parts.compiled == ["one", "one"]
 
 
 def test_closing_drops_what_waits() -> None:

@@ -87,7 +87,7 @@ def test_an_answer_that_is_cut_ends_with_length_and_one_that_just_fits_with_stop
     "fields",
     [
         {"min_tokens": 12},
-        {"stop_token_ids": (70, 71, 72, 73, 74, 75)},
+        {"stop_token_ids": (72, 73)},
         {"ignore_eos": True},
         {"repetition_penalty": 5.0, "frequency_penalty": 2.0},
         {"top_k": 1},

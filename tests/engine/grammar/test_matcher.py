@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tiny_models import make_tokenizer
-from weft.engine.grammar.matcher import GrammarTokens
+from weft.engine.grammar.matcher import PARSER_LIMITS, GrammarTokens
 from weft.engine.text.tokenizer import Tokenizer, read_eos_token_ids
 from weft.errors import InvalidRequestError
 
@@ -31,6 +31,30 @@ def test_a_token_that_does_not_fit_is_not_taken_and_ends_the_matcher() -> None:
     matcher = TOKENS.compile('start: "ab"').copy()
     assert not matcher.take(encode("x"))
     assert not matcher.is_done
+
+
+def test_a_long_answer_is_followed_to_its_end_and_wears_the_matcher_out() -> None:
+    schema = (
+        '{"type": "object", "properties": {"answer": {"type": "string", "maxLength": 8000}}, "required": ["answer"]}'
+    )
+    compiled = TOKENS.compile(f"start: %json {schema}")
+    matcher, other = compiled.copy(), compiled.copy()
+    text = '{"answer":"' + "the quick brown fox " * 395 + '"}'
+    for token_id in encode(text):
+        matcher.parser.compute_bitmask()
+        assert matcher.take([token_id])
+    assert matcher.is_done
+    assert compiled.is_worn
+    assert other.take(encode(text))
+
+
+def test_a_copy_in_error_wears_the_matcher_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PARSER_LIMITS, "max_lexer_states", 500)
+    compiled = TOKENS.compile("start: /[a-z ]{4000}/")
+    copy = compiled.copy()
+    assert not compiled.is_worn
+    assert not copy.take(encode("some words that are too many " * 50))
+    assert compiled.is_worn
 
 
 def test_stop_tokens_may_end_what_is_complete_only() -> None:

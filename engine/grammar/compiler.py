@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -23,7 +24,10 @@ logger = logging.getLogger(__name__)
 MAX_KEPT = 256
 """Grammars that are kept compiled."""
 MAX_KEPT_BYTES = 256 << 20
-"""What they take, as far as it can be told: see `_cost`."""
+"""What they take, which cannot be measured; the time that compiling took bounds it."""
+BASE_BYTES = 100 << 10
+BYTES_PER_SECOND = 200_000_000
+"""Memory that is filled in a second of compiling, at most."""
 _Key = tuple[str, str]
 """Tenant and digest."""
 
@@ -44,7 +48,10 @@ class _Job:
     text: str
     requests: dict[str, GenerationRequest] = field(default_factory=dict)
     """Those that wait for it."""
-    result: Matcher | RequestError = INTERNAL
+    result: Matcher | RequestError | None = None
+    """None also where nobody waited for it any more."""
+    cost: int = 0
+    """Bytes that it takes, at most."""
 
 
 class Grammars:
@@ -90,9 +97,7 @@ class Grammars:
             job.requests[request.request_id] = request
             return None
         job = self._jobs[key] = _Job(key, request.grammar.text, {request.request_id: request})
-        with self._lock:
-            self._queues.setdefault(request.flow.tenant, deque()).append(job)
-        self._executor.submit(self._run_next)
+        self._begin(job)
         return None
 
     def forget(self, request: GenerationRequest) -> None:
@@ -107,12 +112,17 @@ class Grammars:
         """Requests whose grammars were compiled since the last call, each with its matcher or what went wrong."""
         for _ in range(len(self._done)):
             job = self._done.popleft()
+            result = job.result
+            if result is None and job.requests:  # of those that joined after the others left
+                self._begin(job)
+                continue
             del self._jobs[job.key]
-            if isinstance(job.result, Matcher):
-                self._kept[job.key] = (job.result, _cost(job.text))
+            if result is None:
+                continue
+            if isinstance(result, Matcher):
+                self._kept[job.key] = (result, job.cost)
                 self._hold_bounds()
             for request_id, request in job.requests.items():
-                result = job.result
                 yield request_id, _started(result, request) if isinstance(result, Matcher) else result
 
     def close(self) -> None:
@@ -120,6 +130,11 @@ class Grammars:
         with self._lock:
             self._queues.clear()
         self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _begin(self, job: _Job) -> None:
+        with self._lock:
+            self._queues.setdefault(job.key[0], deque()).append(job)
+        self._executor.submit(self._run_next)
 
     def _hold_bounds(self) -> None:
         held: dict[str, int] = {}
@@ -142,7 +157,9 @@ class Grammars:
             else:
                 del self._queues[tenant]
         if job.requests:
+            started_s = time.thread_time()
             job.result = self._compiled(job.text)
+            job.cost = BASE_BYTES + int(BYTES_PER_SECOND * (time.thread_time() - started_s))
         self._done.append(job)
         if self._notify is not None:
             self._notify()
@@ -163,8 +180,3 @@ def _started(compiled: Matcher, request: GenerationRequest) -> Matcher | Request
         return matcher
     message = "The tokens that were generated already are no beginning of a text of this grammar."
     return RequestError(code="grammar_mismatch", message=message)
-
-
-def _cost(text: str) -> int:
-    """Bytes that a compiled grammar takes."""
-    return (100 << 10) + 16 * len(text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from decimal import Decimal
 from typing import Any
+from urllib.parse import unquote
 
 from weft.engine.request import Grammar
 from weft.errors import InvalidRequestError
@@ -19,7 +20,7 @@ MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
 """Schemas within one another."""
 MAX_REMAINDERS = 10_000
-"""A larger `multipleOf` takes seconds to compile."""
+"""Of all `multipleOf` of a schema together; with more, it takes seconds to compile."""
 MAX_EXPONENT = 30
 
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -113,7 +114,9 @@ def _text_or_token(tag: str, plan: AnswerPlan) -> tuple[str, bool]:
 
 
 def _expression(schema: object, param: str, options: dict[str, Any]) -> str:
-    kept = _kept(schema, param, 0)
+    reader = _Reader()
+    kept = reader.kept(schema, param)
+    reader.check_references()
     if kept is False:
         raise _refusal("A schema that is false fits no answer.", param)
     chosen = {"x-guidance": {**options, **_ALWAYS}}
@@ -124,36 +127,63 @@ def _expression(schema: object, param: str, options: dict[str, Any]) -> str:
     return f"%json {text}"
 
 
-def _kept(schema: object, path: str, depth: int) -> Any:  # noqa: ANN401 - JSON
-    """A schema without its notes."""
-    if isinstance(schema, bool):
-        return schema
-    if not isinstance(schema, dict):
-        raise _refusal("A schema must be an object, true or false.", path)
-    if depth >= MAX_SCHEMA_DEPTH:
-        raise _refusal(f"Schemas may be nested {MAX_SCHEMA_DEPTH} deep. Use $defs and $ref for what repeats.", path)
-    unknown = [name for name in schema if not (_is_rule(name, depth) or _is_note(name))]
-    if unknown:
-        names = ", ".join(repr(name[:40]) for name in unknown[:10])
-        raise _refusal(f"Weft does not know the keywords {names}, so no answer can be held to them.", path)
-    _check_range(schema, path)
-    return {name: _value(name, value, f"{path}.{name}", depth) for name, value in schema.items() if not _is_note(name)}
+class _Reader:
+    """Reads one schema."""
 
+    def __init__(self) -> None:
+        self._places: set[tuple[str, ...]] = set()
+        """Where schemas were read, which are what references may name."""
+        self._references: list[tuple[str, str]] = []
+        """Each with its path."""
+        self._num_remainders = 0
 
-def _value(name: str, value: object, path: str, depth: int) -> object:
-    if name == "multipleOf" and type(value) in (int, float) and _num_remainders(value) > MAX_REMAINDERS:
-        raise _refusal(f"multipleOf must be at most {MAX_REMAINDERS}, its decimals counted as whole.", path)
-    if name == "$ref" and not (isinstance(value, str) and (value == "#" or value.startswith("#/"))):
-        raise _refusal("$ref must name a place in this schema, as #/$defs/name does.", path)
-    if name in _HOLD_LIST or (name == "items" and isinstance(value, list)):
-        if not isinstance(value, list):
-            raise _refusal(f"{name} must be a list of schemas.", path)
-        return [_kept(each, f"{path}.{index}", depth + 1) for index, each in enumerate(value)]
-    if name in _HOLD_NAMED:
-        if not isinstance(value, dict):
-            raise _refusal(f"{name} must be an object of schemas.", path)
-        return {key: _kept(each, f"{path}.{key}", depth + 1) for key, each in value.items()}
-    return _kept(value, path, depth + 1) if name in _HOLD_ONE else value
+    def check_references(self) -> None:
+        """Refuse a reference to what was not read as a schema, and so is unchecked."""
+        for reference, path in self._references:
+            names = unquote(reference).split("/")[1:]
+            if tuple(name.replace("~1", "/").replace("~0", "~") for name in names) not in self._places:
+                raise _refusal(f"{reference[:100]} names no schema in this schema: it does not exist.", path)
+
+    def kept(self, schema: object, path: str, depth: int = 0, place: tuple[str, ...] = ()) -> Any:  # noqa: ANN401 - JSON
+        """A schema without its notes."""
+        self._places.add(place)
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise _refusal("A schema must be an object, true or false.", path)
+        if depth >= MAX_SCHEMA_DEPTH:
+            raise _refusal(f"Schemas may be nested {MAX_SCHEMA_DEPTH} deep. Use $defs and $ref for what repeats.", path)
+        unknown = [name for name in schema if not (_is_rule(name, depth) or _is_note(name))]
+        if unknown:
+            names = ", ".join(repr(name[:40]) for name in unknown[:10])
+            raise _refusal(f"Weft does not know the keywords {names}, so no answer can be held to them.", path)
+        _check_range(schema, path)
+        return {
+            name: self._value(name, value, f"{path}.{name}", depth + 1, (*place, name))
+            for name, value in schema.items()
+            if not _is_note(name)
+        }
+
+    def _value(self, name: str, value: object, path: str, depth: int, place: tuple[str, ...]) -> object:
+        if name == "multipleOf" and type(value) in (int, float):
+            self._num_remainders += _num_remainders(value)
+            if self._num_remainders > MAX_REMAINDERS:
+                message = f"All multipleOf together must be at most {MAX_REMAINDERS}, their decimals counted as whole."
+                raise _refusal(message, path)
+        if name == "$ref":
+            if not (isinstance(value, str) and (value == "#" or value.startswith("#/"))):
+                raise _refusal("$ref must name a place in this schema, as #/$defs/name does.", path)
+            self._references.append((value, path))
+        if name in _HOLD_LIST or (name == "items" and isinstance(value, list)):
+            if not isinstance(value, list):
+                raise _refusal(f"{name} must be a list of schemas.", path)
+            pairs = [(str(index), each) for index, each in enumerate(value)]
+            return [self.kept(each, f"{path}.{index}", depth, (*place, index)) for index, each in pairs]
+        if name in _HOLD_NAMED:
+            if not isinstance(value, dict):
+                raise _refusal(f"{name} must be an object of schemas.", path)
+            return {key: self.kept(each, f"{path}.{key}", depth, (*place, key)) for key, each in value.items()}
+        return self.kept(value, path, depth, place) if name in _HOLD_ONE else value
 
 
 def _num_remainders(value: object) -> int:

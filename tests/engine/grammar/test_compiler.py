@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -131,6 +133,18 @@ def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
     assert parts.done().keys() == {"again"}
 
 
+def test_who_joins_after_the_others_left_still_gets_a_matcher() -> None:
+    parts = Parts()
+    parts.ask("left", "one")
+    parts.grammars.forget(request_for("left", "one"))
+    parts.later.run()
+    assert parts.ask("joined", "one") is None
+    assert parts.done() == {}
+    done = parts.done()
+    assert done.keys() == {"joined"}
+    assert isinstance(done["joined"], FakeMatcher)
+
+
 def test_a_matcher_begins_after_what_was_generated_already() -> None:
     parts = Parts()
     parts.ask("fits", "one", generated=[1, 2])
@@ -156,16 +170,19 @@ def test_a_tenant_with_many_grammars_pushes_out_its_own_first(monkeypatch: pytes
 
 
 def test_what_is_kept_is_bounded_in_bytes_and_what_copies_add_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "MAX_KEPT_BYTES", 4 << 20)
+    monkeypatch.setattr(compiler, "MAX_KEPT_BYTES", 3_500_000)
+    monkeypatch.setattr(compiler, "BASE_BYTES", 0)
+    clock = itertools.count()
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock) * 0.005)
     parts = Parts()
     for index in range(10):
-        parts.ask(str(index), f"{index}" * 60_000)
+        parts.ask(str(index), f"grammar {index}")
     parts.done()
     assert parts.grammars.num_kept == 3
-    copy = parts.ask("copy", "9" * 60_000)
+    copy = parts.ask("copy", "grammar 9")
     assert isinstance(copy, FakeMatcher)
     copy.wear.num_tokens += 300
-    parts.ask("again", "9" * 60_000)
+    parts.ask("again", "grammar 9")
     assert parts.grammars.num_kept == 1
 
 

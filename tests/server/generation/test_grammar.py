@@ -1,4 +1,5 @@
 import json
+from urllib.parse import quote
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -66,6 +67,13 @@ def test_properties_keep_their_order() -> None:
     assert takes({"type": "object", "properties": {"b": {}, "a": {}}, "required": ["b", "a"]}, '{"b": 1, "a": 2}')
 
 
+@pytest.mark.parametrize("name", ["a/b", "a~b", "a b", "é", "a%25"])
+def test_a_reference_names_a_place_as_json_pointers_do(name: str) -> None:
+    pointer = quote(name.replace("~", "~0").replace("/", "~1"))
+    assert takes({"anyOf": [{"$ref": f"#/$defs/{pointer}"}], "$defs": {name: {"const": 3}}}, "3")
+    assert takes({"prefixItems": [{"const": 4}, {"$ref": "#/prefixItems/0"}], "minItems": 2, "maxItems": 2}, "[4, 4]")
+
+
 def test_one_of_several_is_held_to_any_of_them() -> None:
     assert takes({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "3")
 
@@ -82,6 +90,17 @@ def test_one_of_several_is_held_to_any_of_them() -> None:
         ),
         ({"items": {"$ref": "http://example.com/a"}}, "schema.items.$ref", "#/$defs/name"),
         ({"items": {"$id": "#a"}}, "schema.items", "'$id'"),
+        ({"$ref": "#/$defs/none"}, "schema.$ref", "does not exist"),
+        ({"anyOf": [{"$ref": "#/anyOf/1/const"}, {"const": {"not": {}}}]}, "schema.anyOf.0.$ref", "names no schema"),
+        ({"items": {"$ref": "#/enum/0"}, "enum": [{"not": {}}]}, "schema.items.$ref", "names no schema"),
+        ({"properties": {"a": {"$ref": "#/%63onst"}}, "const": {}}, "schema.properties.a.$ref", "names no schema"),
+        ({"items": {"$ref": "#/required"}, "required": []}, "schema.items.$ref", "names no schema"),
+        ({"items": {"$ref": "#/properties"}, "properties": {}}, "schema.items.$ref", "names no schema"),
+        (
+            {"allOf": [{"multipleOf": 6_000}, {"multipleOf": 6_000}]},
+            "schema.allOf.1.multipleOf",
+            "together must be at most 10000",
+        ),
         ({"anyOf": {}}, "schema.anyOf", "list of schemas"),
         ({"items": {"exclusiveMinimum": 0, "maximum": 0.5}}, "schema.items", "narrower than 1"),
         ({"items": {"exclusiveMaximum": -85.0, "minimum": -85.5}}, "schema.items", "narrower than 1"),
@@ -99,7 +118,6 @@ def test_what_is_no_schema_is_refused_with_its_place(schema: object, param: str,
     ("schema", "word"),
     [
         ({"type": "texts"}, "Invalid type: texts"),
-        ({"$ref": "#/$defs/none"}, "does not exist"),
         ({"pattern": "("}, "unclosed group"),
         ({"format": "colour"}, "Unknown format: colour"),
         ({"type": "string", "minLength": 3, "maxLength": 1}, "greater than maxLength"),

@@ -124,7 +124,7 @@ async def plan_generation(
     services, reservation = origin.services, origin.reservation
     model = await _resolve(origin, body)
     with _admitted(origin, model, body) as admission:
-        size = INLINE_BYTES if body.has_grammar else body.num_characters
+        size = INLINE_BYTES if body.has_grammar or (isinstance(body, ChatBody) and body.tools) else body.num_characters
         prompts = await off_loop(lambda: prompts_and_params(body, services), size)
         num_prompt = _reserve(reservation, body, prompts)
         meter = Meter(origin, model)

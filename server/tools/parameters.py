@@ -17,6 +17,9 @@ JsonRule = Callable[[object, str], str]
 Schema = Mapping[str, Any]
 MAX_DEPTH = 8
 """Objects within one another that are held to their schema where the notation has its own quotes."""
+MAX_STEPS = 4096
+"""Through the options and values of one parameter."""
+_UNIONS = ("anyOf", "oneOf", "allOf")
 _JSON_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 _LITERALS = {"boolean": '("True" | "False")', "null": '"None"'}
 """As Python writes them."""
@@ -35,16 +38,28 @@ def resolved(schema: object, root: Schema) -> Schema:
 
 
 def kinds(schema: object, root: Schema) -> list[str]:
-    """The JSON types that a value may have, `string` last; empty where the schema does not say."""
-    schema = resolved(schema, root)
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if "type" in schema:
-        found = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    elif isinstance(values, list):
-        found = [_JSON_TYPES.get(type(value), "null") for value in values]
-    else:
-        options = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())]
-        found = [kind for option in options for kind in kinds(option, root) or ["string"]]
+    """The JSON types that a value may have, `string` last; empty where the schema does not say, or is too large."""
+    pending: list[object] = [schema]
+    found: list[object] = []
+    seen: set[int] = set()
+    num_steps = 0
+    for index, option in enumerate(pending):
+        each = resolved(option, root)
+        given = each.get("type", [])
+        types = given if isinstance(given, list) else [given]
+        values = [each["const"]] if "const" in each else each.get("enum")
+        if "type" not in each and isinstance(values, list):
+            types = [_JSON_TYPES.get(type(value), "null") for value in values]
+        elif "type" not in each:
+            unions = [some for name in _UNIONS if isinstance(some := each.get(name), list)]
+            # What a `$ref` leads back to adds nothing.
+            pending += [each for some in unions if id(some) not in seen for each in some]
+            seen.update(map(id, unions))
+            types = ["string"] if index and not any(unions) else []
+        found += types
+        num_steps += 1 + len(types)
+        if num_steps + len(pending) > MAX_STEPS:
+            return []
     return sorted(dict.fromkeys(map(str, found)), key=lambda kind: kind == "string")
 
 

@@ -53,6 +53,12 @@ class AnswerPlan:
     prefix: str = ""
     """What the chat template has already written of the answer, for example `<think>`."""
     shows_reasoning: bool = True
+    typed_tools: list[Any] = field(default_factory=list, init=False)
+    """For values in tags, which have their type from the schema."""
+
+    def __post_init__(self) -> None:
+        if (self.format.calls or {}).get("style", "xml") == "xml":
+            self.typed_tools.extend(map(typed_tool, self.tools))
 
     def reader(self) -> AnswerReader:
         """A reader for one choice."""
@@ -92,9 +98,7 @@ class AnswerReader:
         self._plan = plan
         self._names = {tool.function.name for tool in plan.tools}
         template = plan.format.compiled(with_calls=bool(plan.tools))
-        # For values in tags, which have their type from the schema.
-        tools: list[Any] = [typed_tool(tool) for tool in plan.tools]
-        self._parser = ResponseParser(template, prefix=plan.prefix, tools=tools)
+        self._parser = ResponseParser(template, prefix=plan.prefix, tools=plan.typed_tools)
         head = (plan.format.calls or {}).get("head")
         self._head = None if head is None else re.compile(head)
         self._region: str | None = None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from weft.engine.request import RequestOutput
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.text.text_stream import TextStream
 from weft.server.generation.chat_schemas import ChatView
+from weft.server.tools.reading import AnswerPlan, plan_answer
 
 pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "Where is the lamp?"}]
@@ -206,3 +208,21 @@ async def test_special_tokens_of_the_format_reach_the_reader(api: Api, acme: Cli
     assert delta.text == "Hi [TOOL_CALLS]where_is[ARGS]{}"
     answer = await chat(acme)
     assert answer.status_code == 200, answer.text
+
+
+async def test_chats_with_tools_are_prepared_off_the_event_loop(
+    hermes: Api, acme: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def planned(*args: Any, **fields: Any) -> AnswerPlan:
+        threads.append(threading.current_thread())
+        return plan_answer(*args, **fields)
+
+    monkeypatch.setattr("weft.server.generation.prompts.plan_answer", planned)
+    odd = {"type": "object", "properties": {"item": {"anyOf": 5}, "shelf": {"$ref": "#/$defs/x"}}}
+    odd["$defs"] = {"x": {"anyOf": [{"$ref": "#/$defs/x"}]}}
+    answer = await chat(acme, tools=[{"type": "function", "function": {"name": "f", "parameters": odd}}])
+    assert answer.status_code == 200, answer.text
+    assert threads
+    assert threading.main_thread() not in threads

@@ -1,8 +1,9 @@
 """Checks grammars in a child process, because no limit of llguidance bounds what some schemas take to read.
 
-The child, `python -I -m weft.server.grammar_check`, is ended by the system once a grammar has used its share
-of CPU time, and the next check starts another. A line with a grammar comes on its stdin, a line with what is wrong with
-it, or null, goes to its stdout, both in JSON.
+The child, `python -I -m weft.server.grammar_check`, does what the engine will do: it compiles a grammar for the model's
+tokenizer, and computes the first mask. The system ends it once a grammar has used its share of CPU time or memory, and
+the next check starts another. A line with the checkpoint's folder and a grammar comes on its stdin, a line with what is
+wrong with it, or null, goes to its stdout, both in JSON.
 """
 
 from __future__ import annotations
@@ -15,35 +16,53 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from functools import cache
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from weft.engine.grammar.matcher import PARSER_LIMITS
+from weft.engine.grammar.matcher import PARSER_LIMITS, GrammarTokens, compiled_parser
+from weft.engine.text.tokenizer import read_eos_token_ids
+from weft.errors import CapacityError, WeftError
 
-CPU_S = 0.1
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+CPU_S = 0.25
 """CPU seconds that a grammar may take."""
-WALL_S = 5.0
-"""Seconds after which a check is given up whatever it did."""
+WALL_S = 20.0
+"""Seconds after which a check is given up whatever it did; the first makes the tokenizer, which takes some."""
 MAX_REMEMBERED = 1024
-MEMORY_BYTES = 1 << 30
-"""Address space of the child, of which the interpreter takes a tenth."""
+MEMORY_BYTES = 256 << 20
+"""Address space that a grammar may take beyond that of the interpreter and the tokenizer."""
+VERDICTS = frozenset({-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV})
+"""How a child ends by a grammar: by its CPU time, memory or stack."""
 TOO_COMPLEX = "it takes too long to read. Use fewer properties, alternatives and allOf, and simpler patterns"
 
 
 class GrammarChecker:
-    """One child, one check at a time. Thread-safe; takes a millisecond, or 0.1 s where a grammar is refused by time."""
+    """One child, one check at a time. Thread-safe; takes some milliseconds, or 0.25 s for what is refused by time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
-        self._remembered: OrderedDict[str, str | None] = OrderedDict()
+        self._remembered: OrderedDict[tuple[str, Path, str], str | None] = OrderedDict()
+        """By tenant, so that nobody learns from a short wait what others sent."""
 
-    def problem(self, text: str, digest: str) -> str | None:
-        """What is wrong with a grammar; None if it is one."""
+    def problem(self, text: str, digest: str, folder: Path, tenant: str) -> str | None:
+        """What is wrong with a grammar for the checkpoint of a folder; None if it is one.
+
+        Raises:
+            CapacityError: The child ended twice by something else.
+        """
+        key = (tenant, folder, digest)
         with self._lock:
-            if digest in self._remembered:
-                self._remembered.move_to_end(digest)
-                return self._remembered[digest]
-            found = self._remembered[digest] = self._ask(text)
+            if key in self._remembered:
+                self._remembered.move_to_end(key)
+                return self._remembered[key]
+            answer = self._ask(text, folder) or self._ask(text, folder)
+            if answer is None:
+                raise CapacityError("Grammars and schemas cannot be checked just now. Try again in a moment.")
+            found = self._remembered[key] = answer[0]
             if len(self._remembered) > MAX_REMEMBERED:
                 self._remembered.popitem(last=False)
             return found
@@ -55,7 +74,8 @@ class GrammarChecker:
             child.kill()
             child.communicate()
 
-    def _ask(self, text: str) -> str | None:
+    def _ask(self, text: str, folder: Path) -> tuple[str | None] | None:
+        """What `problem` returns, in a tuple; None if the child ended by something else than the grammar."""
         child = self._child = self._child or _start()
         stdin, stdout = child.stdin, child.stdout
         if stdin is None or stdout is None:
@@ -63,18 +83,19 @@ class GrammarChecker:
         alarm = threading.Timer(WALL_S, child.kill)
         alarm.start()
         try:
-            stdin.write(json.dumps(text).encode() + b"\n")
+            stdin.write(json.dumps([str(folder.absolute()), text]).encode() + b"\n")
             stdin.flush()
             answer = stdout.readline()
+            if answer.endswith(b"\n"):
+                return (json.loads(answer),)
+            return (TOO_COMPLEX,) if child.wait() in VERDICTS else None
         except BrokenPipeError:
-            answer = b""
+            child.wait()  # it ended before it was asked
+            return None
         finally:
             alarm.cancel()
-        if not answer.endswith(b"\n"):
-            self.close()
-            return TOO_COMPLEX
-        problem: str | None = json.loads(answer)
-        return problem
+            if child.poll() is not None:
+                self.close()
 
 
 @cache
@@ -92,23 +113,47 @@ def _start() -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={},
+        env={"RAYON_NUM_THREADS": "1"},  # each thread takes address space
     )
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(folder: Path) -> LLTokenizer | None:
+    """None where grammars do not know it, which the engine says to who asks. Bounds the memory for what comes after."""
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    try:
+        found = GrammarTokens(folder, read_eos_token_ids(folder)).tokenizer
+    except WeftError:
+        found = None
+    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = num_pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    return found
+
+
+def _problem(tokenizer: LLTokenizer | None, text: str) -> str | None:
+    from llguidance import LLMatcher, LLParserLimits
+
+    if tokenizer is None:
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=LLParserLimits(**PARSER_LIMITS))
+        return messages[0] if is_error else None
+    try:
+        return compiled_parser(tokenizer, text).get_error() or None
+    except BaseException:  # noqa: BLE001 - a panic of llguidance is no Exception
+        return TOO_COMPLEX
 
 
 def main() -> None:
     """Check grammars until standard input ends."""
-    from llguidance import LLMatcher, LLParserLimits
-
-    limits = LLParserLimits(**PARSER_LIMITS)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin.buffer:
-        text = json.loads(line)
+        folder, text = json.loads(line)
+        tokenizer = _tokenizer(Path(folder))
         signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
-        is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits)
+        problem = _problem(tokenizer, text)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(json.dumps(messages[0] if is_error else None) + "\n")
+        sys.stdout.write(json.dumps(problem) + "\n")
         sys.stdout.flush()
 
 

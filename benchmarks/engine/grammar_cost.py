@@ -53,7 +53,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with _config(options) as config, own_engine(config) as engine:
         steps = _steps(engine, options)
         flood = _flood(engine, options)
-    refused = {name: _refusal_ms(name, schema) for name, schema in _hostile().items()}
+        folder = Path(config.model.path)
+        refused = {name: _refusal_ms(name, schema, folder) for name, schema in _hostile().items()}
     free, held = steps["free"]["p50"], steps["held"]["p50"]
     ratio = flood["flooded"]["p99"] / flood["quiet"]["p99"]
     return {
@@ -104,7 +105,7 @@ def _byte_level_tokenizer() -> Tokenizer:
 
 def _steps(engine: OwnEngine, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Milliseconds of steps whose rows are all free, or all held to a list of objects that has no end."""
-    endless = checked_grammar(f"start: {json_rule({'type': 'array', 'items': ORDER, 'minItems': 100_000})}", "schema")
+    endless = Grammar.of(f"start: {json_rule({'type': 'array', 'items': ORDER, 'minItems': 100_000})}")
     step_s: dict[str, list[float]] = {"free": [], "held": []}
     for round_ in range(options.rounds):
         for phase in step_s if round_ % 2 == 0 else reversed(step_s):
@@ -163,7 +164,7 @@ def _request(
 
 def _schema_number(number: int) -> Grammar:
     properties = {**ORDER["properties"], f"field {number}": {"type": "string", "maxLength": number % 50 + 1}}
-    return checked_grammar(f"start: {json_rule({**ORDER, 'properties': properties})}", "schema")
+    return Grammar.of(f"start: {json_rule({**ORDER, 'properties': properties})}")
 
 
 def _hostile() -> dict[str, dict[str, Any]]:
@@ -186,12 +187,14 @@ def _hostile() -> dict[str, dict[str, Any]]:
     }
 
 
-def _refusal_ms(name: str, schema: dict[str, Any]) -> float | None:
+def _refusal_ms(name: str, schema: dict[str, Any], folder: Path) -> float | None:
     """None where it was not refused."""
-    checked_grammar(f'start: "{name}"', "schema")  # whose check starts the child again, if the last one ended it
+    checked_grammar(
+        f'start: "{name}"', "schema", folder
+    )  # whose check starts the child again, if the last one ended it
     start_s = time.perf_counter()
     try:
-        checked_grammar(f"start: {json_rule(schema)}", "schema")
+        checked_grammar(f"start: {json_rule(schema)}", "schema", folder)
     except InvalidRequestError:
         return (time.perf_counter() - start_s) * 1e3
     return None

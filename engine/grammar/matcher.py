@@ -77,17 +77,22 @@ class GrammarTokens:
         Raises:
             InvalidRequestError: It is no grammar, or costs too much.
         """
-        from llguidance import LLMatcher, LLParserLimits
-
-        tokenizer = self.tokenizer
-        parser = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
-        if not parser.is_error():
-            parser.compute_bitmask()  # what this finds out of the grammar, copies know
+        parser = compiled_parser(self.tokenizer, text)
         if parser.is_error():
             reason = parser.get_error().partition("\n")[0][:200]
             message = f"No answer can be held to this grammar or schema: {reason}. Make it simpler."
             raise InvalidRequestError(message, code="grammar_too_complex")
-        return Matcher(parser, tokenizer)
+        return Matcher(parser, self.tokenizer)
+
+
+def compiled_parser(tokenizer: LLTokenizer, text: str) -> LLMatcher:
+    """At the start of a grammar, or in error; what the first mask takes to find out is known to its copies."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    parser = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+    if not parser.is_error():
+        parser.compute_bitmask()
+    return parser
 
 
 @dataclass(slots=True)

@@ -41,7 +41,8 @@ class Tokenizer:
             raise ConfigError(f"model.path must have a tokenizer.json, got {path}", param="model.path")
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._eos_token_ids = read_eos_token_ids(Path(path))
+        self.folder = Path(path)
+        self._eos_token_ids = read_eos_token_ids(self.folder)
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -64,22 +65,25 @@ def json_object_rule() -> str:
     return _expression({"type": "object"}, "json_object", {"whitespace_pattern": r"[ \n]{0,8}"})
 
 
-def checked_grammar(lark: str, param: str) -> Grammar:
+def checked_grammar(lark: str, param: str, folder: Path, tenant: str = "") -> Grammar:
     """What the engine is to hold an answer to.
 
     Args:
         lark: A whole grammar with the rule `start`.
         param: What it was made of, for errors.
+        folder: Of the checkpoint.
+        tenant: Who sent it.
 
     Raises:
         InvalidRequestError: It is no grammar, or too large.
+        CapacityError: It could not be checked.
     """
     encoded = lark.encode()
     if len(encoded) > MAX_GRAMMAR_BYTES:
         message = f"{param} makes a grammar of {len(encoded)} bytes; at most {MAX_GRAMMAR_BYTES} are taken."
         raise InvalidRequestError(message, param=param, code="grammar_too_large")
     grammar = Grammar.of(lark)
-    problem = grammar_checker().problem(lark, grammar.digest)
+    problem = grammar_checker().problem(lark, grammar.digest, folder, tenant)
     if problem is not None:
         message = f"No answer can be held to {param}: {_reason(problem)}."
         raise InvalidRequestError(message, param=param, code=_code(lark))

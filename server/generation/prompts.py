@@ -43,8 +43,10 @@ class Prompt:
     """What answers are held to."""
 
 
-def prompts_and_params(body: CompletionBody | ChatBody, services: Services) -> list[tuple[Prompt, SamplingParams]]:
-    """The prompts of a body in order, each with how to continue it.
+def prompts_and_params(
+    body: CompletionBody | ChatBody, services: Services, tenant: str
+) -> list[tuple[Prompt, SamplingParams]]:
+    """The prompts of a body of a tenant in order, each with how to continue it.
 
     Raises:
         InvalidRequestError: Too many prompts times candidates, an empty prompt, a token id beyond the vocabulary, a
@@ -52,16 +54,16 @@ def prompts_and_params(body: CompletionBody | ChatBody, services: Services) -> l
         ContextLengthError: A prompt and the requested tokens exceed the context.
     """
     if isinstance(body, ChatBody):
-        return [_chat(body, services)]
+        return [_chat(body, services, tenant)]
     _check_candidates(body, len(body.prompt), services)
     echoed = body.logprobs if body.echo else None
     params = _params(body, services, max_tokens=body.max_tokens, logprobs=body.logprobs, echoed_logprobs=echoed)
-    grammar = _grammar(body, body.grammar_rule())
+    grammar = _grammar(body.grammar_rule(), body.grammar_param, services, tenant)
     return [(replace(_completion_prompt(given, body, services), grammar=grammar), params) for given in body.prompt]
 
 
-def _grammar(body: GenerationBody, lark: str | None) -> Grammar | None:
-    return None if lark is None else checked_grammar(lark, body.grammar_param)
+def _grammar(lark: str | None, param: str, services: Services, tenant: str) -> Grammar | None:
+    return None if lark is None else checked_grammar(lark, param, services.tokenizer.folder, tenant)
 
 
 def _completion_prompt(given: str | list[int], body: CompletionBody, services: Services) -> Prompt:
@@ -86,7 +88,7 @@ def _truncated(prompt: Prompt, wanted: int | None, num_output: int, services: Se
     return prompt if len(prompt.token_ids) <= num_kept else Prompt(token_ids=prompt.token_ids[-num_kept:])
 
 
-def _chat(body: ChatBody, services: Services) -> tuple[Prompt, SamplingParams]:
+def _chat(body: ChatBody, services: Services, tenant: str) -> tuple[Prompt, SamplingParams]:
     """Without a token limit the answer may fill the context."""
     _check_candidates(body, 1, services)
     for text in body.texts:
@@ -98,11 +100,12 @@ def _chat(body: ChatBody, services: Services) -> tuple[Prompt, SamplingParams]:
     if answer is not None:
         begun = rendered if any(body.template_options.values()) else ""
         plan = plan_answer(answer, body.offered, begun, shows_reasoning=body.include_reasoning)
-        prompt = replace(prompt, answer=plan, grammar=_call_grammar(body, plan, services))
+        held = _grammar(_calls(body, plan, services), "tools", services, tenant)
+        prompt = replace(prompt, answer=plan, grammar=held)
     if (lark := body.grammar_rule()) is not None:
         if body.structured_outputs is None or body.structured_outputs.grammar is None:
             lark = after_reasoning(lark, prompt.answer)
-        prompt = replace(prompt, grammar=_grammar(body, lark))
+        prompt = replace(prompt, grammar=_grammar(lark, body.grammar_param, services, tenant))
     room = services.ready.max_model_len - len(prompt.token_ids)
     limit = body.token_limit or max(room, 1)
     if body.may_fill_context:
@@ -136,7 +139,7 @@ def _answer_format(body: ChatBody, services: Services) -> AnswerFormat | None:
     return answer if answer and (body.shown_tools or answer.has_reasoning) else None
 
 
-def _call_grammar(body: ChatBody, plan: AnswerPlan, services: Services) -> Grammar | None:
+def _calls(body: ChatBody, plan: AnswerPlan, services: Services) -> str | None:
     """What the answers are held to; None where nothing may be called.
 
     Raises:
@@ -156,10 +159,9 @@ def _call_grammar(body: ChatBody, plan: AnswerPlan, services: Services) -> Gramm
             )
         return None
     writer = CallGrammar(format=plan.format, special_tokens=services.tokenizer.grammar_tokens, json_rule=json_rule)
-    lark = writer.lark(
+    return writer.lark(
         tools=plan.tools, choice=choice, is_parallel=body.parallel_tool_calls, thinks=plan.reader().thinks
     )
-    return checked_grammar(lark, "tools")
 
 
 def as_tools(tools: list[Tool]) -> list[dict[str, Any]]:

@@ -125,7 +125,8 @@ async def plan_generation(
     model = await _resolve(origin, body)
     with _admitted(origin, model, body) as admission:
         size = INLINE_BYTES if body.has_grammar or (isinstance(body, ChatBody) and body.tools) else body.num_characters
-        prompts = await off_loop(lambda: prompts_and_params(body, services), size)
+        tenant = origin.caller.tenant_id or ""
+        prompts = await off_loop(lambda: prompts_and_params(body, services, tenant), size)
         num_prompt = _reserve(reservation, body, prompts)
         meter = Meter(origin, model)
         choices = _choices(origin, model, body, prompts, meter.ledger_id)

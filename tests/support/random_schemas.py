@@ -125,7 +125,7 @@ def outcomes_of(llm: LLM, seeds: Sequence[int], max_tokens: int = 120) -> Counte
     for seed in seeds:
         schema = random_schema(seed)
         try:
-            grammars.append(checked_grammar(f"start: {json_rule(schema)}", "schema").text)
+            grammars.append(checked_grammar(f"start: {json_rule(schema)}", "schema", llm.tokenizer.folder).text)
         except InvalidRequestError:
             outcomes["refused"] += 1
             continue

@@ -4,6 +4,7 @@ from urllib.parse import quote
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from fake_engine import DEMO_MODEL
 from weft.errors import InvalidRequestError
 from weft.server.generation.grammar import MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH, checked_grammar, json_rule
 
@@ -26,7 +27,7 @@ class Bytes:
 
 
 def takes(schema: object, text: str) -> bool:
-    grammar = checked_grammar(f"start: {json_rule(schema)}", "schema")
+    grammar = checked_grammar(f"start: {json_rule(schema)}", "schema", DEMO_MODEL)
     matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes()), n_vocab=257), grammar.text, log_level=0)
     return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
 
@@ -125,7 +126,7 @@ def test_what_is_no_schema_is_refused_with_its_place(schema: object, param: str,
 )
 def test_what_no_answer_can_be_held_to_is_refused_without_a_word_of_the_grammar(schema: object, word: str) -> None:
     with pytest.raises(InvalidRequestError, match=word) as refused:
-        checked_grammar(f"start: {json_rule(schema)}", "response_format")
+        checked_grammar(f"start: {json_rule(schema)}", "response_format", DEMO_MODEL)
     assert (refused.value.param, refused.value.code) == ("response_format", "invalid_json_schema")
     assert "start:" not in refused.value.message
 
@@ -138,7 +139,7 @@ def test_a_schema_is_bounded_in_depth_and_size() -> None:
     with pytest.raises(InvalidRequestError, match="nested 64 deep"):
         json_rule({"items": schema})
     with pytest.raises(InvalidRequestError, match=f"at most {MAX_GRAMMAR_BYTES}"):
-        checked_grammar(f"start: {json_rule({'const': 'x' * MAX_GRAMMAR_BYTES})}", "schema")
+        checked_grammar(f"start: {json_rule({'const': 'x' * MAX_GRAMMAR_BYTES})}", "schema", DEMO_MODEL)
     deep: object = 0
     for _ in range(100_000):
         deep = [deep]
@@ -147,13 +148,13 @@ def test_a_schema_is_bounded_in_depth_and_size() -> None:
 
 
 def test_equal_grammars_have_one_digest() -> None:
-    first, second = (checked_grammar(f"start: {json_rule(ANSWER)}", "schema") for _ in range(2))
+    first, second = (checked_grammar(f"start: {json_rule(ANSWER)}", "schema", DEMO_MODEL) for _ in range(2))
     assert first == second
-    assert first.digest != checked_grammar('start: "a"', "schema").digest
+    assert first.digest != checked_grammar('start: "a"', "schema", DEMO_MODEL).digest
     assert json.loads(first.text.partition("%json ")[2])["type"] == "object"
 
 
 def test_a_wrong_grammar_says_what_is_wrong() -> None:
     with pytest.raises(InvalidRequestError, match='unknown name: "other"') as refused:
-        checked_grammar("start: other", "structured_outputs.grammar")
+        checked_grammar("start: other", "structured_outputs.grammar", DEMO_MODEL)
     assert refused.value.code == "invalid_grammar"

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -8,12 +10,12 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from api_server import BASE, Api, Client
-from fake_engine import BASE_TEXT
+from fake_engine import BASE_TEXT, DEMO_MODEL
 from tool_models import tokenizer_with, use_tokenizer
 from weft.engine.request import Grammar
-from weft.errors import InvalidRequestError
+from weft.errors import CapacityError, InvalidRequestError
 from weft.server.generation.grammar import after_reasoning, checked_grammar, json_rule
-from weft.server.grammar_check import TOO_COMPLEX, grammar_checker
+from weft.server.grammar_check import TOO_COMPLEX, GrammarChecker, grammar_checker
 
 pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "When are you open?"}]
@@ -171,9 +173,9 @@ HOSTILE: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_schema_is_refused_at_once(name: str) -> None:
-    checked_grammar('start: "the child runs"', "schema")
+    checked_grammar('start: "the child runs"', "schema", DEMO_MODEL)
     with pytest.raises(InvalidRequestError) as refused:
-        checked_grammar(f"start: {json_rule(HOSTILE[name])}", "schema")
+        checked_grammar(f"start: {json_rule(HOSTILE[name])}", "schema", DEMO_MODEL)
     assert refused.value.code in ("invalid_json_schema", "grammar_too_large")
 
 
@@ -181,5 +183,45 @@ def test_a_check_that_is_ended_is_remembered_and_the_next_one_is_made() -> None:
     text = f"start: {json_rule(HOSTILE['doubled by references'])}"
     grammar = Grammar.of(text)
     for _ in range(2):
-        assert grammar_checker().problem(text, grammar.digest) == TOO_COMPLEX
-    assert grammar_checker().problem('start: "a"', "another digest") is None
+        assert grammar_checker().problem(text, grammar.digest, DEMO_MODEL, "t") == TOO_COMPLEX
+    assert grammar_checker().problem('start: "a"', "another digest", DEMO_MODEL, "t") is None
+
+
+def test_what_takes_the_engine_long_to_compile_is_refused() -> None:
+    rules = [f'r{index}: %json {{"type": "integer", "multipleOf": {9000 + index}}}' for index in range(20)]
+    text = "\n".join(["start: " + " ".join(f"r{index}" for index in range(20)), *rules])
+    assert grammar_checker().problem(text, "remainders", DEMO_MODEL, "t") == TOO_COMPLEX
+    ambiguous = "start: a\na: /[a-z]/ | a a | a a a"
+    assert grammar_checker().problem(ambiguous, "ambiguous", DEMO_MODEL, "t") is None
+
+
+def test_a_tokenizer_that_grammars_do_not_know_is_left_to_the_engine(tmp_path: Path) -> None:
+    assert grammar_checker().problem('start: "a"', "a", tmp_path, "t") is None
+    assert "unknown name" in (grammar_checker().problem("start: b", "b", tmp_path, "t") or "")
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a checker's child is, in Python; an answer is what it writes."""
+    code = ["-c", ""]
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda args, **options: popen([args[0], *code], **options))
+    return code
+
+
+def test_tenants_share_no_verdicts(child: list[str]) -> None:
+    child[1] = "import sys\nfor index, _ in enumerate(sys.stdin): print(f'\"check {index}\"', flush=True)"
+    checker = GrammarChecker()
+    found = [checker.problem("text", "digest", DEMO_MODEL, tenant) for tenant in ("one", "two", "one")]
+    assert found == ["check 0", "check 1", "check 0"]
+    checker.close()
+
+
+def test_a_child_that_was_killed_says_nothing_of_the_grammar(child: list[str]) -> None:
+    child[1] = "import os, signal\ninput()\nos.kill(os.getpid(), signal.SIGKILL)"
+    checker = GrammarChecker()
+    with pytest.raises(CapacityError, match="just now"):
+        checker.problem("text", "digest", DEMO_MODEL, "t")
+    child[1] = "input()\nprint('null')"
+    assert checker.problem("text", "digest", DEMO_MODEL, "t") is None
+    checker.close()

@@ -32,7 +32,7 @@ PING: Call = ("ping", {})
 
 def grammar(name: str, tools: Sequence[Tool] = TOOLS, choice: ToolChoice = AUTO, **fields: Any) -> LLMatcher:
     writer = CallGrammar(format=family(name), special_tokens=family_tokenizer(name).grammar_tokens, json_rule=json_rule)
-    checked = checked_grammar(writer.lark(tools=tools, choice=choice, **fields), "tools")
+    checked = checked_grammar(writer.lark(tools=tools, choice=choice, **fields), "tools", family_tokenizer(name).folder)
     matcher = LLMatcher(family_llguidance(name), checked.text)
     assert not matcher.is_error(), matcher.get_error()
     return matcher

@@ -17,6 +17,9 @@ from weft.server.http.body import Pace, read_body
 
 INLINE_BYTES = 16 * 1024
 """Bodies up to this size are parsed on the event loop; larger ones in a thread."""
+MAX_DEPTH = 128
+"""Most arrays and objects within one another: what writes JSON again fails at some hundreds."""
+TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 _ESCAPED_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -58,23 +61,39 @@ def parse_json(raw: bytes, *, takes_nul: bool = False) -> dict[str, Any]:
     """Parse a JSON object.
 
     Refused are: anything but one object, duplicate keys, NaN and Infinity, lone surrogates, numbers of thousands of
-    digits, deep nesting, and NUL characters unless `takes_nul`.
+    digits, more than `MAX_DEPTH` levels, and NUL characters unless `takes_nul`.
 
     Raises:
         InvalidRequestError: With code `invalid_json`.
     """
     try:
-        orjson.loads(raw)  # strict about Unicode, numbers and nesting, but silent about duplicate keys
+        given = orjson.loads(raw)  # strict about Unicode and numbers, but silent about duplicate keys
+        if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH:
+            check_depth(given)
         if not takes_nul and _ESCAPED_NUL.search(raw):
             raise _invalid("A string holds a NUL character.")
         body = json.loads(raw, object_pairs_hook=_without_duplicates)
+    except RecursionError as error:
+        raise _invalid(f"The body is {TOO_DEEP}.") from error
     except orjson.JSONDecodeError as error:
+        if "depth" in error.msg:
+            raise _invalid(f"The body is {TOO_DEEP}.") from error
         raise _invalid(f"The body is not valid JSON: {error.msg} at byte {error.pos}.") from error
-    except (ValueError, RecursionError) as error:
-        raise _invalid("The body is not valid JSON: a number is too long, or the nesting too deep.") from error
+    except ValueError as error:
+        raise _invalid("The body is not valid JSON: a number is too long.") from error
     if not isinstance(body, dict):
         raise _invalid("The body must be a JSON object.")
     return body
+
+
+def check_depth(value: object) -> None:
+    """Raise RecursionError, as json does, if more than `MAX_DEPTH` arrays and objects are within one another."""
+    level, depth = [value], 0
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise RecursionError(TOO_DEEP)
+        level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
 
 
 def validate(model: type[BodyT], body: dict[str, Any]) -> BodyT:

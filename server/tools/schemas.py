@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from weft.errors import InvalidRequestError
 from weft.server.http.bodies import Body
+from weft.server.http.json_body import TOO_DEEP, check_depth
 
 MAX_TOOLS = 128
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -70,7 +71,11 @@ def _arguments(text: object) -> dict[str, Any]:
     """The arguments of a call as templates want them. Functions without parameters are called with an empty string."""
     try:
         value = json.loads(text or "{}") if isinstance(text, str) else None
-    except (ValueError, RecursionError):
+        check_depth(value)
+    except RecursionError as error:
+        message = f"arguments of a call in tool_calls are {TOO_DEEP}."
+        raise InvalidRequestError(message, param="messages", code="invalid_json") from error
+    except ValueError:
         value = None
     if not isinstance(value, dict):
         raise InvalidRequestError(

@@ -54,6 +54,26 @@ async def test_a_call_is_told_apart_from_text(hermes: Api, acme: Client) -> None
     assert len(message.tool_calls[0].id) == 29
 
 
+@pytest.mark.parametrize("depth", [120, 128, 129, 600, 5000])
+async def test_nesting_is_served_or_refused_by_its_depth(hermes: Api, acme: Client, depth: int) -> None:
+    nested = '{"a":' * depth + "1" + "}" * depth
+    call = {"id": "call_1", "type": "function", "function": {"name": "where_is", "arguments": nested}}
+    sent: list[dict[str, Any]] = [
+        {"messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    ]
+    if depth in (120, 600):
+        value = json.loads(nested)
+        sent += [{"tools": [{"type": "function", "function": {"name": "f", "parameters": {"default": value}}}]}]
+        sent += [{"chat_template_kwargs": {"x": value}}]
+    for fields in sent:
+        answer = await chat(acme, **fields)
+        if depth <= 128:
+            assert answer.status_code == 200, answer.text
+        else:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+            assert "nested more than 128 levels deep" in answer.text
+
+
 async def test_tools_and_history_are_rendered_by_the_models_template(hermes: Api, acme: Client) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "where_is", "arguments": '{"item": "lamp"}'}}
     history = [

@@ -36,6 +36,15 @@ async def test_ambiguous_or_broken_json_is_refused(raw: bytes) -> None:
     assert refused.value.code == "invalid_json"
 
 
+async def test_levels_within_one_another_are_limited() -> None:
+    assert parse_json(b'{"a":' * 127 + b'"[[["' + b"}" * 127)
+    assert parse_json(b'{"a": [' + b"[]," * 500 + b"[]]}")
+    for many in (129, 600, 2000):
+        with pytest.raises(InvalidRequestError, match="nested more than 128 levels deep") as refused:
+            parse_json(b'{"a":' * many + b"1" + b"}" * many)
+        assert refused.value.code == "invalid_json"
+
+
 async def test_text_that_only_looks_like_an_escape_passes() -> None:
     assert parse_json(b'{"a": "\\\\u0000", "b": "\\ud83d\\ude00"}') == {"a": "\\u0000", "b": "\U0001f600"}
 

@@ -191,13 +191,16 @@ class ItemWriter(AnswerWriter):
         """Give a part to its items: each with its next text, and the log-probabilities that go with that."""
         if part.logprobs:
             self._logprobs += part.logprobs["content"]
+        num_open = int(bool(part.calls) and part.calls[0].id is None)
+        for call in part.calls[:num_open]:  # what goes on with a call stands before all else of a part
+            yield self._given("call", call.arguments, call), call.arguments, []
         if part.reasoning:
             yield self._given("reasoning", part.reasoning), part.reasoning, []
         if part.text:
             item, logprobs, self._logprobs = self._given("text", part.text), self._logprobs, []
             item.logprobs += logprobs
             yield item, part.text, logprobs
-        for call in part.calls:
+        for call in part.calls[num_open:]:
             yield self._given("call", call.arguments, call), call.arguments, []
         if part.finish_reason is not None and self.items and self.items[-1].kind == "text":
             self.items[-1].logprobs += self._logprobs  # of the token that ended it

@@ -61,6 +61,18 @@ async def test_an_agents_two_turns(hermes: Api, client: anthropic.AsyncAnthropic
     assert counted.input_tokens == len(hermes.engine.requests[-1].prompt_token_ids)
 
 
+async def test_a_call_ends_before_the_text_that_comes_in_one_step_with_its_end(
+    hermes: Api, client: anthropic.AsyncAnthropic
+) -> None:
+    hermes.engine.write = lambda _: f"{CALL}\nbar baz"
+    held = "}\n</tool_call>\nbaQ"  # up to its last letter this may be the stop sequence
+    asked: dict[str, Any] = {**ASKED, "tools": [WHERE_IS], "stop_sequences": [held]}
+    async with client.messages.stream(**asked) as stream:
+        got = await stream.get_final_message()
+    call, text = (block.to_dict() for block in got.content)
+    assert (call["name"], call["input"], text["text"]) == ("where_is", {"item": "lamp"}, "bar baz")
+
+
 @pytest.mark.parametrize(
     ("fields", "thinks"),
     [

@@ -37,8 +37,6 @@ ELSEWHERE = {
     "/api/generate": "POST /v1/completions",
     "/api/chat": "POST /v1/chat/completions",
     "/api/tags": "GET /v1/models",
-    "/v1/load_lora_adapter": "POST /v1/adapters, or `weft adapter push`",
-    "/v1/unload_lora_adapter": "DELETE /v1/adapters/NAME, or `weft adapter rm`",
 }
 """Routes of other engines, and what they are called here."""
 

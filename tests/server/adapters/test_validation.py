@@ -169,4 +169,5 @@ async def test_a_kept_process_that_died_is_replaced(validator: AdapterValidator,
 
 
 def kept_processes() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "--serve" in child.cmdline()]
+    alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in alive if "--serve" in child.cmdline()]

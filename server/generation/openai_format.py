@@ -209,8 +209,8 @@ class ChatFormat(ResponseFormat):
         step.choice.reasoning_tokens += num_reasoning
         finish_reason: str | None = delta.finish_reason
         if finish_reason is not None:
-            was_call_cut = reader.close(reading, is_cut=finish_reason != "stop" or isinstance(delta.stop_reason, str))
-            if was_call_cut:
+            is_stopped = delta.stop_reason is not None and delta.stop_reason not in self._tokenizer.eos_token_ids
+            if reader.close(reading, is_cut=finish_reason != "stop" or is_stopped):
                 finish_reason = "length"
             elif finish_reason == "stop" and reader.num_calls:
                 finish_reason = "tool_calls"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
 
@@ -21,7 +22,6 @@ _DELTAS = {
     "text": ("text_delta", "text"),
     "call": ("input_json_delta", "partial_json"),
 }
-_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageWriter(ItemWriter):
@@ -45,7 +45,7 @@ class MessageWriter(ItemWriter):
     def answer(self, end: Part) -> JsonObject:
         """The message. A call that was cut is not in it: nobody could make it."""
         blocks = [_block(item) for item in self.items if item.kind != "call" or _input(item) is not None]
-        return self._message(blocks, **_stop(end))
+        return self._message(blocks, **self._stop(end))
 
     def begun(self) -> bytes:
         """The message as it is before its first block; then a ping, as Anthropic sends it."""
@@ -69,7 +69,7 @@ class MessageWriter(ItemWriter):
 
     def ended(self, end: Part) -> bytes:
         """Why it ended, and what is billed."""
-        delta = {**_stop(end), "stop_details": None, "container": None}
+        delta = {**self._stop(end), "stop_details": None, "container": None}
         return _event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop")
 
     def failure(self, error: WeftError) -> bytes:
@@ -89,6 +89,14 @@ class MessageWriter(ItemWriter):
             "usage": {**self._usage(), "cache_creation": None, "service_tier": "standard", "inference_geo": None},
         }
 
+    def _stop(self, end: Part) -> JsonObject:
+        if end.finish_reason == "tool_calls":
+            can_call = any(item.kind == "call" and _input(item) is not None for item in self.items)
+            return {"stop_reason": "tool_use" if can_call else "end_turn", "stop_sequence": None}
+        if isinstance(end.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
+        return {"stop_reason": "max_tokens" if end.finish_reason == "length" else "end_turn", "stop_sequence": None}
+
     def _usage(self) -> JsonObject:
         usage = self.meter.usage
         return {
@@ -105,26 +113,21 @@ def _event(kind: str, **fields: object) -> bytes:
     return sse.event({"type": kind, **fields}, kind)
 
 
-def _stop(end: Part) -> JsonObject:
-    if end.finish_reason == "stop" and isinstance(end.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
-    return {"stop_reason": _STOP_REASONS.get(end.finish_reason or "", "end_turn"), "stop_sequence": None}
-
-
 def _block(item: Item, *, is_new: bool = False) -> JsonObject:
     text = "" if is_new else item.text
     if item.kind == "text":
         return {"type": "text", "text": text}
     if item.kind == "reasoning":
         return {"type": "thinking", "thinking": text, "signature": ""}
-    called = {} if is_new else _input(item)
+    called: object = {} if is_new else _input(item)
     return {"type": "tool_use", "id": item.call_id, "name": item.name, "input": called}
 
 
-def _input(item: Item) -> dict[str, Any] | None:
-    """The arguments of a call; None if they were cut."""
+def _input(item: Item) -> orjson.Fragment | None:
+    """The arguments of a call as the model wrote them, numbers of any size too; None if they were cut."""
+    text = item.text or "{}"
     try:
-        given = orjson.loads(item.text or "{}")
-    except orjson.JSONDecodeError:
+        given = json.loads(text, parse_int=str, parse_float=str, parse_constant=orjson.loads)  # which refuses NaN
+    except (ValueError, RecursionError):
         return None
-    return given if isinstance(given, dict) else None
+    return orjson.Fragment(text) if isinstance(given, dict) else None

@@ -161,17 +161,19 @@ class AnswerReader:
                 self._fail(text)
 
     def close(self, reading: Reading, *, is_cut: bool) -> bool:
-        """Add the rest, when no more text comes; returns whether a call was cut.
+        """Add the rest, when no more text comes; returns whether a call was cut: by the answer's end, or by itself.
 
         Args:
             reading: What it is added to.
-            is_cut: Whether the answer was ended from outside: by its length or a stop string.
+            is_cut: Whether the answer was ended from outside: by its length or a stop.
         """
         self._now = reading
-        if is_cut and self._region == CALLS_FIELD:
-            if self._start is not None:
-                self._send_rest()
-            return True
+        if self._region == CALLS_FIELD:
+            # Of tags the parser takes what is there.
+            is_strict = self._plan.format.template["fields"][CALLS_FIELD].get("content") != "xml-inline"
+            is_whole = is_strict if self._start is None else self._send_rest()
+            if is_cut or not is_whole:
+                return True
         if not self._has_failed:
             try:
                 for event in self._parser.finalize()[1]:
@@ -228,13 +230,15 @@ class AnswerReader:
             self._now.calls.append(CallPiece(index=self.num_calls - 1, arguments=self._body[self._sent : end]))
             self._sent = end
 
-    def _send_rest(self) -> None:
-        """What the open call has of its arguments."""
+    def _send_rest(self) -> bool:
+        """Hand out what the open call has of its arguments; returns whether that is whole."""
         try:
             _, end = json.JSONDecoder().raw_decode(self._body, self._start or 0)
         except ValueError:
-            end = len(self._body)
+            self._send_until(len(self._body))
+            return False
         self._send_until(end)
+        return True
 
     def _close_call(self, value: object) -> None:
         if self._start is not None:

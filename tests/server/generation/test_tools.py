@@ -137,9 +137,12 @@ async def test_a_stream_says_id_and_name_once_and_then_the_arguments(hermes: Api
 CUT = len(demo_tokenizer().encode(CALL[: CALL.index("amp")], add_special_tokens=False))
 
 
-@pytest.mark.parametrize("fields", [{"max_tokens": CUT}, {"stop": ["lam"]}])
+STOP_TOKEN = demo_tokenizer().encode(CALL, add_special_tokens=False)[CUT]
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": CUT}, {"stop": ["lam"]}, {"stop_token_ids": [STOP_TOKEN]}, {}])
 async def test_a_call_that_is_cut_ends_with_length(hermes: Api, acme: Client, fields: dict[str, Any]) -> None:
-    hermes.engine.write = lambda _: CALL
+    hermes.engine.write = lambda _: CALL if fields else CALL[:60]
     choice = (await chat(acme, **fields)).json()["choices"][0]
     assert choice["finish_reason"] == "length"
     (call,) = choice["message"]["tool_calls"]

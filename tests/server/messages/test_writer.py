@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import orjson
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
@@ -66,6 +67,12 @@ def events(parts: Sequence[Part], error: WeftError | None = None) -> list[dict[s
     return told
 
 
+def whole(part: Part) -> dict[str, Any]:
+    """The body of a whole answer."""
+    body: dict[str, Any] = json.loads(orjson.dumps(writer().whole([(choice_of(), part)])))
+    return body
+
+
 def test_a_text_is_one_block() -> None:
     start, ping, opened, *deltas, closed, delta, stop = events(TEXT)
     assert (start["type"], ping["type"], stop["type"]) == ("message_start", "ping", "message_stop")
@@ -99,7 +106,7 @@ def test_thinking_text_and_calls_are_blocks_in_order() -> None:
 
 
 def test_a_whole_message_has_the_same_blocks() -> None:
-    body: dict[str, Any] = writer().whole([(choice_of(), WHOLE)])
+    body = whole(WHOLE)
     Message.model_validate(body, strict=True)
     assert [block["type"] for block in body["content"]] == ["thinking", "text", "tool_use", "tool_use"]
     assert [block.get("input") for block in body["content"][2:]] == [{"x": 1}, {}]
@@ -107,12 +114,22 @@ def test_a_whole_message_has_the_same_blocks() -> None:
     assert USAGE.items() <= body["usage"].items()
 
 
-@pytest.mark.parametrize("arguments", ['{"x": ', "[1]", "{"])
+@pytest.mark.parametrize("arguments", ['{"x": ', "[1]", "{", '{"x": NaN}', '{"x": ' + "[" * 2000 + "]" * 2000 + "}"])
 def test_a_call_that_was_cut_is_not_in_a_whole_message(arguments: str) -> None:
     cut = CallPiece(index=0, id="call_1", name="find", arguments=arguments)
-    body: dict[str, Any] = writer().whole([(choice_of(), replace(WHOLE, calls=(cut,), finish_reason="length"))])
-    assert [block["type"] for block in body["content"]] == ["thinking", "text"]
-    assert body["stop_reason"] == "max_tokens"
+    parts = [replace(WHOLE, calls=(cut,), finish_reason=reason) for reason in ("length", "tool_calls")]
+    for part, stop_reason in zip(parts, ("max_tokens", "end_turn"), strict=True):
+        body = whole(part)
+        assert [block["type"] for block in body["content"]] == ["thinking", "text"]
+        assert body["stop_reason"] == events([part])[-2]["delta"]["stop_reason"] == stop_reason
+
+
+@pytest.mark.parametrize("number", ["1e400", "123456789012345678901234567890", "1" * 5000, '"\\ud800"'])
+def test_arguments_are_sent_as_the_model_wrote_them(number: str) -> None:
+    call = CallPiece(index=0, id="call_1", name="find", arguments=f'{{"x": {number}}}')
+    answer = writer().whole([(choice_of(), replace(WHOLE, calls=(call,)))])
+    assert f'"input":{{"x": {number}}}' in orjson.dumps(answer).decode()
+    assert answer["stop_reason"] == "tool_use"
 
 
 def test_a_stop_sequence_is_named_and_a_stop_token_is_not() -> None:
@@ -123,6 +140,8 @@ def test_a_stop_sequence_is_named_and_a_stop_token_is_not() -> None:
     ):
         delta = events([Part(text="x", finish_reason="stop", stop_reason=stop_reason)])[-2]["delta"]
         assert (delta["stop_reason"], delta["stop_sequence"]) == expected
+    inside_a_call = whole(Part(text="x", finish_reason="length", stop_reason="END"))
+    assert (inside_a_call["stop_reason"], inside_a_call["stop_sequence"]) == ("stop_sequence", "END")
 
 
 def test_an_answer_without_a_text_has_an_empty_one() -> None:
@@ -130,7 +149,7 @@ def test_an_answer_without_a_text_has_an_empty_one() -> None:
     assert [event["type"] for event in told[2:]] == [
         *("content_block_start", "content_block_stop", "message_delta", "message_stop"),
     ]
-    body: dict[str, Any] = writer().whole([(choice_of(), Part(text="", finish_reason="length"))])
+    body = whole(Part(text="", finish_reason="length"))
     assert [block["text"] for block in body["content"]] == [""]
 
 

@@ -171,6 +171,24 @@ def test_a_call_that_is_cut_is_given_as_far_as_it_came(name: str, text: str, cal
     assert [(call.name, call.arguments) for call in joined_calls(reading.calls)] == calls
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "is_cut"),
+    [
+        ("hermes", hermes(LAMP)[:57], True),
+        ("hermes", hermes(LAMP)[: -len("\n</tool_call>")], False),
+        ("llama3", '{"name": "ping", "parameters": {"a": ', True),
+        ("qwen_xml", "<tool_call>\n<function=where_is>\n<parameter=item>\nlam", True),
+        ("qwen_xml", XML_ADD[: -len("\n</function>\n</tool_call>")], True),
+        ("harmony", HARMONY_CALL[:-3], True),
+        ("harmony", HARMONY_CALL, False),
+    ],
+)
+def test_the_model_may_end_in_the_middle_of_a_call(name: str, text: str, is_cut: bool) -> None:
+    reader = AnswerPlan(format=family(name), tools=TOOLS).reader()
+    reading, _ = reader.read(text, [])
+    assert reader.close(reading, is_cut=False) == is_cut
+
+
 def test_text_that_breaks_the_format_stays_content() -> None:
     reader = AnswerPlan(format=family("gemma4"), tools=TOOLS).reader()
     reading, _ = reader.read("<|tool_call>call:add{a:", [])

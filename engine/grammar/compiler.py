@@ -175,7 +175,11 @@ class Grammars:
 
 
 def _started(compiled: Matcher, request: GenerationRequest) -> Matcher | RequestError:
-    matcher = compiled.copy(request.params.stop_token_ids)
+    try:
+        matcher = compiled.copy(request.params.stop_token_ids)
+    except BaseException:  # as above
+        logger.exception("copying a matcher failed")
+        return INTERNAL
     if not request.generated_token_ids or matcher.take(request.generated_token_ids):
         return matcher
     message = "The tokens that were generated already are no beginning of a text of this grammar."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,11 +12,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from weft.engine.grammar.matcher import WORD_BITS, Matcher
-from weft.engine.request import GRAMMAR_DEAD_END, GRAMMAR_TOO_COMPLEX, RequestError
+from weft.engine.grammar.matcher import SLOW_S, WORD_BITS, Matcher
+from weft.engine.request import GRAMMAR_DEAD_END, RequestError
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from llguidance import LLExecutor
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +43,7 @@ class Masks:
         self._thread: ThreadPoolExecutor | None = None
         self._executor: LLExecutor | None = None
         self._filling: Future[StepMasks] | None = None
+        self._was_slow = False
 
     def begin(self, matchers: Sequence[tuple[int, Matcher]]) -> Future[StepMasks]:
         """Begin to fill the masks of a step.
@@ -57,24 +64,37 @@ class Masks:
             self._thread.shutdown()
 
     def _fill(self, matchers: Sequence[tuple[int, Matcher]]) -> StepMasks:
-        from llguidance import LLExecutor
-
-        if self._executor is None:
-            self._executor = LLExecutor(1)
         num_rows, num_words = len(matchers), matchers[0][1].num_words
         if len(self._bits) < num_rows or self._bits.shape[1] != num_words:
             self._bits = np.zeros((num_rows, num_words), dtype=np.int32)
         bits = self._bits[:num_rows]
-        jobs = [(matcher.parser, row) for row, (_, matcher) in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(jobs, bits.ctypes.data, num_words * bits.itemsize, num_rows)
+        self._compute(matchers, bits)
         failures = {}
         for row, (chunk, matcher) in enumerate(matchers):
-            if matcher.has_failed():
+            if (error := matcher.error()) is not None:
                 bits[row] = 0  # it says that the output ends here, which would look like an answer
-                failures[chunk] = GRAMMAR_TOO_COMPLEX
+                failures[chunk] = error
             elif not bits[row].any():
                 failures[chunk] = GRAMMAR_DEAD_END
             else:
                 for token_id in matcher.end_tokens():
                     bits.view(np.uint32)[row, token_id // WORD_BITS] |= np.uint32(1 << token_id % WORD_BITS)
         return StepMasks(chunks=[chunk for chunk, _ in matchers], bits=torch.from_numpy(bits), failures=failures)
+
+    def _compute(self, matchers: Sequence[tuple[int, Matcher]], bits: npt.NDArray[np.int32]) -> None:
+        from llguidance import LLExecutor
+
+        if self._executor is None:
+            self._executor = LLExecutor(1)
+        jobs = [(matcher.parser, row) for row, (_, matcher) in enumerate(matchers)]
+        started_s, was_slow = time.perf_counter(), self._was_slow
+        if not was_slow:
+            try:
+                self._executor.unsafe_compute_mask_ptr(jobs, bits.ctypes.data, bits.strides[0], len(jobs))
+            except BaseException:  # a panic of llguidance is no Exception
+                logger.exception("the masks of a step failed; they are made one by one")
+                was_slow = True
+        if was_slow:  # to see which
+            for row, (_, matcher) in enumerate(matchers):
+                matcher.fill(bits[row].ctypes.data)
+        self._was_slow = time.perf_counter() - started_s > SLOW_S

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.engine.request import GRAMMAR_TOO_COMPLEX, INTERNAL, RequestError
 from weft.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ PARSER_LIMITS: dict[str, Any] = {
     "max_items_in_row": 500,
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,
-    "step_max_items": 10_000,
+    "step_max_items": 5_000,  # any JSON object takes more than 3,000 where tokens hold several marks
     "max_lexer_states": 250_000,
     "max_grammar_size": 50_000,
     "verbose_errors": False,
@@ -32,6 +34,10 @@ MAX_SHARED_TOKENS = 4096
 """Tokens that the copies of one matcher take before it is worn out."""
 BYTES_PER_TOKEN = 8192
 """What the lexer that copies share grows by for a token, mostly; hostile patterns make it three times as much."""
+SLOW_S = 0.005
+"""CPU seconds of a mask or a token above which it counts against the output."""
+MAX_SLOW = 40
+"""A slow one counts 4, any other takes 1 off; above this an output ends, because all others wait for it."""
 WORD_BITS = 32
 
 
@@ -119,6 +125,8 @@ class Matcher:
     ) -> None:
         self.parser = parser
         self.wear = wear or Wear()
+        self._error: RequestError | None = None
+        self._num_slow = 0
         self._tokenizer = tokenizer
         self._stop_token_ids = [token_id for token_id in stop_token_ids if token_id < tokenizer.vocab_size]
 
@@ -130,27 +138,46 @@ class Matcher:
     @property
     def is_done(self) -> bool:
         """Whether the output is complete, and nothing can be added."""
-        return self.parser.is_stopped() and not self.parser.is_error()
+        return self.error() is None and self.parser.is_stopped()
 
     @property
     def is_worn(self) -> bool:
         """Whether no more copies are to be made: the lexer that they share is broken, or has grown enough."""
         return self.wear.is_broken or self.wear.num_tokens >= MAX_SHARED_TOKENS
 
-    def has_failed(self) -> bool:
-        """Whether it is of no use any more, which its kin are told."""
-        self.wear.is_broken |= (failed := self.parser.is_error())
-        return failed
+    def error(self) -> RequestError | None:
+        """Why it is of no use any more, which its kin are told."""
+        if self._error is None and self.parser.is_error():
+            self._error = GRAMMAR_TOO_COMPLEX
+        self.wear.is_broken |= self._error is not None
+        return self._error
+
+    def fill(self, address: int) -> None:
+        """Write the mask there; see `error`."""
+        self._run(self.parser.unsafe_compute_mask_ptr, address, self.num_words * WORD_BITS // 8)
 
     def copy(self, stop_token_ids: Sequence[int] = ()) -> Matcher:
         """Another matcher at the same place."""
         return Matcher(self.parser.deep_copy(), self._tokenizer, stop_token_ids, self.wear)
 
     def take(self, token_ids: Sequence[int]) -> bool:
-        """Go on by these tokens; False if they cannot be, after which the matcher is of no use."""
+        """Go on by these tokens; False if they cannot be, after which the matcher is of no use: see `error`."""
         self.wear.num_tokens += len(token_ids)
-        self.parser.consume_tokens(list(token_ids))
-        return not self.has_failed()
+        self._run(self.parser.consume_tokens, list(token_ids))
+        return self.error() is None
+
+    def _run(self, work: Callable[..., object], *arguments: object) -> None:
+        started_s = time.thread_time()
+        try:
+            work(*arguments)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic of llguidance is no Exception, and must end no more than this output
+            logger.exception("following a grammar failed")
+            self._error = INTERNAL
+        self._num_slow = max(self._num_slow + (4 if time.thread_time() - started_s > SLOW_S else -1), 0)
+        if self._num_slow > MAX_SLOW:
+            self._error = GRAMMAR_TOO_COMPLEX
 
     def forced_tokens(self) -> list[int]:
         """Tokens that are certain to come next, as the tokenizer itself would cut their text; maybe none.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 from weft.engine.request import (
-    GRAMMAR_TOO_COMPLEX,
     NON_FINITE,
     FinishReason,
     RequestError,
@@ -116,7 +115,7 @@ def _output(state: RequestState, chunk: Chunk, result: ChunkResult, limits: Mode
     if reason == "stop":
         output.stop_token_id = token_id
     elif state.matcher is not None and not state.matcher.take([token_id]):
-        reason, output.error = "error", GRAMMAR_TOO_COMPLEX
+        reason, output.error = "error", state.matcher.error()
     elif state.matcher is not None and state.matcher.is_done:
         reason = "stop"
     if reason is not None:

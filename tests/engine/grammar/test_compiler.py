@@ -30,6 +30,8 @@ class FakeMatcher(Matcher):
         self.wear = wear or Wear()
 
     def copy(self, stop_token_ids: Sequence[int] = ()) -> FakeMatcher:  # noqa: ARG002
+        if self.text == "no copies":
+            raise Panic("the parser gave up")
         return FakeMatcher(self.text, self.wear)
 
     def take(self, token_ids: Sequence[int]) -> bool:
@@ -110,10 +112,10 @@ def test_tenants_take_turns_and_share_nothing() -> None:
 
 def test_what_goes_wrong_ends_those_that_asked_and_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
     parts = Parts()
-    for name in ("wrong", "panic", "right"):
+    for name in ("wrong", "panic", "no copies", "right"):
         parts.ask(name, name)
     done = parts.done()
-    assert [type(result) for result in done.values()] == [RequestError, RequestError, FakeMatcher]
+    assert [type(result) for result in done.values()] == [RequestError, RequestError, RequestError, FakeMatcher]
     assert done["wrong"] == RequestError(code="grammar_too_complex", message="It is wrong.", kind="request")
     assert isinstance(done["panic"], RequestError)
     assert done["panic"].kind == "internal"

@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+import random
+import time
+from collections.abc import Callable
+from itertools import cycle, product
 from pathlib import Path
 
+import numpy as np
 import pytest
+from llguidance import LLTokenizer, TokenizerWrapper
 
 from tiny_models import make_tokenizer
-from weft.engine.grammar.matcher import PARSER_LIMITS, GrammarTokens
+from weft.engine.grammar.masks import Masks
+from weft.engine.grammar.matcher import MAX_SLOW, PARSER_LIMITS, SLOW_S, GrammarTokens, Matcher, compiled_parser
+from weft.engine.request import GRAMMAR_DEAD_END, GRAMMAR_TOO_COMPLEX, INTERNAL
 from weft.engine.text.tokenizer import Tokenizer, read_eos_token_ids
 from weft.errors import InvalidRequestError
+from weft.server.generation.grammar import json_object_rule
 
 DEMO = Path(__file__).resolve().parents[3] / "weft" / "demo" / "weft-demo"
 TOKENS = GrammarTokens(DEMO, read_eos_token_ids(DEMO))
@@ -55,6 +64,110 @@ def test_a_copy_in_error_wears_the_matcher_out(monkeypatch: pytest.MonkeyPatch) 
     assert not compiled.is_worn
     assert not copy.take(encode("some words that are too many " * 50))
     assert compiled.is_worn
+
+
+class Panic(BaseException):
+    """What a fault of llguidance raises."""
+
+
+class Parser:
+    """One that does not return in order.
+
+    Args:
+        work: What it does instead of making a mask or taking tokens.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+
+    def is_error(self) -> bool:
+        return False
+
+    def is_stopped(self) -> bool:
+        return False
+
+    def consume_tokens(self, token_ids: list[int]) -> bool:  # noqa: ARG002
+        self._work()
+        return True
+
+    def unsafe_compute_mask_ptr(self, address: int, num_bytes: int) -> None:  # noqa: ARG002
+        self._work()
+
+
+def panic() -> None:
+    raise Panic("the parser gave up")
+
+
+def idle() -> None:
+    pass
+
+
+def busy() -> None:
+    end_s = time.thread_time() + 2 * SLOW_S
+    while time.thread_time() < end_s:
+        pass
+
+
+def matcher_with(work: Callable[[], None]) -> Matcher:
+    return Matcher(Parser(work), TOKENS.tokenizer)  # type: ignore[arg-type]
+
+
+def test_a_panic_ends_its_own_output_alone() -> None:
+    broken, sound = matcher_with(panic), TOKENS.compile('start: "ab"').copy()
+    assert not broken.take([1])
+    assert broken.error() == INTERNAL
+    assert not broken.is_done
+    masks = Masks()
+    filled = masks.begin([(0, sound), (1, matcher_with(panic))]).result()
+    assert filled.failures == {1: INTERNAL}
+    assert filled.bits[0].any()
+    assert not filled.bits[1].any()
+    masks.close()
+
+
+def test_what_is_slow_again_and_again_ends_and_its_neighbour_goes_on() -> None:
+    slow, sound = matcher_with(busy), TOKENS.compile('start: "ab"').copy()
+    masks = Masks()
+    failures = [masks.begin([(4, slow), (7, sound)]).result().failures for _ in range(MAX_SLOW // 4 + 1)]
+    assert failures == [{4: GRAMMAR_DEAD_END}] * (MAX_SLOW // 4) + [{4: GRAMMAR_TOO_COMPLEX}]  # it writes no mask
+    masks.close()
+
+
+def test_a_slow_token_now_and_then_is_no_fault() -> None:
+    turns = cycle([busy, *[idle] * 4])
+    matcher = matcher_with(lambda: next(turns)())
+    assert all(matcher.take([1]) for _ in range(100))
+
+
+class Marks:
+    """Every three marks of JSON are a token, as in large vocabularies."""
+
+    tokens = (
+        *(bytes([byte]) for byte in range(256)),
+        *("".join(marks).encode() for marks in product('{}[]":,\\ \n0123-.eE', repeat=3)),
+        b"\xff<eos>",
+    )
+    eos_token_id = len(tokens) - 1
+    bos_token_id = None
+    special_token_ids = (eos_token_id,)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+def test_any_json_object_can_be_followed_with_a_large_vocabulary() -> None:
+    rng = random.Random(0)
+    tokenizer = LLTokenizer(TokenizerWrapper(Marks()), n_vocab=len(Marks.tokens))
+    parser = compiled_parser(tokenizer, f"start: {json_object_rule()}")
+    for _ in range(25):
+        matcher = Matcher(parser.deep_copy(), tokenizer)
+        for _ in range(150):
+            bits = np.unpackbits(np.frombuffer(matcher.parser.compute_bitmask(), np.uint8), bitorder="little")
+            assert matcher.error() is None
+            allowed = np.flatnonzero(bits[: Marks.eos_token_id])
+            if not len(allowed):
+                break
+            assert matcher.take([int(rng.choice(allowed))])
 
 
 def test_stop_tokens_may_end_what_is_complete_only() -> None:

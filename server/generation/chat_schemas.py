@@ -206,6 +206,9 @@ class ChatBody(GenerationBody, ToolsBody):
     may_fill_context: ClassVar[bool] = False
     """Whether a limit of tokens may be above what the context leaves, which then counts."""
 
+    has_logprobs_of_text_alone: ClassVar[bool] = False
+    """Whether tokens of reasoning and calls have no log-probabilities in the answer."""
+
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)

@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import TYPE_CHECKING
 
-from weft.server.tools.reading import AnswerReader, CallPiece, joined_calls
+from weft.server.tools.reading import AnswerReader, CallPiece, Reading, joined_calls
 
 if TYPE_CHECKING:
     from weft.engine.request import TokenLogprobs
@@ -196,6 +196,9 @@ class ChatFormat(ResponseFormat):
         self._tokenizer = tokenizer
         self._label = labels_of(body, tokenizer)
         self._readers: dict[int, AnswerReader] = {}
+        self._is_by_token = body.has_logprobs_of_text_alone and body.logprobs
+        self._unread: dict[int, list[object]] = {}
+        """Log-probabilities of tokens that may be text, or the mark of something else."""
 
     def part(self, step: ChoiceStep) -> Part:
         """What a step says; where answers may hold calls or reasoning, they are told apart here."""
@@ -205,7 +208,11 @@ class ChatFormat(ResponseFormat):
         if step.choice.index not in self._readers:
             self._readers[step.choice.index] = plan.reader()
         reader, delta = self._readers[step.choice.index], step.delta
-        reading, num_reasoning = reader.read(delta.text, _cuts(delta))
+        logprobs = self.logprobs(step)
+        if self._is_by_token and logprobs is not None:
+            reading, num_reasoning = self._read_by_token(reader, step, logprobs["content"])
+        else:
+            reading, num_reasoning = reader.read(delta.text, _cuts(delta))
         step.choice.reasoning_tokens += num_reasoning
         finish_reason: str | None = delta.finish_reason
         if finish_reason is not None:
@@ -218,10 +225,31 @@ class ChatFormat(ResponseFormat):
             text=reading.content,
             reasoning=reading.reasoning if plan.shows_reasoning else "",
             calls=joined_calls(reading.calls),
-            logprobs=self.logprobs(step),
+            logprobs=logprobs,
             finish_reason=finish_reason,
             stop_reason=delta.stop_reason,
         )
+
+    def _read_by_token(self, reader: AnswerReader, step: ChoiceStep, entries: list[object]) -> tuple[Reading, int]:
+        """Read a step, and leave among the entries of its tokens those of text."""
+        whole, num_reasoning, start = Reading(), 0, 0
+        unread, text = self._unread.setdefault(step.choice.index, []), step.delta.text
+        given, entries[:] = entries[:], []
+        for end, entry in zip_longest([*_cuts(step.delta)[:-1], len(text)], given):
+            was_text = reader.is_text
+            piece, count = reader.read(text[start:end], [len(text)] if entry else [])
+            start = max(start, end)
+            num_reasoning += count
+            unread += [entry] if entry else []
+            if piece.content:
+                entries += unread
+            if piece.content or piece.calls or count or (reader.is_text and not was_text):
+                unread.clear()
+            whole.content, whole.reasoning = whole.content + piece.content, whole.reasoning + piece.reasoning
+            whole.calls += piece.calls
+        if step.delta.finish_reason is not None and reader.is_text:
+            entries += unread
+        return whole, num_reasoning
 
     def logprobs(self, step: ChoiceStep) -> dict[str, list[object]] | None:
         """An entry for each new token, those of reasoning and calls included."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from weft.server.generation.chat_schemas import ChatBody
 from weft.server.generation.schemas import SamplingFields
 from weft.server.responses.schemas import LOGPROBS, CallItem, CallOutputItem, MessageItem
 
@@ -18,6 +19,12 @@ NAMES = {
     "max_completion_tokens": "max_output_tokens",
 }
 """Fields of a chat, by their names here."""
+
+
+class ResponsesChat(ChatBody):
+    """A chat whose log-probabilities go with its texts."""
+
+    has_logprobs_of_text_alone = True
 
 
 def chat_of(body: ResponsesBody) -> dict[str, Any]:

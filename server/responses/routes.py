@@ -6,14 +6,13 @@ from functools import partial
 
 from fastapi import APIRouter, Request
 
-from weft.server.generation.chat_schemas import ChatBody
 from weft.server.generation.items import named
 from weft.server.generation.response import PlannedGeneration
 from weft.server.generation.routes import STREAM, GenerationRoute, off_loop, plan_generation, received
 from weft.server.http.json_body import validate
 from weft.server.http.openapi import takes
 from weft.server.limits.rates import GeneratingCaller
-from weft.server.responses.chat import NAMES, chat_of
+from weft.server.responses.chat import NAMES, ResponsesChat, chat_of
 from weft.server.responses.schemas import ResponsesBody, ResponseView
 from weft.server.responses.writer import ResponseWriter
 
@@ -30,5 +29,5 @@ async def respond(request: Request, caller: GeneratingCaller) -> PlannedGenerati
     """Answer a conversation item by item; nothing is stored."""
     origin, body = await received(request, caller, ResponsesBody)
     with named(NAMES):
-        chat = await off_loop(lambda: validate(ChatBody, chat_of(body)), origin.num_bytes)
+        chat = await off_loop(lambda: validate(ResponsesChat, chat_of(body)), origin.num_bytes)
         return await plan_generation(origin, chat, partial(ResponseWriter, body))

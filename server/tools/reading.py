@@ -131,6 +131,11 @@ class AnswerReader:
         """Whether the text is in the middle of reasoning."""
         return self._region in REASONING_FIELDS
 
+    @property
+    def is_text(self) -> bool:
+        """Whether the text is in the middle of neither reasoning nor a call."""
+        return self._region in (None, "content")
+
     def read(self, text: str, ends: Sequence[int]) -> tuple[Reading, int]:
         """Take the text of some tokens.
 

@@ -68,6 +68,24 @@ async def test_an_agents_two_turns_by_responses(hermes: Api, client: openai.Asyn
     )
 
 
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_logprobs_are_those_of_the_text(hermes: Api, client: openai.AsyncOpenAI, is_streamed: bool) -> None:
+    hermes.engine.write = lambda _: f"{WRITTEN}\nIt is < here."
+    asked: dict[str, Any] = {"model": BASE, "input": QUESTION, "tools": [WHERE_IS], "reasoning": {"effort": "high"}}
+    asked["include"] = ["message.output_text.logprobs"]
+    if is_streamed:
+        async with client.responses.stream(**asked) as stream:
+            got: Any = await stream.get_final_response()
+    else:
+        got = await client.responses.create(**asked)
+    texts = [part for item in got.output if item.type == "message" for part in item.content]
+    assert len(texts) == 1 + is_streamed
+    assert " ".join("".join(part.text for part in texts).split()) == "Let me look. It is < here."
+    for part in texts:
+        said = "".join(entry.token for entry in part.logprobs).replace("<|end|>", "")
+        assert said.split() == part.text.split()
+
+
 async def test_a_chat_and_a_response_are_billed_alike(hermes: Api, acme: Client) -> None:
     nested = {"type": "function", "function": {name: WHERE_IS[name] for name in ("name", "description", "parameters")}}
     messages = [{"role": "user", "content": QUESTION}]

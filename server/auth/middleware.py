@@ -87,7 +87,10 @@ def _bearer(headers: Headers) -> str:
     scheme, _, key = values[0].partition(" ")
     key = key.strip()
     if len(values) > 1 or scheme.lower() != "bearer" or not key:
-        raise AuthenticationError("The Authorization header must be 'Bearer <key>', given once.")
+        wanted = "Authorization header must be 'Bearer <key>'"
+        if "authorization" not in headers:
+            wanted = "x-api-key header must be a key"
+        raise AuthenticationError(f"The {wanted}, given once.")
     return key
 
 

@@ -235,6 +235,10 @@ class ChatBody(GenerationBody, ToolsBody):
         if self.has_grammar and self.offered:
             message = f"tools cannot be used with {self.grammar_param} yet. Send tool_choice none, or no tools."
             raise UnsupportedParameterError(message, param=self.grammar_param)
+        for name in ("use_beam_search", "ignore_eos"):
+            if self.offered and getattr(self, name):
+                message = f"{name} cannot be used with tools. Send tool_choice none, or no tools."
+                raise InvalidRequestError(message, param=name)
         if choice is None or choice.mode == "none":
             return self
         if not names:

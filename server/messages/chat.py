@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _SAME = ("model", *SamplingFields.model_fields)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 NAMES = {
+    r"messages(\.\d+)?(\.tool_calls\.\d+\.function)?": "messages",
     "stop": "stop_sequences",
     r"response_format(\.json_schema)?": "output_config.format",
     "reasoning_effort": "output_config.effort",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _SAME = ("model", "parallel_tool_calls", *SamplingFields.model_fields)
 NAMES = {
-    "messages": "input",
+    r"messages(\.\d+)?(\.tool_calls\.\d+\.function)?": "input",
     r"response_format(\.json_schema)?": "text.format",
     "reasoning_effort": "reasoning.effort",
     "max_completion_tokens": "max_output_tokens",

@@ -137,6 +137,15 @@ async def test_a_stream_says_id_and_name_once_and_then_the_arguments(hermes: Api
 CUT = len(demo_tokenizer().encode(CALL[: CALL.index("amp")], add_special_tokens=False))
 
 
+@pytest.mark.parametrize("name", ["use_beam_search", "ignore_eos"])
+async def test_what_no_grammar_holds_is_refused_with_tools(hermes: Api, acme: Client, name: str) -> None:
+    fields = {name: True, "n": 2, "temperature": 0, "max_tokens": 5}
+    error = (await chat(acme, **fields)).json()["error"]
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name} cannot be used with tools.")
+    assert (await chat(acme, **fields, tool_choice="none")).status_code == 200
+
+
 STOP_TOKEN = demo_tokenizer().encode(CALL, add_special_tokens=False)[CUT]
 
 

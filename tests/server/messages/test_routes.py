@@ -176,6 +176,7 @@ async def test_a_key_may_come_as_x_api_key(api: Api, path: str) -> None:
             "POST" if path == "/v1/messages" else "GET", path, json=ASKED, headers=headers
         )
         assert answer.status_code == (200 if is_fine else 401), (headers, answer.text)
+        assert ("x-api-key header" in answer.text) == (len(headers) == 2 and headers[0][0] == "x-api-key")
     assert (await api.client().get("/v1/tenants", headers={"x-api-key": ADMIN_KEY})).status_code == 200
 
 

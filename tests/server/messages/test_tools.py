@@ -123,3 +123,6 @@ async def test_a_choice_among_tools(hermes: Api, acme: Client) -> None:
 async def test_a_wrong_name_of_a_tool_is_told_where_it_stands(hermes: Api, acme: Client) -> None:
     answer = await acme.post("/v1/messages", json={**ASKED, "tools": [{**WHERE_IS, "name": "where is"}]})
     assert (answer.status_code, answer.json()["error"]["message"][:12]) == (400, "tools.0.name")
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "where is", "input": {}}]}
+    answer = await acme.post("/v1/messages", json={**ASKED, "system": "x", "messages": [*ASKED["messages"], call]})
+    assert (answer.status_code, answer.json()["error"]["message"][:14]) == (400, "messages.name:")

@@ -135,6 +135,7 @@ async def test_tools_may_be_kept_from_the_model(hermes: Api, acme: Client) -> No
         ({"tools": [WHERE_IS], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"reasoning": {"effort": "endless"}}, "reasoning.effort"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "where_is", "arguments": "{"}]}, "input"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "a b", "arguments": "{}"}]}, "input.name"),
     ],
 )
 async def test_wrong_tools_are_named_as_the_client_knows_them(

@@ -14,10 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from weft.server.tools.formats import AnswerFormat
-from weft.server.tools.parameters import ArgumentGrammar, JsonRule
+from weft.server.tools.parameters import ANY_TEXT, ArgumentGrammar, JsonRule
 from weft.server.tools.schemas import Tool, ToolChoice
-
-ANY_TEXT = r"(.|\n)*"
 
 
 @dataclass(kw_only=True)

@@ -100,7 +100,8 @@ def format_of(tokenizer: Tokenizer, named: str | None = None) -> AnswerFormat | 
     if named is not None or own is None:
         return None if name is None else _made(name, rows()[name], tokenizer)
     row = rows().get(name or "", {})
-    calls = {key: value for key, value in row.get("calls", {}).items() if key != "head"}  # of the row's own template
+    of_rows = ("head", "left")  # made for the row's own template
+    calls = {key: value for key, value in row.get("calls", {}).items() if key not in of_rows}
     return _made("response_template", {**row, "response_template": own, "calls": calls or None}, tokenizer)
 
 

@@ -6,12 +6,17 @@ holds only where the notation writes JSON.
 
 from __future__ import annotations
 
+import keyword
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from weft.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from weft.server.tools.schemas import Tool
 
+ANY_TEXT = r"(.|\n)*"
 JsonRule = Callable[[object, str], str]
 """A JSON schema and its place in the body to an expression for a Lark grammar."""
 Schema = Mapping[str, Any]
@@ -23,6 +28,11 @@ _UNIONS = ("anyOf", "oneOf", "allOf")
 _JSON_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 _LITERALS = {"boolean": '("True" | "False")', "null": '"None"'}
 """As Python writes them."""
+_IS_KEY: dict[str, Callable[[str], object]] = {
+    "python": lambda key: key.isidentifier() and not keyword.iskeyword(key),
+    "gemma": re.compile(r"\w+").fullmatch,
+}
+"""Whether a parser takes this for a key, by the style of calls."""
 
 
 def resolved(schema: object, root: Schema) -> Schema:
@@ -88,6 +98,9 @@ class ArgumentGrammar:
         self._comma = strings.get("comma", "")
         self._quote = strings.get("quote")
         self._is_raw = strings["style"] == "xml"
+        # What would end a value, or the call, where it stands.
+        self._marks = (self._before, self._after.strip(), strings["each"].split()[-1])
+        self._is_key = _IS_KEY.get(strings["style"])
         self._rules = rules
         self._json_rule = json_rule
         self._literal = literal
@@ -116,9 +129,16 @@ class ArgumentGrammar:
             return self.any_arguments() if schema.get("additionalProperties") is not False else ""
         pairs = []
         for index, (key, each) in enumerate(own.items()):
+            if self._is_key is not None and not self._is_key(key):
+                if key not in required:
+                    continue  # it may be left out, and always is
+                message = "This model cannot write a parameter of this name. Take letters, digits and underscores."
+                raise InvalidRequestError(message, param=f"{param}.properties.{key}"[:200], code="invalid_json_schema")
             value = self._value(f"{name}_{index}", each, root, f"{param}.properties.{key}", depth)
             self._rules[f"{name}_{index}"] = f"{self._literal(self._before + key + self._within)} {value}"
             pairs.append((f"{name}_{index}", key in required))
+        if not pairs:
+            return ""
         self._in_order(name, pairs)
         return name
 
@@ -152,7 +172,9 @@ class ArgumentGrammar:
 
     def _raw(self) -> str:
         """Text up to the end of a value."""
-        self._rules["raw[lazy]"] = f"TEXT {self._literal(self._after)}"
+        marks = "|".join(re.escape(mark).replace("/", r"\/") for mark in self._marks)
+        self._rules["VALUE"] = f"/{ANY_TEXT}/ & ~/{ANY_TEXT}({marks}){ANY_TEXT}/"
+        self._rules["raw[lazy]"] = f"VALUE {self._literal(self._after)}"
         return "raw"
 
     def _json(self, schema: Schema, root: Schema, param: str) -> str:
@@ -171,7 +193,7 @@ class ArgumentGrammar:
         return "any_value"
 
     def _key(self) -> str:
-        self._rules["KEY"] = "/[A-Za-z_][A-Za-z0-9_.-]*/"
+        self._rules["KEY"] = "/[A-Za-z_][A-Za-z0-9_]*/" if self._is_key else "/[A-Za-z_][A-Za-z0-9_.-]*/"
         return "KEY"
 
     def _text(self) -> str:

@@ -133,6 +133,32 @@ def test_a_schema_that_cannot_be_held_to_is_refused_by_its_place() -> None:
     grammar("hermes", tools=[loose], choice=REQUIRED)
 
 
+@pytest.mark.parametrize("choice", [AUTO, REQUIRED], ids=["auto", "required"])
+def test_values_in_tags_hold_no_mark_that_would_end_them(choice: ToolChoice) -> None:
+    tools = [tool("f", strict=choice is REQUIRED, a={"type": "string"})]
+    matcher = grammar("qwen_xml", tools=tools, choice=choice)
+    for value in ("", "x", "a\n</b>\n<function=f>", "<parameter </tool>"):
+        assert takes("qwen_xml", matcher, written("qwen_xml", [("f", {"a": value})])), value
+    for value in ("a </tool_call> b", "</parameter> b", "a\n<parameter=b>"):
+        assert not takes("qwen_xml", matcher, written("qwen_xml", [("f", {"a": value})])), value
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("gemma4", "user-id"), ("gemma4", "b.c"), ("olmo3", "class"), ("lfm2", "a-b")]
+)
+def test_keys_that_the_parser_cannot_read_are_refused(name: str, key: str) -> None:
+    fields: dict[str, Any] = {key: {"type": "integer"}}
+    with pytest.raises(InvalidRequestError) as refusal:
+        grammar(name, tools=[tool("f", strict=True, **fields)])
+    assert refusal.value.param == f"tools.0.function.parameters.properties.{key}"
+    optional = grammar(name, tools=[tool("f", strict=True, **{f"{key}_": {}})])
+    assert takes(name, optional, written(name, [("f", {})]))
+    loose = grammar(name, tools=[tool("f", **fields)])
+    assert takes(name, loose, written(name, [("f", {"a_b1": 1})]))
+    if key != "class":
+        assert not takes(name, loose, written(name, [("f", {key: 1})]))
+
+
 def test_optional_parameters_may_be_left_out_in_any_combination() -> None:
     tools = [tool("f", strict=True, **{key: {"type": "integer"} for key in ("a_", "b_", "c", "d_")})]
     for name in ("hermes", "qwen_xml", "gemma4", "olmo3"):
@@ -179,10 +205,17 @@ def test_a_share_of_bfcl_is_held_by_every_family() -> None:
     assert sum(counts) > 4 * len(counts)
 
 
+UNWRITABLE = {
+    "gemma": {"simple_java_68", "live_multiple_189-83-0"},  # keys with slashes and hyphens
+    "python": {"simple_java_62", "simple_java_63"},  # keys that are keywords
+}
+"""Items with keys that the notation has not, by style."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_of_bfcl_is_held(name: str) -> None:
-    unwritable = {"gemma4": "simple_java_68"}.get(name)  # a key with slashes, which Gemma's notation has not
-    counts = [check(name, item) for item in items() if item.id != unwritable]
-    assert len(counts) == 2501 - (unwritable is not None)
+    unwritable = UNWRITABLE.get(rows()[name]["calls"]["style"], set())
+    counts = [check(name, item) for item in items() if item.id not in unwritable]
+    assert len(counts) == 2501 - len(unwritable)
     assert sum(counts) > 4 * len(counts)

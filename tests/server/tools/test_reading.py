@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tool_models import family, tool
-from weft.server.tools.reading import AnswerPlan, CallPiece, Reading, joined_calls
+from weft.errors import InvalidRequestError
+from weft.server.tools.reading import MAX_HELD, AnswerPlan, CallPiece, Reading, joined_calls, plan_answer
 
 TOOLS = (
     tool("where_is", item={"type": "string"}),
@@ -93,6 +94,7 @@ ROWS = [
     Row("olmo3", '<function_calls>where_is(item="lamp")\nping()</function_calls>', [LAMP, PING]),
     Row("olmo3", "<function_calls>add(a=1, b=2.5, tags=['x', {'y': None}], exact=True)</function_calls>", [ADD]),
     Row("olmo3", "<function_calls>add(1)</function_calls>", content="add(1)"),
+    Row("olmo3", "<function_calls>add(**{})</function_calls>", content="add(**{})"),
     Row(
         "lfm2",
         '<|tool_call_start|>[add(a=1, b=2.5, tags=["x", {"y": null}], exact=true)]<|tool_call_end|>Wait.',
@@ -196,7 +198,138 @@ def test_text_that_breaks_the_format_stays_content() -> None:
     last, _ = reader.read(" to come", [])
     assert not reader.close(last, is_cut=False)
     assert (reading.calls + more.calls + last.calls, reading.content) == ([], "")
-    assert more.content + last.content == "{a:}<tool_call|> and more to come"
+    assert more.content + last.content == "<|tool_call>call:add{a:}<tool_call|> and more to come"
+
+
+DEEP = "[" * 3000
+MARK: tuple[str, Any] = ("where_is", {"item": "</tool_call> <think> [TOOL_CALLS] <|call|>"})
+
+
+@pytest.mark.parametrize(
+    "text", [hermes(MARK, LAMP), hermes(MARK, LAMP).replace("<tool_call>\n", "<tool_call>"), hermes(MARK, LAMP)[:-12]]
+)
+def test_a_mark_within_arguments_ends_nothing(text: str) -> None:
+    row = Row("hermes", text)
+    assert shown(read(row)) == ("", "", [MARK, LAMP])
+    for size in (1, 2, 3, 7):
+        assert shown(read(row, *range(size, len(text), size))) == ("", "", [MARK, LAMP])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        ("hermes", '<tool_call>{"name": "ping", "arguments": {a: 1}}</tool_call>', ["{a: 1}"]),
+        ("hermes", '<tool_call>{"name": "ping", "arguments": {"a": 1', ['{"a": 1']),
+        ("hermes", f'<tool_call>{{"name": "ping", "arguments": {{"a": {DEEP}', [f'{{"a": {DEEP}']),
+        ("mistral", '[TOOL_CALLS]ping[ARGS]{"a": [1}}[TOOL_CALLS]ping[ARGS]{}', ['{"a": [1}}', "{}"]),
+        ("llama3", f'{{"name": "ping", "parameters": {{"a": {DEEP}{"]" * 3000}}}', [f'{{"a": {DEEP}{"]" * 3000}}}']),
+    ],
+)
+def test_a_call_whose_arguments_are_no_json_counts_as_cut(name: str, text: str, arguments: list[str]) -> None:
+    reader = AnswerPlan(format=family(name), tools=TOOLS).reader()
+    reading, _ = reader.read(text, [])
+    assert reader.close(reading, is_cut=False)
+    assert [call.arguments for call in joined_calls(reading.calls)] == arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen_xml", "<tool_call>\n<function=where_is>\n<parameter=item>\nhalf"),
+        ("qwen_xml", "<tool_call>\n<function=ping>"),
+        (
+            "qwen_xml",
+            "<tool_call>\n<function=where_is>\n<parameter=item>\n<parameter=item>\na\n</parameter>\n</function>",
+        ),
+        ("qwen_xml", f"<tool_call>\n<function=add>\n<parameter=tags>{DEEP}</parameter>\n</function>"),
+        ("mistral_v3", f"[TOOL_CALLS]{DEEP}"),
+        ("phi4_mini", f"functools{DEEP}"),
+        ("gemma4", f"<|tool_call>call:add{{tags:{DEEP}}}"),
+        ("gemma4", f"Ok. {GEMMA_ADD[:-13]}"),
+        ("gemma4", f"{GEMMA_ADD.replace('add', 'drop')[:-12]}"),
+    ],
+)
+def test_what_is_no_whole_call_stays_content_as_it_was_written(name: str, text: str) -> None:
+    for cuts in ((), range(1, len(text), 97), range(1, min(len(text), 60))):
+        reading = read(Row(name, text + ("</tool_call>" if name == "qwen_xml" else "")), *cuts)
+        assert (reading.content.removesuffix("</tool_call>"), reading.calls) == (text.removesuffix("</tool_call>"), [])
+
+
+def test_a_closing_mark_in_a_tag_makes_no_call() -> None:
+    text = (
+        "<tool_call>\n<function=where_is>\n<parameter=item>\na </tool_call> b\n</parameter>\n</function>\n</tool_call>"
+    )
+    reading = read(Row("qwen_xml", text))
+    assert reading.calls == []
+    assert reading.content.startswith("<tool_call>\n<function=where_is>\n<parameter=item>\na")
+    assert reading.content.endswith("b\n</parameter>\n</function>\n</tool_call>")
+
+
+@pytest.mark.parametrize("value", ['{"function": "ping"}', "[5]", '{"name": "ping", "arguments": 5}', "null"])
+def test_json_that_is_no_call_is_content(value: str) -> None:
+    reading = read(Row("mistral_v3", f"[TOOL_CALLS]{value}"))
+    assert (reading.content, reading.calls) == (value, [])
+
+
+@pytest.mark.parametrize(
+    ("prefix", "text", "content"),
+    [
+        (f"{hermes(LAMP)}\n", hermes(PING), ""),
+        ("Look: \n", "here", "here"),
+        ("a <tool", "s> b", "s> b"),
+        ("a <tool", "_call>no</tool_call>", "no"),
+        (f"{hermes(('drop', {}))} and <", f" 3{hermes(PING)}", " 3"),
+    ],
+)
+def test_what_the_prompt_has_begun_is_not_read_again(prefix: str, text: str, content: str) -> None:
+    row = Row("hermes", text, prefix=prefix)
+    calls = [PING] if "ping" in text else []
+    for cuts in ((), range(1, len(text))):
+        assert shown(read(row, *cuts)) == (content, "", calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "begun"),
+    [
+        ("hermes", '<tool_call>\n{"name": '),
+        ("hermes", '<tool_call>\n{"name": "ping", "arguments": {'),
+        ("gemma4", "<|tool_call>call:add{a:}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:add{a:"),
+    ],
+)
+def test_a_prompt_that_ends_within_a_call_is_refused(name: str, begun: str) -> None:
+    anchor = family(name).template["start_anchor"][0]
+    with pytest.raises(InvalidRequestError, match="middle of a call") as refusal:
+        plan_answer(family(name), TOOLS, f"Hi {anchor}{begun}", shows_reasoning=True)
+    assert refusal.value.param == "messages"
+    plan = plan_answer(family(name), (), f"Hi {anchor}{begun}", shows_reasoning=True)
+    assert plan.prefix == begun
+
+
+def test_white_space_waits_only_for_so_long() -> None:
+    reader = AnswerPlan(format=family("hermes"), tools=TOOLS).reader()
+    reading, _ = reader.read("x" + " " * 100, [])
+    assert reading.content == "x" + " " * (100 - MAX_HELD)
+    more, _ = reader.read("y", [])
+    assert more.content == " " * MAX_HELD + "y"
+
+
+@pytest.mark.parametrize(
+    ("name", "opening", "filler"),
+    [
+        ("hermes", '<tool_call>{"name": "', "a"),
+        ("hermes", '<tool_call>{"name": "ping", "arguments": ', " "),
+        ("qwen_xml", "<tool_call>", " "),
+        ("qwen_xml", "<tool_call><function=", "a"),
+        ("llama3", "", " "),
+        ("python", "", "\n"),
+    ],
+)
+def test_a_call_that_does_not_begin_is_given_up(name: str, opening: str, filler: str) -> None:
+    text = opening + filler * 2000 + 'ping", "arguments": {}}'
+    reading = read(Row(name, text), *range(50, len(text), 50))
+    assert reading.calls == []
+    assert reading.content.strip() == text.removeprefix("<tool_call>" if name == "hermes" else "").strip()
 
 
 def test_without_tools_a_call_is_text() -> None:

@@ -2,7 +2,7 @@
 
 The model learns two tools of the shop, `where_is(item)` and `price_of(item)`, and the habit behind them: tools of other
 names and things it never sold are drawn from word lists and made-up words, so it learns to copy what it reads.
-Whoever offers a tool answers its calls; the results here are drawn, and the last answer repeats them.
+A client runs the tools that it offers. Here their results are random, and the last answer of a chat repeats them.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Grammars:
         self._jobs: dict[_Key, _Job] = {}
         self._done: deque[_Job] = deque()
         self._kept: OrderedDict[_Key, tuple[Matcher, int]] = OrderedDict()
-        """With the bytes of the text, the one used last at the end."""
+        """With the bytes that each takes at most; the one used last is at the end."""
 
     @property
     def num_kept(self) -> int:

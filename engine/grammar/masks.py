@@ -36,7 +36,7 @@ class StepMasks:
 
 
 class Masks:
-    """One buffer for the masks of all steps. `begin` and what it returns alternate."""
+    """One buffer for the masks of all steps. Wait for the result of `begin` before you call it again."""
 
     def __init__(self) -> None:
         self._bits = np.zeros((0, 0), dtype=np.int32)

@@ -146,7 +146,7 @@ class Matcher:
         return self.wear.is_broken or self.wear.num_tokens >= MAX_SHARED_TOKENS
 
     def error(self) -> RequestError | None:
-        """Why it is of no use any more, which its kin are told."""
+        """Why it cannot go on, or None. Copies that share its lexer learn of it."""
         if self._error is None and self.parser.is_error():
             self._error = GRAMMAR_TOO_COMPLEX
         self.wear.is_broken |= self._error is not None

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from weft.engine.request import (
-    NON_FINITE,
-    FinishReason,
-    RequestError,
-    RequestOutput,
-    TokenLogprobs,
-)
+from weft.engine.request import NON_FINITE, FinishReason, RequestError, RequestOutput, TokenLogprobs
 from weft.engine.scheduling.beam import BeamSearch
 from weft.engine.scheduling.plan import Chunk, ChunkResult
 from weft.engine.scheduling.request_limits import ModelLimits

@@ -223,7 +223,7 @@ class Gate:
         return Admission(self, tenant, ask, predicted, ask.num_choices)
 
     def pause(self, is_paused: bool) -> None:
-        """Note that the engine computes nothing for now, or goes on. While it does not, requests wait without limit."""
+        """Note that the engine was paused or resumed. What comes meanwhile is not refused for its long wait."""
         if self._is_paused and not is_paused:
             self._resumed_s = self._clock()
         self._is_paused = is_paused

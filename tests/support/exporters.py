@@ -50,7 +50,7 @@ def lora(**fields: Any) -> LoraConfig:
 
 def logits(model: Any) -> torch.Tensor:
     """[len(PROMPT), vocab_size] in float32."""
-    with torch.inference_mode():
+    with torch.inference_mode(), unwarned():
         scores: torch.Tensor = model.eval()(input_ids=torch.tensor([PROMPT])).logits[0]
     return scores.float()
 

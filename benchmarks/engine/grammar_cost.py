@@ -4,7 +4,8 @@
 
     steps    a full batch decodes, free and held to a schema, in turns: their times
     flood    one tenant asks for answers to ever new schemas at a fixed rate while others, who have a request in flight
-             each, ask freely: their time to the first token with and without it, and the memory that the engine keeps
+             each, ask freely: their time to the first token beside as many free requests of that tenant, in turns, and
+             the memory of the process after the first half of the flood and at its end
     refused  milliseconds until the server refuses schemas that are made to be expensive
 
 Prints a table; last, one JSON line. The model's weights are random; its tokenizer has as many byte-level tokens as the
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import random
 import string
 import tempfile
@@ -30,7 +32,7 @@ from weft import demo
 from weft.benchmarks.engine.own_engine import OwnEngine, own_engine
 from weft.benchmarks.metrics import distribution
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, AddOption
+from weft.benchmarks.report import DEFAULT_CACHE, AddOption, goal
 from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig
 from weft.engine.request import FlowKey, GenerationRequest, Grammar
 from weft.engine.sampling_params import SamplingParams
@@ -45,7 +47,14 @@ ORDER["required"] = list(ORDER["properties"])
 SETTLE_STEPS = 20
 """Steps before each phase that are not timed."""
 QUIET_TENANTS = 4
-ANSWER_TOKENS = 16
+ANSWER_TOKENS = (4, 12)
+"""Of the flood: fewer rows than a step holds, and lengths that differ, so that rows do not end together for ever."""
+MAX_STEP_RATIO = 1.05
+MAX_FIRST_TOKEN_RATIO = 1.1
+MAX_REFUSAL_MS = 100.0
+MAX_GROWTH_MIB = 16.0
+FLOOD_ROUNDS = 4
+"""Of each phase."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -55,14 +64,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         flood = _flood(engine, options)
         folder = Path(config.model.path)
         refused = {name: _refusal_ms(name, schema, folder) for name, schema in _hostile().items()}
-    free, held = steps["free"]["p50"], steps["held"]["p50"]
-    ratio = flood["flooded"]["p99"] / flood["quiet"]["p99"]
+    step_ratio = steps["held"]["p50"] / steps["free"]["p50"]
+    first_ratio = flood["flooded"]["p99"] / flood["quiet"]["p99"]
+    half_mib, end_mib = flood["memory_mib"]
     return {
         "step_ms": steps,
         "first_token_ms": {name: flood[name] for name in ("quiet", "flooded")},
         "memory_mib": flood["memory_mib"],
         "refused_ms": refused,
-        "ratios": {"held / free step, p50": held / free, "first token flooded / quiet, p99": ratio},
+        "goals": [
+            goal("step held / free, p50", step_ratio, MAX_STEP_RATIO),
+            goal("first token of others, flooded / quiet, p99", first_ratio, MAX_FIRST_TOKEN_RATIO),
+            goal("growth over the second half of the flood, MiB", end_mib - half_mib, MAX_GROWTH_MIB),
+            goal("longest refusal, ms", max(refused.values()), MAX_REFUSAL_MS),
+        ],
         "table": [
             *({"ms": f"step, {name}", **found} for name, found in steps.items()),
             *({"ms": f"first token of others, {name}", **flood[name]} for name in ("quiet", "flooded")),
@@ -75,7 +90,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def _config(options: argparse.Namespace) -> Iterator[Config]:
     is_demo = options.shape == "demo"
     base = demo.MODEL if is_demo else make_checkpoints(options.cache)[0]
-    memory = MemoryConfig(gib=0.03125, host_gib=0.03125) if is_demo else MemoryConfig(gib=1.0, host_gib=0.25)
+    memory = MemoryConfig(gib=0.03125, host_gib=0.03125) if is_demo else MemoryConfig(gib=0.25, host_gib=0.125)
     with tempfile.TemporaryDirectory(prefix="weft-grammar-") as folder:
         for file in base.iterdir():
             (Path(folder) / file.name).symlink_to(file)
@@ -124,35 +139,45 @@ def _steps(engine: OwnEngine, options: argparse.Namespace) -> dict[str, dict[str
 
 
 def _flood(engine: OwnEngine, options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds to the first token of tenants who ask freely, and memory before, half way through and after."""
-    found: dict[str, Any] = {}
-    memory = [_resident_mib()]
-    for phase in ("quiet", "flooded"):
-        first_s, numbers = [], itertools.count()
-        asked: dict[str, float] = {}
-        began_s = time.perf_counter()
-        num_sent, is_half = 0, False
-        while (now_s := time.perf_counter() - began_s) < options.seconds:
-            while len(asked) < QUIET_TENANTS:
-                name = f"{phase}-quiet-{next(numbers)}"
-                asked[name] = time.perf_counter()
-                engine.submit(_request(name, SamplingParams(max_tokens=1), tenant=f"quiet {len(asked)}"))
-            while num_sent < now_s * options.schemas_per_minute / 60:
-                # In the quiet phase the same tenant asks as often for as much, freely.
-                grammar = _schema_number(num_sent) if phase == "flooded" else None
-                params = SamplingParams(max_tokens=ANSWER_TOKENS, seed=num_sent, ignore_eos=grammar is None)
-                engine.submit(_request(f"{phase}-{num_sent}", params, grammar, tenant="flood"))
-                num_sent += 1
-            engine.pump()
-            came_s = time.perf_counter()
-            first_s += [came_s - asked.pop(each.request_id) for each in engine.outputs if each.request_id in asked]
-            if phase == "flooded" and not is_half and now_s > options.seconds / 2:
-                is_half = True
-                memory.append(_resident_mib())
-        found[phase] = distribution(first_s, 1e3)
-        while engine.core.has_work():
-            engine.pump()
-    return {**found, "memory_mib": [*memory, _resident_mib()]}
+    """Milliseconds to the first token of tenants who ask freely, and MiB half way through the flood and after it."""
+    first_s: dict[str, list[float]] = {"quiet": [], "flooded": []}
+    memory = []
+    schemas = map(_schema_number, itertools.count())
+    for round_ in range(2 * FLOOD_ROUNDS):
+        phase = ("quiet", "flooded", "flooded", "quiet")[round_ % 4]
+        first_s[phase] += _flood_round(engine, f"{phase}-{round_}", schemas if phase == "flooded" else None, options)
+        if round_ + 1 in (FLOOD_ROUNDS, 2 * FLOOD_ROUNDS):
+            memory.append(_resident_mib())
+    return {**{phase: distribution(found, 1e3) for phase, found in first_s.items()}, "memory_mib": memory}
+
+
+def _flood_round(
+    engine: OwnEngine, name: str, schemas: Iterator[Grammar] | None, options: argparse.Namespace
+) -> list[float]:
+    """Seconds to the first token of those who ask freely; one tenant asks for answers to schemas, or freely too."""
+    seconds = options.seconds / FLOOD_ROUNDS
+    count = round(seconds * options.schemas_per_minute / 60)
+    grammars = [None if schemas is None else next(schemas) for _ in range(count)]
+    rng = random.Random(0)
+    asked: dict[str, float] = {}
+    first_s: list[float] = []
+    began_s, num_sent, numbers = time.perf_counter(), 0, itertools.count()
+    while (now_s := time.perf_counter() - began_s) < seconds:
+        while len(asked) < QUIET_TENANTS:
+            request_id = f"{name}-free-{next(numbers)}"
+            asked[request_id] = time.perf_counter()
+            engine.submit(_request(request_id, SamplingParams(max_tokens=1), tenant=f"quiet {len(asked)}"))
+        while num_sent < min(now_s / seconds * count, count):
+            grammar = grammars[num_sent]
+            params = SamplingParams(max_tokens=rng.randint(*ANSWER_TOKENS), seed=num_sent, ignore_eos=grammar is None)
+            engine.submit(_request(f"{name}-{num_sent}", params, grammar, tenant="flood"))
+            num_sent += 1
+        engine.pump()
+        came_s = time.perf_counter()
+        first_s += [came_s - asked.pop(each.request_id) for each in engine.outputs if each.request_id in asked]
+    while engine.core.has_work():
+        engine.pump()
+    return first_s
 
 
 def _request(
@@ -187,17 +212,15 @@ def _hostile() -> dict[str, dict[str, Any]]:
     }
 
 
-def _refusal_ms(name: str, schema: dict[str, Any], folder: Path) -> float | None:
-    """None where it was not refused."""
-    checked_grammar(
-        f'start: "{name}"', "schema", folder
-    )  # whose check starts the child again, if the last one ended it
-    start_s = time.perf_counter()
+def _refusal_ms(name: str, schema: dict[str, Any], folder: Path) -> float:
+    """NaN where it was not refused."""
+    checked_grammar(f'start: "{name}"', "schema", folder)  # whose child starts again, if the last schema ended it
+    started_s = time.perf_counter()
     try:
         checked_grammar(f"start: {json_rule(schema)}", "schema", folder)
     except InvalidRequestError:
-        return (time.perf_counter() - start_s) * 1e3
-    return None
+        return (time.perf_counter() - started_s) * 1e3
+    return math.nan
 
 
 def _resident_mib() -> float:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PARSER_LIMITS: dict[str, Any] = {
-    "max_items_in_row": 500,
+    "max_items_in_row": 2_000,  # an object takes four for each property that may be left out
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,
     "step_max_items": 5_000,  # any JSON object takes more than 3,000 where tokens hold several marks

@@ -12,7 +12,9 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from api_server import BASE, Api, Client
 from fake_engine import BASE_TEXT, DEMO_MODEL
 from tool_models import tokenizer_with, use_tokenizer
+from weft.engine.grammar.matcher import GrammarTokens
 from weft.engine.request import Grammar
+from weft.engine.text.tokenizer import Tokenizer
 from weft.errors import CapacityError, InvalidRequestError
 from weft.server.generation.grammar import after_reasoning, checked_grammar, json_rule
 from weft.server.grammar_check import TOO_COMPLEX, GrammarChecker, grammar_checker
@@ -196,6 +198,21 @@ def test_what_takes_the_engine_long_to_compile_is_refused() -> None:
     assert grammar_checker().problem(text, "remainders", DEMO_MODEL, "t") == TOO_COMPLEX
     ambiguous = "start: a\na: /[a-z]/ | a a | a a a"
     assert grammar_checker().problem(ambiguous, "ambiguous", DEMO_MODEL, "t") is None
+
+
+def _optional(count: int) -> str:
+    properties = {f"property_{index}": {"type": "string"} for index in range(count)}
+    return f"start: {json_rule({'type': 'object', 'properties': properties, 'additionalProperties': False})}"
+
+
+def test_what_breaks_only_while_an_answer_is_written_is_refused_and_what_does_not_is_taken() -> None:
+    assert "items" in (grammar_checker().problem(_optional(700), "700", DEMO_MODEL, "t") or "")
+    text = _optional(400)
+    assert grammar_checker().problem(text, "400", DEMO_MODEL, "t") is None
+    tokenizer = Tokenizer(DEMO_MODEL)
+    matcher = GrammarTokens(DEMO_MODEL, tokenizer.eos_token_ids).compile(text)
+    assert matcher.take(tokenizer.encode('{"property_7": "a", "property_399": "b"}', add_special_tokens=False))
+    assert matcher.parser.is_accepting()
 
 
 def test_a_tokenizer_that_grammars_do_not_know_is_left_to_the_engine(tmp_path: Path) -> None:

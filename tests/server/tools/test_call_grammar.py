@@ -30,10 +30,14 @@ ADD: Call = ("add", {"a": 1, "b": 2.5, "how": "slow"})
 PING: Call = ("ping", {})
 
 
-def grammar(name: str, tools: Sequence[Tool] = TOOLS, choice: ToolChoice = AUTO, **fields: Any) -> LLMatcher:
+def grammar(
+    name: str, tools: Sequence[Tool] = TOOLS, choice: ToolChoice = AUTO, *, is_checked: bool = True, **fields: Any
+) -> LLMatcher:
     writer = CallGrammar(format=family(name), special_tokens=family_tokenizer(name).grammar_tokens, json_rule=json_rule)
-    checked = checked_grammar(writer.lark(tools=tools, choice=choice, **fields), "tools", family_tokenizer(name).folder)
-    matcher = LLMatcher(family_llguidance(name), checked.text)
+    text = writer.lark(tools=tools, choice=choice, **fields)
+    if is_checked:
+        text = checked_grammar(text, "tools", family_tokenizer(name).folder).text
+    matcher = LLMatcher(family_llguidance(name), text)
     assert not matcher.is_error(), matcher.get_error()
     return matcher
 
@@ -183,17 +187,17 @@ def mutations(item: Item) -> Iterator[tuple[str, list[Call]]]:
         yield "wrong type", [(name, {**arguments, key: "x"}), *others]
 
 
-def check(name: str, item: Item) -> int:
+def check(name: str, item: Item, *, is_checked: bool = True) -> int:
     """Hold an item's calls and their mutations to its grammar; returns how many."""
     calls = item.calls if "between" in rows()[name]["calls"] else item.calls[:1]
-    matcher = grammar(name, tools=item.tools, choice=REQUIRED)
+    matcher = grammar(name, tools=item.tools, choice=REQUIRED, is_checked=is_checked)
     assert takes(name, matcher, written(name, calls)), (name, item.id, written(name, calls))
     num = 1
     for why, mutated in mutations(Item(item.id, item.tools, deepcopy(calls))):
         assert not takes(name, matcher, written(name, mutated)), (name, item.id, why)
         num += 1
     if len(calls) > 1:
-        single = grammar(name, tools=item.tools, choice=REQUIRED, is_parallel=False)
+        single = grammar(name, tools=item.tools, choice=REQUIRED, is_checked=is_checked, is_parallel=False)
         assert not takes(name, single, written(name, calls)), (name, item.id, "parallel")
         num += 1
     return num
@@ -216,6 +220,7 @@ UNWRITABLE = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_of_bfcl_is_held(name: str) -> None:
     unwritable = UNWRITABLE.get(rows()[name]["calls"]["style"], set())
-    counts = [check(name, item) for item in items() if item.id not in unwritable]
+    # The server's check was met by a share of them above; here it would double the time.
+    counts = [check(name, item, is_checked=False) for item in items() if item.id not in unwritable]
     assert len(counts) == 2501 - len(unwritable)
     assert sum(counts) > 4 * len(counts)

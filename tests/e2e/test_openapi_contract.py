@@ -21,7 +21,7 @@ NOT_PROMISED = ("positive_data_acceptance",)
 """A body may be refused for what no schema says: a model that does not exist, two fields that exclude each other."""
 REFUSALS = [400, 401, 403, 404, 405, 409, 413, 422, 429, 431]
 """Statuses of a request that breaks the page's rules; 431 is that of one whose line grew too long by it."""
-EXAMPLES = 20
+EXAMPLES = 10
 
 
 @pytest.fixture(scope="module")

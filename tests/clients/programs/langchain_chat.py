@@ -15,6 +15,7 @@ from feature import (
     QUESTION,
     V1,
     Card,
+    Pick,
     equal,
     feature,
     has_both,
@@ -46,10 +47,14 @@ with feature("OpenAI().generate of 20 prompts"):
     made = OpenAI(model=BASE, base_url=V1, api_key=KEY, max_tokens=4).generate(["The shop"] * 20)
     equal(len(made.generations), 20)
 
-for method in ("json_schema", "function_calling", "json_mode"):
+for method in ("json_schema", "json_mode"):
     with feature(f"with_structured_output {method}"):
         structured = chat().with_structured_output(Card, method=method)
         equal(is_scarf(structured.invoke(CARD_QUESTION)), True)
+
+with feature("with_structured_output function_calling"):
+    picked = chat().with_structured_output(Pick, method="function_calling").invoke(CARD_QUESTION)
+    equal(type(picked), Pick)
 
 with feature("bind_tools"):
     calls = chat().bind_tools([where_is, price_of], tool_choice="required").invoke(AGENT_QUESTION).tool_calls

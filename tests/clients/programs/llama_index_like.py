@@ -15,6 +15,7 @@ from feature import (
     QUESTION,
     V1,
     Card,
+    Pick,
     equal,
     feature,
     has_both,
@@ -47,7 +48,7 @@ with feature("complete"):
     equal(bool(made.text), True)
 
 with feature("as_structured_llm"):
-    equal(is_scarf(base.as_structured_llm(Card).complete(CARD_QUESTION).raw), True)
+    equal(type(base.as_structured_llm(Pick).complete(CARD_QUESTION).raw), Pick)
 
 with feature("as_structured_llm by JSON schema"):
     by_schema = OpenAILike(model=BASE, max_tokens=200, should_use_structured_outputs=True, **chats)

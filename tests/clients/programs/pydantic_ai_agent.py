@@ -16,6 +16,7 @@ from feature import (
     QUESTION,
     V1,
     Card,
+    Pick,
     equal,
     feature,
     has_both,
@@ -50,7 +51,11 @@ for provider in ("openai", "openai-chat"):
         agent = Agent(base, tools=[where_is, price_of], model_settings=greedy)
         equal(has_both(agent.run_sync(AGENT_QUESTION).output), True)
 
-    for output in (ToolOutput, NativeOutput, PromptedOutput):
+    with feature(f"{provider}: ToolOutput"):
+        picking = Agent(base, output_type=ToolOutput(Pick), model_settings=greedy, retries=0)
+        equal(type(picking.run_sync(CARD_QUESTION).output), Pick)
+
+    for output in (NativeOutput, PromptedOutput):
         with feature(f"{provider}: {output.__name__}"):
             typed: Agent[None, Any] = Agent(base, output_type=output(Card), model_settings=greedy, retries=0)
             equal(is_scarf(typed.run_sync(CARD_QUESTION).output), True)

@@ -8,6 +8,7 @@ wrong with it, or null, goes to its stdout, both in JSON.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import json
 import resource
@@ -19,6 +20,7 @@ from collections import OrderedDict
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from weft.engine.grammar.matcher import PARSER_LIMITS, GrammarTokens, compiled_parser
 from weft.engine.text.tokenizer import read_eos_token_ids
@@ -47,7 +49,7 @@ class GrammarChecker:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
-        self._remembered: OrderedDict[tuple[str, Path, str], str | None] = OrderedDict()
+        self._remembered: OrderedDict[tuple[str, Path, str], tuple[str | None]] = OrderedDict()
         """By tenant, so that nobody learns from a short wait what others sent."""
 
     def problem(self, text: str, digest: str, folder: Path, tenant: str) -> str | None:
@@ -57,17 +59,17 @@ class GrammarChecker:
             CapacityError: The child ended twice by something else.
         """
         key = (tenant, folder, digest)
+        known = self._remembered.get(key)  # which waits for no check of others
+        if known is not None:
+            return known[0]
         with self._lock:
-            if key in self._remembered:
-                self._remembered.move_to_end(key)
-                return self._remembered[key]
-            answer = self._ask(text, folder) or self._ask(text, folder)
+            answer = self._remembered.get(key) or self._ask(text, folder) or self._ask(text, folder)
             if answer is None:
                 raise CapacityError("Grammars and schemas cannot be checked just now. Try again in a moment.")
-            found = self._remembered[key] = answer[0]
+            self._remembered[key] = answer
             if len(self._remembered) > MAX_REMEMBERED:
                 self._remembered.popitem(last=False)
-            return found
+            return answer[0]
 
     def close(self) -> None:
         """End the child; the next check starts another."""
@@ -98,6 +100,14 @@ class GrammarChecker:
             alarm.cancel()
             if child.poll() is not None:
                 self.close()
+
+
+_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+
+def turn_of(tenant: str) -> asyncio.Lock:
+    """Hold it while a tenant's grammars are checked: who sends many waits behind its own, and others behind one."""
+    return _turns.setdefault(tenant, asyncio.Lock())
 
 
 @cache

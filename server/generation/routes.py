@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from weft.server.generation.response import GenerationResponse, PlannedGeneratio
 from weft.server.generation.schemas import CompletionBody, CompletionView, GenerationBody
 from weft.server.generation.vllm_fields import TokenFacts
 from weft.server.generation.writer import AnswerWriter, ChunkWriter
+from weft.server.grammar_check import turn_of
 from weft.server.http.json_body import INLINE_BYTES, BodyT, json_bytes, parsed
 from weft.server.http.openapi import takes
 from weft.server.limits.gate import Admission
@@ -124,9 +125,10 @@ async def plan_generation(
     services, reservation = origin.services, origin.reservation
     model = await _resolve(origin, body)
     with _admitted(origin, model, body) as admission:
-        size = INLINE_BYTES if body.has_grammar or (isinstance(body, ChatBody) and body.tools) else body.num_characters
-        tenant = origin.caller.tenant_id or ""
-        prompts = await off_loop(lambda: prompts_and_params(body, services, tenant), size)
+        is_held, tenant = body.has_grammar or (isinstance(body, ChatBody) and body.tools), origin.caller.tenant_id or ""
+        async with turn_of(tenant) if is_held else nullcontext():
+            size = INLINE_BYTES if is_held else body.num_characters
+            prompts = await off_loop(lambda: prompts_and_params(body, services, tenant), size)
         num_prompt = _reserve(reservation, body, prompts)
         meter = Meter(origin, model)
         choices = _choices(origin, model, body, prompts, meter.ledger_id)

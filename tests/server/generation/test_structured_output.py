@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -235,6 +238,31 @@ def test_tenants_share_no_verdicts(child: list[str]) -> None:
     found = [checker.problem("text", "digest", DEMO_MODEL, tenant) for tenant in ("one", "two", "one")]
     assert found == ["check 0", "check 1", "check 0"]
     checker.close()
+
+
+async def test_a_tenant_with_many_schemas_holds_others_up_by_one_check(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[str] = []
+    may_go_on = threading.Event()
+    one_at_a_time = threading.Lock()
+
+    def slow(self: GrammarChecker, text: str, digest: str, folder: Path, tenant: str) -> None:
+        with one_at_a_time:
+            checked.append(tenant)
+            assert may_go_on.wait(60)
+
+    monkeypatch.setattr(GrammarChecker, "problem", slow)
+    flood, quiet = await api.tenant("flood"), await api.tenant("quiet")
+    async with anyio.create_task_group() as group:
+        for number in range(8):
+            group.start_soon(partial(complete, flood, structured_outputs={"regex": f"a{number}"}))
+        await anyio.sleep(0.3)  # these have time to come first
+        group.start_soon(partial(complete, quiet, structured_outputs={"regex": "b"}))
+        await anyio.sleep(0.1)
+        may_go_on.set()
+    assert len(checked) == 9
+    assert checked.index((await api.services.registry.tenants.get_tenant("quiet")).id) <= 2
 
 
 def test_a_child_that_was_killed_says_nothing_of_the_grammar(child: list[str]) -> None:

@@ -65,6 +65,7 @@ class EngineParts:
     pool: PagePool
     memory: MemoryBlobs
     """Weights of ephemeral versions."""
+    grammar_tokens: GrammarTokens
 
 
 def build_engine(
@@ -161,15 +162,16 @@ def build_engine(
         check_lease=residency.check_lease,
         sampler=Sampler(kernels_for(device, torch.float32), limits.eos_token_ids),
     )
+    grammar_tokens = GrammarTokens(folder, limits.eos_token_ids)
     grammars = Grammars(
-        GrammarTokens(folder, limits.eos_token_ids).compile,
+        grammar_tokens.compile,
         loader_threads(1, has_idle_core=has_idle_core()),
         notify,
     )
     scheduler = Scheduler(config.scheduler, kv, residency, limits, prices=prices, grammars=grammars)
     core = EngineCore(scheduler, runner, boot_id=ready.boot_id, set_stepping=pace.set_stepping)
     logger.debug("%s", format_plan(plan, ready))
-    return EngineParts(core, ready, folder, residency, pool, loader.memory)
+    return EngineParts(core, ready, folder, residency, pool, loader.memory, grammar_tokens)
 
 
 def _load(

@@ -42,7 +42,7 @@ WORD_BITS = 32
 
 
 class GrammarTokens:
-    """The model's tokens as grammars see them; read when the first grammar is compiled.
+    """The model's tokens as grammars see them; read when they are first asked for.
 
     Args:
         folder: Of the checkpoint.
@@ -53,17 +53,27 @@ class GrammarTokens:
         self._folder = folder
         self._eos_token_ids = sorted(eos_token_ids)
 
-    @cached_property
+    @property
     def tokenizer(self) -> LLTokenizer:
-        """Takes about a second to make.
+        """Of llguidance.
 
         Raises:
             InvalidRequestError: Grammars do not know this kind of tokenizer, or nothing ends an output.
         """
+        if isinstance(self._made, InvalidRequestError):
+            raise self._made.with_traceback(None)
+        return self._made
+
+    def prepare(self) -> None:
+        """Make the tokenizer, if there can be one. Holds the interpreter's lock: 1.3 s with 151,000 tokens."""
+        _ = self._made
+
+    @cached_property
+    def _made(self) -> LLTokenizer | InvalidRequestError:
         from llguidance import LLTokenizer
 
         if not self._eos_token_ids:
-            raise InvalidRequestError(
+            return InvalidRequestError(
                 "This model cannot be held to a grammar: it names no end-of-sequence token.", code="grammar_unsupported"
             )
         try:
@@ -75,7 +85,7 @@ class GrammarTokens:
             message = (
                 "This model cannot be held to a grammar: grammars know byte-level tokenizers and byte fallback only."
             )
-            raise InvalidRequestError(message, code="grammar_unsupported") from error
+            return InvalidRequestError(message, code="grammar_unsupported")
 
     def compile(self, text: str) -> Matcher:
         """A matcher at the start of a grammar; others are copied from it.

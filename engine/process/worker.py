@@ -232,6 +232,7 @@ def _serve(launch: messages.Launch, socket: zmq.Socket[bytes], wakeup: Wakeup, p
         failed = messages.StartFailed(error.message, error.code, isinstance(error, ConfigError), error.param)
         socket.send(messages.encode(failed))
         return 2
+    parts.grammar_tokens.prepare()  # later, all requests would wait for it
     gc.freeze()  # a full collection would look at all that torch and transformers made, for 0.3 s
     gc.set_threshold(10_000, 20)  # few of its objects are in cycles
     ready = messages.Ready(ready=parts.ready, memory_plan=format_plan(parts.ready.memory, parts.ready))

@@ -200,3 +200,12 @@ def test_a_model_without_an_end_or_with_another_kind_of_tokenizer_is_refused(tmp
     assert refused.value.code == "grammar_unsupported"
     with pytest.raises(InvalidRequestError, match="byte-level"):
         GrammarTokens(tmp_path / "none", [1]).compile('start: "a"')
+
+
+def test_a_tokenizer_that_grammars_do_not_know_is_read_once(tmp_path: Path) -> None:
+    tokens = GrammarTokens(tmp_path / "later", [1])
+    tokens.prepare()
+    make_tokenizer(tmp_path / "later")  # what would do, had it been there
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="byte-level"):
+            tokens.compile('start: "a"')

@@ -124,12 +124,11 @@ async def publish(
         AnsweredBeforeError: The same change was made before.
     """
     sha256, size = weights.sha256(), weights.size
-    validate = services.validator.validate if life is None else partial(services.validator.validate, is_kept=True)
     facts, residents = await asyncio.gather(
         services.intake.validate_once(
             # By tenant: the time it takes must not show what others upload.
             (owner.tenant_id, draft.config, sha256),
-            lambda: validate(draft.config, weights.path, sha256, size),
+            lambda: services.validator.validate(draft.config, weights.path, sha256, size),
         ),
         residents_now(services) if life is None else _no_residents(),
     )

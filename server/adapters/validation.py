@@ -31,7 +31,7 @@ from weft.errors import (
     PayloadTooLargeError,
 )
 from weft.registry.records import VersionFacts
-from weft.server.adapters.validation_process import KeptProcesses, run_alone
+from weft.server.adapters.validation_process import KeptProcesses
 
 CHILDREN = 2
 """Uploads that are validated at once."""
@@ -63,10 +63,8 @@ class AdapterValidator:
         self._pages: dict[str, int] = {}
         self._pages_by_header: dict[tuple[str, int], int] = {}
 
-    async def validate(
-        self, config: bytes, weights: Path, weights_sha256: str, size_bytes: int, *, is_kept: bool = False
-    ) -> VersionFacts:
-        """Validate an upload, with `is_kept` in a fork of a process that is kept for the next: that takes less time.
+    async def validate(self, config: bytes, weights: Path, weights_sha256: str, size_bytes: int) -> VersionFacts:
+        """Validate an upload.
 
         Raises:
             AdapterError, PayloadTooLargeError: It cannot be served, and why.
@@ -81,7 +79,7 @@ class AdapterValidator:
             "cpu_s": CPU_S * (1 + (size_bytes >> 30)),
         }
         async with self._at_once:
-            found = await self.in_child(job, is_kept=is_kept)
+            found = await self.in_child(job)
         if "too_large" in found:
             raise PayloadTooLargeError(**found["too_large"])
         if "findings" in found:
@@ -99,15 +97,14 @@ class AdapterValidator:
         """End the processes that are kept."""
         await self._kept.close()
 
-    async def in_child(self, job: dict[str, Any], *, is_kept: bool = False) -> dict[str, Any]:
-        """What the worker answers to a job, in a process of its own, which a kept process may fork.
+    async def in_child(self, job: dict[str, Any]) -> dict[str, Any]:
+        """What the worker answers to a job, in a process of its own.
 
         Raises:
             AdapterFormatError: It used more time or memory than a valid adapter needs, or crashed.
             EngineError: It gave no answer.
         """
-        wall_s = WALL_FACTOR * job["cpu_s"]
-        output = await (self._kept.run(job, wall_s) if is_kept else run_alone(job, wall_s))
+        output = await self._kept.run(job, WALL_FACTOR * job["cpu_s"])
         if output is None:
             needed = "Validating this adapter took more time or memory than a valid adapter needs."
             hint = "Save the adapter again with PEFT's save_pretrained, and upload that."

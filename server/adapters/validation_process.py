@@ -1,6 +1,6 @@
-"""Child processes that validate: one for each job, or one that is kept and forks a child for each.
+"""Child processes that validate: they are kept, and fork a child for each job.
 
-A new process takes a third of a second to import what it needs; a fork takes some milliseconds, with the same limits.
+A new process takes a third of a second to import what it needs, a fork some milliseconds.
 """
 
 from __future__ import annotations
@@ -21,21 +21,6 @@ _HIDDEN_FROM_CHILD = ("WEFT_", "AWS_", "PG")
 """Prefixes of variables that hold secrets, or may."""
 
 
-async def run_alone(job: dict[str, Any], wall_s: float) -> bytes | None:
-    """The answer of a process of its own; None where it failed or took longer than `wall_s` seconds."""
-    child = await _start()
-    output: bytes | None = None
-    try:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wall_s):
-                output, _ = await child.communicate(json.dumps(job).encode())
-    finally:
-        if child.returncode is None:
-            child.kill()
-            await child.wait()
-    return output if child.returncode == 0 else None
-
-
 class KeptProcesses:
     """Processes that fork a child for each job; as many as there were jobs at once. Thread: the event loop's."""
 
@@ -45,7 +30,7 @@ class KeptProcesses:
     async def run(self, job: dict[str, Any], wall_s: float) -> bytes | None:
         """The answer of a fork; None where it failed or took longer than `wall_s` seconds."""
         self._idle = [process for process in self._idle if process.returncode is None]
-        process = self._idle.pop() if self._idle else await _start("--serve")
+        process = self._idle.pop() if self._idle else await _start()
         answer = b""
         try:
             if process.stdin is None or process.stdout is None:
@@ -67,15 +52,15 @@ class KeptProcesses:
             await _end(self._idle.pop())
 
 
-async def _start(*options: str) -> Process:
+async def _start() -> Process:
     env = {name: value for name, value in environment().items() if not name.startswith(_HIDDEN_FROM_CHILD)}
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "weft.server.adapters.validation_worker", *options),
+        *(sys.executable, "-P", "-m", "weft.server.adapters.validation_worker"),
         stdin=PIPE,
         stdout=PIPE,
         stderr=DEVNULL,
         env={**env, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        start_new_session=bool(options),
+        start_new_session=True,
         limit=MAX_ANSWER_BYTES,
     )
 

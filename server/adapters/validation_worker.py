@@ -1,9 +1,8 @@
 """The child process that validates what a tenant uploaded: `python -P -m weft.server.adapters.validation_worker`.
 
-One JSON object comes on stdin, one goes to stdout. Memory, CPU time and file writes are limited first: a fault in a
-parser then costs one upload and not the server. With `--serve`, a process that has imported everything takes one job
-per line, and each is done by a child that it forks, which has the same limits and knows nothing of other jobs. Knows
-nothing of HTTP.
+One job comes per line of stdin, one answer per line goes to stdout, both in JSON. Each job is done by a child that this
+process forks, which knows nothing of other jobs. Its memory, CPU time and file writes are limited first: a fault in a
+parser then costs one upload and not the server. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -41,13 +40,7 @@ def answer(job: dict[str, Any]) -> dict[str, object]:
         return {"too_large": {"message": error.message, "code": error.code}}
 
 
-def main() -> int:
-    """Validate one adapter; 0 also for an adapter that is refused."""
-    sys.stdout.write(_limited(sys.stdin.buffer.read()))
-    return 0
-
-
-def serve() -> int:
+def serve() -> None:
     """Validate one adapter for each line of stdin; the answer is a line, an empty one where there was none."""
     gc.freeze()
     while job := sys.stdin.buffer.readline():
@@ -67,7 +60,6 @@ def serve() -> int:
         is_answer = os.waitpid(child, 0)[1] == 0 and b"\n" not in found
         sys.stdout.buffer.write((found if is_answer else b"") + b"\n")
         sys.stdout.buffer.flush()
-    return 0
 
 
 def _limited(raw: bytes) -> str:
@@ -80,4 +72,4 @@ def _limited(raw: bytes) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(serve() if "--serve" in sys.argv else main())
+    serve()

@@ -13,6 +13,6 @@ from weft.server.adapters.validation import AdapterValidator
 class QuickValidator(AdapterValidator):
     """Calls in a thread what the child would run."""
 
-    async def in_child(self, job: dict[str, Any], *, is_kept: bool = False) -> dict[str, Any]:  # noqa: ARG002
+    async def in_child(self, job: dict[str, Any]) -> dict[str, Any]:
         found = await asyncio.to_thread(validation_worker.answer, json.loads(json.dumps(job)))
         return dict(json.loads(json.dumps(found)))

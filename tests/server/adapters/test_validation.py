@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -23,8 +24,10 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def validator(tmp_path: Path) -> AdapterValidator:
-    return AdapterValidator(demo_ready(), LocalBlobs(tmp_path))
+async def validator(tmp_path: Path) -> AsyncIterator[AdapterValidator]:
+    made = AdapterValidator(demo_ready(), LocalBlobs(tmp_path))
+    yield made
+    await made.close()
 
 
 @pytest.fixture
@@ -66,6 +69,8 @@ async def test_an_adapter_that_leaves_no_page_for_kv_cache_is_refused(
         await tight.validate(sound().config, weights, "a" * 64, 1)
     assert refused.value.code == "adapter.never_fits"
     await roomy.validate(sound().config, weights, "a" * 64, 1)
+    await tight.close()
+    await roomy.close()
 
 
 async def test_adapters_trained_alike_are_counted_by_their_headers(
@@ -80,6 +85,7 @@ async def test_adapters_trained_alike_are_counted_by_their_headers(
         first = AdapterValidator(demo_ready(), blobs)
         facts = await first.validate(sound(rank=rank).config, blobs.path(sha256), sha256, len(weights))
         stored.append((facts, await first.pages(facts)))
+        await first.close()
     counted = Mock(wraps=check_weights)
     monkeypatch.setattr(validation, "check_weights", counted)
     restarted = AdapterValidator(demo_ready(), blobs)
@@ -116,14 +122,14 @@ async def test_only_the_loop_changes_what_is_kept_of_counts(
     assert threads == {threading.get_ident()}
 
 
-async def test_a_kept_process_answers_as_a_new_one_does(validator: AdapterValidator, weights: Path) -> None:
+async def test_a_process_is_kept_for_the_next_upload(validator: AdapterValidator, weights: Path) -> None:
     alone = await validator.validate(sound().config, weights, "a" * 64, 1)
-    assert await validator.validate(sound().config, weights, "a" * 64, 1, is_kept=True) == alone
-    together = [validator.validate(sound().config, weights, "a" * 64, 1, is_kept=True) for _ in range(4)]
+    assert await validator.validate(sound().config, weights, "a" * 64, 1) == alone
+    together = [validator.validate(sound().config, weights, "a" * 64, 1) for _ in range(4)]
     assert await asyncio.gather(*together) == [alone] * 4
     kept = kept_processes()
     assert 1 <= len(kept) <= validation.CHILDREN
-    await validator.validate(sound().config, weights, "a" * 64, 1, is_kept=True)
+    await validator.validate(sound().config, weights, "a" * 64, 1)
     assert set(kept_processes()) <= set(kept)
     await validator.close()
     assert kept_processes() == []
@@ -146,28 +152,28 @@ async def test_a_kept_process_holds_each_job_to_its_limits(
         "    while job.get('spin'): pass\n"
         "    return {}\n"
         "validation_worker.answer = answer\n"
-        "sys.exit(validation_worker.serve())\n"
+        "validation_worker.serve()\n"
     )
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(AdapterFormatError) as refused:
-        await validator.in_child(job, is_kept=True)
+        await validator.in_child(job)
     assert refused.value.code == "adapter.check_failed"
     monkeypatch.setattr(validation, "WALL_FACTOR", 60.0)
-    assert await validator.in_child({"cpu_s": 10}, is_kept=True) == {}
+    assert await validator.in_child({"cpu_s": 10}) == {}
     await validator.close()
 
 
 async def test_a_kept_process_that_died_is_replaced(validator: AdapterValidator, weights: Path) -> None:
-    await validator.validate(sound().config, weights, "a" * 64, 1, is_kept=True)
+    await validator.validate(sound().config, weights, "a" * 64, 1)
     (process,) = kept_processes()
     process.kill()
     process.wait()
     await asyncio.sleep(0.1)  # until the event loop knows
-    await validator.validate(sound().config, weights, "a" * 64, 1, is_kept=True)
+    await validator.validate(sound().config, weights, "a" * 64, 1)
     await validator.close()
 
 
 def kept_processes() -> list[psutil.Process]:
     alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "--serve" in child.cmdline()]
+    return [child for child in alive if "weft.server.adapters.validation_worker" in child.cmdline()]

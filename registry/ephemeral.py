@@ -28,12 +28,12 @@ async def mark(session: AsyncSession, version: VersionRow, life: Ephemeral | Non
     """
     if life is None:
         version.held_by = version.expires_at = None
-        return Removed(digests=(), weights=())
+        return Removed()
     if is_new or version.held_by is not None:
         version.held_by, version.expires_at = life.server, life.expires_at
     await session.flush()
     if life.keep is None:
-        return Removed(digests=(), weights=())
+        return Removed()
     is_meant = exists().where(AliasRow.adapter_id == VersionRow.adapter_id, AliasRow.version == VersionRow.version)
     others = and_(
         VersionRow.adapter_id == version.adapter_id,
@@ -44,7 +44,7 @@ async def mark(session: AsyncSession, version: VersionRow, life: Ephemeral | Non
     newest_first = select(VersionRow.version).where(others).order_by(VersionRow.version.desc())
     old = list(await session.scalars(newest_first.offset(life.keep - 1)))
     if not old:
-        return Removed(digests=(), weights=())
+        return Removed()
     return await remove_versions(
         session, and_(VersionRow.adapter_id == version.adapter_id, VersionRow.version.in_(old))
     )
@@ -87,7 +87,7 @@ class EphemeralVersions(Transactions):
             .order_by(VersionRow.version)
         )
         if not await self.database.rows(statement.limit(1)):  # the usual case takes no lock
-            return Removed(digests=(), weights=())
+            return Removed()
         async with self._change(self.resolved) as session:
             gone: dict[tuple[str, str], list[int]] = {}
             for tenant, name, version in await session.execute(statement):

@@ -259,9 +259,9 @@ class Grant:
 class Removed:
     """What no version of any tenant refers to any more after a delete."""
 
-    digests: tuple[str, ...]
+    digests: tuple[str, ...] = ()
     """Content digests that the engine may drop."""
-    weights: tuple[str, ...]
+    weights: tuple[str, ...] = ()
     """Blobs (64 hex digits) that may be deleted."""
 
 

@@ -159,7 +159,7 @@ class Sweeper:
             "batches": await services.registry.batches.forget_old(),
             "temporary": await asyncio.to_thread(services.blobs.sweep, age_s),
             "blobs": await self._sweep_blobs(),
-            "weights": await self._sweep_memory(),
+            "weights": await self._sweep_memory() if services.memory.digests() else 0,
         }
         if any(swept.values()):
             log.info("swept", **swept)
@@ -196,11 +196,9 @@ class Sweeper:
     async def _sweep_memory(self) -> int:
         """Free weights that no ephemeral version has: one of them may have become a usual version, for example."""
         services = self._services
-        if not services.memory.digests():
-            return 0
         async with services.registry.adapters.locking_unreferenced(()):
-            kept = await services.registry.ephemeral.weights(services.server_name)
-            doomed = [each for each in services.memory.digests() if each not in kept and not services.uses(each)]
+            gone = set(services.memory.digests()) - await services.registry.ephemeral.weights(services.server_name)
+            doomed = [weights for weights in gone if not services.uses(weights)]
             for weights in doomed:
                 await _free(services, weights)
         return len(doomed)

@@ -15,7 +15,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from weft.errors import AdapterUnavailableError, CapacityError
@@ -273,8 +273,7 @@ class LocalBlobs:
     @contextlib.contextmanager
     def _open(self, sha256: str) -> Iterator[int]:
         try:
-            with _folder(self.root, parents(sha256)) as folder:
-                fd = os.open(sha256, _READ_FLAGS, dir_fd=folder)
+            fd = open_below(self.root, parents(sha256), sha256)
         except FileNotFoundError:
             raise missing(sha256) from None
         except OSError as error:
@@ -296,8 +295,14 @@ def parents(sha256: str) -> tuple[str, str, str]:
     return ("sha256", sha256[:2], sha256[2:4])
 
 
+def open_below(root: Path, folders: Sequence[str], name: str) -> int:
+    """Open a file for reading, step by step below `root`: no link is followed. Returns its descriptor."""
+    with _folder(root, folders) as folder:
+        return os.open(name, _READ_FLAGS, dir_fd=folder)
+
+
 @contextlib.contextmanager
-def _folder(root: Path, names: tuple[str, ...]) -> Iterator[int]:
+def _folder(root: Path, names: Sequence[str]) -> Iterator[int]:
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for name in names:

@@ -12,6 +12,7 @@ import hashlib
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -25,10 +26,10 @@ _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_
 class MemoryWriter(BlobWriter):
     """Writes one blob to memory, and hashes it. A process that dies leaves nothing of it."""
 
-    def __init__(self, blobs: MemoryBlobs) -> None:
+    def __init__(self, blobs: MemoryBlobs, owner: str, most_bytes: int) -> None:
         if sys.platform != "linux":
             raise InvalidRequestError("Ephemeral versions need a server on Linux.", param="ephemeral")
-        self._memory = blobs
+        self._memory, self._owner, self._most_bytes = blobs, owner, most_bytes
         self._hash = hashlib.sha256()
         self.size = 0
         self._fd = os.memfd_create("weft", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -44,7 +45,7 @@ class MemoryWriter(BlobWriter):
         Raises:
             CapacityError: There would be more in memory than there may be (code storage.full).
         """
-        self._memory.reserve(len(chunk))
+        self._memory.reserve(len(chunk), self._owner, self._most_bytes)
         super().write(chunk)
 
     def prepare(self) -> None:
@@ -55,16 +56,15 @@ class MemoryWriter(BlobWriter):
     def commit(self) -> str:
         """Keep the blob under its digest."""
         digest = self.sha256()
-        self._memory.keep(digest, self._fd)
+        self._memory.keep(digest, self._fd, self._owner)
         self._fd = -1
         return digest
 
     def discard(self) -> None:
         """Free the bytes. Does nothing after `commit` or a second time."""
         if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self._memory.reserve(-self.size)
+            self._close()
+            self._memory.give_back(self.size, self._owner)
 
 
 class MemoryPlace(NamedTuple):
@@ -83,44 +83,61 @@ class MemoryBlobs:
     """
 
     def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+        self.most_bytes = most_bytes
         self._lock = threading.Lock()
-        self._fds: dict[str, int] = {}
+        self._blobs: dict[str, tuple[int, str]] = {}
+        """Descriptor and owner."""
+        self._owned = Counter[str]()
         self.num_bytes = 0
         """Of all blobs, those being written included."""
 
     def __contains__(self, sha256: str) -> bool:
-        return sha256 in self._fds
+        return sha256 in self._blobs
 
-    def create(self) -> MemoryWriter:
+    def create(self, owner: str = "", most_bytes: int | None = None) -> MemoryWriter:
         """Start a new blob.
+
+        Args:
+            owner: To whom the bytes count; those that two owners have count to the first.
+            most_bytes: Of all blobs of the owner; None leaves the limit of all blobs alone.
 
         Raises:
             InvalidRequestError: This system has no memory files.
         """
-        return MemoryWriter(self)
+        return MemoryWriter(self, owner, self.most_bytes if most_bytes is None else most_bytes)
 
-    def reserve(self, num_bytes: int) -> None:
-        """Count bytes that are being written; fewer than 0 are given back.
+    def reserve(self, num_bytes: int, owner: str, most_bytes: int) -> None:
+        """Count bytes that an owner writes, who may have `most_bytes`.
 
         Raises:
             CapacityError: There would be more than there may be (code storage.full).
         """
         with self._lock:
-            if num_bytes > 0 and self.num_bytes + num_bytes > self._most_bytes:
-                message = f"Ephemeral versions may take {self._most_bytes} bytes of this server's memory, in all."
+            message = None
+            if self.num_bytes + num_bytes > self.most_bytes:
+                message = f"Ephemeral versions may take {self.most_bytes} bytes of this server's memory, in all."
+            elif self._owned[owner] + num_bytes > most_bytes:
+                message = f"Ephemeral versions of one tenant may take {most_bytes} bytes of this server's memory."
+            if message is not None:
                 hint = "Keep fewer of them, or raise adapter.push_gib."
                 raise CapacityError(f"{message} {hint}", retry_after_s=30.0, code="storage.full")
             self.num_bytes += num_bytes
+            self._owned[owner] += num_bytes
 
-    def keep(self, sha256: str, fd: int) -> None:
+    def give_back(self, num_bytes: int, owner: str) -> None:
+        """No longer count bytes."""
+        with self._lock:
+            self.num_bytes -= num_bytes
+            self._owned[owner] -= num_bytes
+            if not self._owned[owner]:
+                del self._owned[owner]
+
+    def keep(self, sha256: str, fd: int, owner: str) -> None:
         """Take over a descriptor, whose bytes are counted; one of bytes that are here already is closed."""
         with self._lock:
-            if sha256 in self._fds:
-                self.num_bytes -= os.fstat(fd).st_size
-                os.close(fd)
-            else:
-                self._fds[sha256] = fd
+            is_new = self._blobs.setdefault(sha256, (fd, owner))[0] == fd
+        if not is_new:
+            self._drop(fd, owner)
 
     def adopt(self, sha256: str, place: MemoryPlace) -> None:
         """Have a blob of another process, too.
@@ -129,24 +146,24 @@ class MemoryBlobs:
             FileNotFoundError: It is gone, or something else has its descriptor now.
         """
         fd = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
-        if os.fstat(fd).st_ino != place.inode:
+        found = os.fstat(fd)
+        if found.st_ino != place.inode:
             os.close(fd)
             raise FileNotFoundError(place.path)
-        with self._lock:
-            self.num_bytes += os.fstat(fd).st_size
-        self.keep(sha256, fd)
+        self.give_back(-found.st_size, "")
+        self.keep(sha256, fd, "")
 
     def place(self, sha256: str) -> MemoryPlace | None:
         """Where processes of this user open a blob until it is deleted; None where it is not here."""
-        fd = self._fds.get(sha256)
+        fd, _ = self._blobs.get(sha256, (None, None))
         return None if fd is None else MemoryPlace(str(_path(fd)), os.fstat(fd).st_ino)
 
     @contextlib.contextmanager
     def open(self, sha256: str, pause: Callable[[], None] = lambda: None) -> Iterator[BlobReader | None]:
         """Open a blob for reading it once, also while it is deleted; None where it is not here."""
         with self._lock:
-            fd = self._fds.get(sha256)
-            own = None if fd is None else os.open(_path(fd), os.O_RDONLY | os.O_CLOEXEC)
+            found = self._blobs.get(sha256)
+            own = None if found is None else os.open(_path(found[0]), os.O_RDONLY | os.O_CLOEXEC)
         try:
             yield None if own is None else BlobReader(own, None, pause)
         finally:
@@ -156,14 +173,17 @@ class MemoryBlobs:
     def delete(self, sha256: str) -> None:
         """Let a blob go; what is not here is no error."""
         with self._lock:
-            fd = self._fds.pop(sha256, None)
-            if fd is not None:
-                self.num_bytes -= os.fstat(fd).st_size
-                os.close(fd)
+            found = self._blobs.pop(sha256, None)
+        if found is not None:
+            self._drop(*found)
+
+    def _drop(self, fd: int, owner: str) -> None:
+        self.give_back(os.fstat(fd).st_size, owner)
+        os.close(fd)
 
     def digests(self) -> list[str]:
         """The blobs that are here."""
-        return list(self._fds)
+        return list(self._blobs)
 
 
 def _path(fd: int) -> Path:

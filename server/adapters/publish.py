@@ -7,7 +7,7 @@ that a repeated request gets and the end of an upload in pieces are one transact
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from weft.adapters.blobs.local import BlobWriter
-from weft.errors import AdapterFormatError, NotFoundError, PayloadTooLargeError
+from weft.errors import AdapterFormatError, NotFoundError, PayloadTooLargeError, TimeoutExceededError
 from weft.registry.limits import no_storage
 from weft.registry.names import is_name, no_such
 from weft.registry.records import Ephemeral, VersionFacts
@@ -25,8 +25,8 @@ from weft.server.adapters.schemas import Residents, adapter_view, residents_now
 from weft.server.adapters.upload_guards import once
 from weft.server.auth.callers import Caller, TenantCaller, bound, for_tenant
 from weft.server.garbage import delete_blobs, in_background, remove_unreferenced
-from weft.server.http.body import content_length
-from weft.server.http.form import UploadForm, read_form
+from weft.server.http.body import content_length, read_chunks
+from weft.server.http.form import WRITE_BYTES, UploadForm, read_form
 from weft.server.pins import check_pinned_pages, sync_pins
 from weft.server.services import Services
 from weft.server.threads import in_thread
@@ -212,3 +212,22 @@ async def room_for_upload(
             if error.code == "upload.too_large" and limit < most:
                 raise no_storage() from error
             raise
+
+
+async def write_body(request: Request, services: Services, limit: int, write: Callable[[bytearray], object]) -> None:
+    """Hand a body to `write` in pieces of about a MiB, in threads; also what came before an error.
+
+    Raises:
+        PayloadTooLargeError, TimeoutExceededError: Codes upload.too_large, upload.timeout.
+    """
+    pending = bytearray()
+    try:
+        async for chunk in read_chunks(request, limit, services.pace, "upload.too_large"):
+            pending += chunk
+            if len(pending) >= WRITE_BYTES:
+                piece, pending = pending, bytearray()
+                await in_thread(write, piece)
+    except TimeoutExceededError as error:
+        raise TimeoutExceededError(error.message, code="upload.timeout") from error
+    finally:
+        await in_thread(write, pending)

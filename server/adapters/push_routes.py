@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import PlainTextResponse
 
-from weft.server.adapters.push import CONFIG_HEADER, MAX_TTL_S, PushOptions, load_folder, receive_push
+from weft.server.adapters.push import CONFIG_HEADER, MAX_TTL_S, life_of, load_folder, receive_push
 from weft.server.adapters.routes import PUBLISHES
 from weft.server.adapters.schemas import LoadBody, UnloadBody
 from weft.server.adapters.upload_guards import answered
@@ -41,8 +41,8 @@ async def push_version(  # noqa: PLR0913 - one parameter per option
     With `ephemeral=true` its weights stay in this server's memory: it goes with the server, after `ttl_s` seconds, or
     when `keep` newer ones are there. Requests that run with it finish.
     """
-    options = PushOptions(ephemeral=ephemeral, keep=keep, ttl_s=ttl_s, activate=activate)
-    return answered(await receive_push(request, services, caller, name, options))
+    life = life_of(services, ephemeral=ephemeral, keep=keep, ttl_s=ttl_s)
+    return answered(await receive_push(request, services, caller, name, life, activate))
 
 
 @router.post(

@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from starlette.requests import Request
@@ -29,17 +30,15 @@ from weft.errors import (
     InvalidRequestError,
     NotFoundError,
     PayloadTooLargeError,
-    TimeoutExceededError,
 )
 from weft.registry.records import CONFIG_FILE, WEIGHTS_FILE, FileFacts, Upload, UploadDraft
 from weft.registry.uploads import Answer, Retry
-from weft.server.adapters.publish import VersionDraft, checked_name, publish
+from weft.server.adapters.publish import VersionDraft, checked_name, publish, write_body
 from weft.server.adapters.schemas import UploadBody, UploadView, upload_view
 from weft.server.adapters.upload_guards import FILES
 from weft.server.auth.callers import TenantCaller
 from weft.server.errors import error_body
-from weft.server.http.body import read_chunks
-from weft.server.http.form import WRITE_BYTES, digest_mismatch
+from weft.server.http.form import digest_mismatch
 from weft.server.services import Services
 from weft.server.threads import in_thread
 
@@ -104,7 +103,10 @@ async def receive_file(request: Request, services: Services, owner: TenantCaller
         intake.writing(upload_id, name),
         services.staged.appending(upload_id, name, offset) as fd,
     ):
-        await _receive(request, services, fd, file.size - (offset or 0))
+        try:
+            await write_body(request, services, file.size - (offset or 0), partial(write_all, fd))
+        finally:
+            await in_thread(sync, fd)
     return await services.registry.uploads.get(owner.tenant_id, upload_id)
 
 
@@ -139,27 +141,12 @@ async def complete(services: Services, owner: TenantCaller, upload: Upload, retr
     return made
 
 
-async def _receive(request: Request, services: Services, fd: int, limit: int) -> None:
-    pending = bytearray()
-    try:
-        async for chunk in read_chunks(request, limit, services.pace, "upload.too_large"):
-            pending += chunk
-            if len(pending) >= WRITE_BYTES:
-                piece, pending = pending, bytearray()
-                await in_thread(write_all, fd, piece)
-    except TimeoutExceededError as error:
-        raise TimeoutExceededError(error.message, code="upload.timeout") from error
-    finally:
-        await in_thread(write_last, fd, pending)
-
-
-def write_last(fd: int, chunk: bytearray) -> None:
-    """Append the last bytes that came, and make all bytes durable.
+def sync(fd: int) -> None:
+    """Make all bytes of a file durable.
 
     Raises:
         CapacityError: The disk is full (code storage.full).
     """
-    write_all(fd, chunk)
     with full_disk_is_capacity():
         os.fsync(fd)
 

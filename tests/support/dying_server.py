@@ -94,7 +94,7 @@ def install() -> None:
     _watch(upload_guards, "answered", "answer")
     _watch(uploads.Uploads, "create", "announcement")
     _watch(piecewise, "write_all", "staged bytes", lambda _, chunk: len(chunk) > 0)
-    _watch(piecewise, "write_last", "staged sync")
+    _watch(piecewise, "sync", "staged sync")
     _watch(piecewise, "gather", "gathering")
     _watch(StagedFiles, "delete", "clearing")
 

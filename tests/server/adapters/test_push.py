@@ -203,6 +203,33 @@ async def test_memory_and_storage_are_limits(tmp_path: Path) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "quota.storage")
 
 
+async def test_one_tenant_leaves_half_of_the_memory_to_others(tmp_path: Path) -> None:
+    async with api(tmp_path, push_bytes=4 * len(sound().weights)) as app:
+        acme = await app.tenant("acme")
+        for number in range(3):  # by itself it may have all
+            await pushed(acme, other_weights(number), keep=2)
+        globex = await app.tenant("globex")
+        await eventually(lambda: len(app.services.memory.digests()) == 2)
+        full = await push(acme, other_weights(3))
+        assert (full.status_code, full.json()["error"]["code"]) == (507, "storage.full")
+        assert "one tenant" in full.json()["error"]["message"]
+        await pushed(globex, other_weights(4))
+        await pushed(globex, other_weights(5))
+        await acme.delete("/v1/adapters/policy")
+        await pushed(acme, other_weights(6))
+
+
+async def test_a_push_that_needs_room_frees_what_has_expired(tmp_path: Path) -> None:
+    async with api(tmp_path, push_bytes=2 * len(sound().weights)) as app:
+        client = await app.tenant("acme")
+        await pushed(client, other_weights(0), ttl_s=60)
+        await pushed(client, other_weights(1), ttl_s=120)
+        app.ahead = timedelta(seconds=61)
+        await pushed(client, other_weights(2))
+        assert await versions(client) == [3, 2]
+        assert len(app.services.memory.digests()) == 2
+
+
 async def test_tenants_do_not_see_each_other(app: Api) -> None:
     acme, globex = await app.tenant("acme"), await app.tenant("globex")
     await pushed(acme, sound().weights)

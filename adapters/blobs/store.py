@@ -72,10 +72,7 @@ def open_blobs(registry: RegistryConfig, data_dir: Path) -> BlobStore:
             param="registry.blob_url",
         ) from error
     return S3Blobs(
-        *registry.s3_place,
-        cache=folder,
-        cache_bytes=int(registry.blob_cache_gib * GIB),
-        allow_http=may_lack_tls(),
+        *registry.s3_place, cache=folder, cache_bytes=int(registry.blob_cache_gib * GIB), allow_http=may_lack_tls()
     )
 
 

@@ -111,9 +111,7 @@ async def _from_s3(bucket: str, prefix: str, file: str) -> AsyncIterator[bytes]:
 
     try:
         store = S3Store(
-            bucket,
-            prefix=prefix or None,
-            client_options={"allow_http": may_lack_tls(), "timeout": f"{IMPORT_S:g}s"},
+            bucket, prefix=prefix or None, client_options={"allow_http": may_lack_tls(), "timeout": f"{IMPORT_S:g}s"}
         )
         found = await obstore.get_async(store, file)
         async for piece in found.stream(PIECE_BYTES):

@@ -24,14 +24,7 @@ from weft.adapters.ref import content_digest
 from weft.config import GIB, Config
 from weft.engine.execution.memory_plan import FreeMemory, free_memory, max_model_len, plan_memory
 from weft.engine.model.device import choose_device, choose_dtype
-from weft.engine.model.spec import (
-    CONFIG_FILE,
-    DecoderSpec,
-    base_shape,
-    model_geometry,
-    read_spec,
-    resolve_model,
-)
+from weft.engine.model.spec import CONFIG_FILE, DecoderSpec, base_shape, model_geometry, read_spec, resolve_model
 from weft.engine.status import MemoryPlan
 from weft.errors import ConfigError
 from weft.server.adapters.fit import Room, waste
@@ -86,10 +79,7 @@ def plan_room(config: Config, free_gib: float | None = None) -> PlannedRoom:
     free = _free(device, free_gib)
     memory = plan_memory(config, spec, base, geometry, free, on_cpu=device.type == "cpu")
     room = Room(
-        pages=memory.num_pages,
-        slots=memory.slots,
-        geometry=geometry,
-        max_model_len=max_model_len(config, spec, memory),
+        pages=memory.num_pages, slots=memory.slots, geometry=geometry, max_model_len=max_model_len(config, spec, memory)
     )
     return PlannedRoom(
         config=config, spec=spec, base=base, device=device, dtype=dtype, free=free, memory=memory, room=room

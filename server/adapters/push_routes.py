@@ -46,10 +46,7 @@ async def push_version(  # noqa: PLR0913 - one parameter per option
 
 
 @router.post(
-    "/v1/load_lora_adapter",
-    openapi_extra=takes(LoadBody),
-    response_class=PlainTextResponse,
-    responses=NOT_SERVED,
+    "/v1/load_lora_adapter", openapi_extra=takes(LoadBody), response_class=PlainTextResponse, responses=NOT_SERVED
 )
 async def load_lora_adapter(request: Request, services: Wired, caller: TenantWriter) -> Response:
     """Publish an adapter from a folder of the server's machine as an ephemeral version, as vLLM loads it."""

@@ -141,10 +141,7 @@ async def update_adapter(name: str, request: Request, services: Wired, caller: T
 
 @router.delete("/v1/adapters/{name}", status_code=204)
 async def delete_adapter(
-    name: str,
-    services: Wired,
-    caller: TenantWriter,
-    version: Annotated[int | None, Query(ge=1, lt=1 << 31)] = None,
+    name: str, services: Wired, caller: TenantWriter, version: Annotated[int | None, Query(ge=1, lt=1 << 31)] = None
 ) -> Response:
     """Delete an adapter, or one version of it. Running requests finish."""
     removed = await services.registry.adapters.delete_adapter(caller.tenant_id, name, version, actor=caller.actor)
@@ -153,10 +150,7 @@ async def delete_adapter(
 
 
 @router.post(
-    "/v1/uploads",
-    status_code=201,
-    response_model=UploadView,
-    openapi_extra={**takes(UploadBody), **takes_retries()},
+    "/v1/uploads", status_code=201, response_model=UploadView, openapi_extra={**takes(UploadBody), **takes_retries()}
 )
 async def create_upload(request: Request, services: Wired, caller: UploadCaller) -> Response:
     """Announce an adapter version that comes in pieces; the answer says which files to send."""

@@ -15,29 +15,11 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
 from weft.adapters.ref import LoraSpec
-from weft.registry import audit
+from weft.registry import audit, names
 from weft.registry.audit import ADMIN
 from weft.registry.cache import Transactions
 from weft.registry.db.models import AdapterRow, GrantRow, TenantRow, VersionRow
 from weft.registry.ephemeral import mark
-from weft.registry.names import (
-    DEFAULT_ALIAS,
-    EVERY_VERSION,
-    MAX_DESCRIPTION,
-    Selector,
-    check_name,
-    check_not_split,
-    check_text,
-    is_name,
-    main_version,
-    meant_by,
-    model_not_found,
-    no_such,
-    parse_selector,
-    pick,
-    point_aliases,
-    read_aliases,
-)
 from weft.registry.records import (
     Adapter,
     AdapterIdentity,
@@ -83,12 +65,12 @@ class Adapters(Transactions):
             ForbiddenError: The tenant may not store as much; codes quota.*.
             ConflictError: With `activate`, and `default` is split; code upload.ends_split.
         """
-        check_name(name, "name")
+        names.check_name(name, "name")
         now = self.clock()
         async with self._change(self.resolved) as session:
             owner = await session.get(TenantRow, tenant_id)
             if owner is None:
-                raise no_such("tenant", tenant_id)
+                raise names.no_such("tenant", tenant_id)
             own = select(AdapterRow).where(AdapterRow.tenant_id == tenant_id, AdapterRow.name == name)
             row = await session.scalar(own)
             if row is None:
@@ -103,7 +85,7 @@ class Adapters(Transactions):
                 )
                 session.add(row)
             if description is not None:
-                row.description = check_text(description, "description", MAX_DESCRIPTION)
+                row.description = names.check_text(description, "description", names.MAX_DESCRIPTION)
             same = select(VersionRow).where(VersionRow.adapter_id == row.id, VersionRow.digest == facts.digest)
             version = await session.scalar(same)
             is_new = version is None
@@ -115,8 +97,8 @@ class Adapters(Transactions):
                 session.add(version)
             await session.flush()
             if activate:
-                await check_not_split(session, row.id)
-                await point_aliases(session, row.id, {DEFAULT_ALIAS: version.version})
+                await names.check_not_split(session, row.id)
+                await names.point_aliases(session, row.id, {names.DEFAULT_ALIAS: version.version})
             removed = await mark(session, version, life, is_new=is_new)
             (adapter,) = await _records(session, [(row, owner.name)])
             adapter = replace(adapter, current=_version(version))
@@ -132,7 +114,7 @@ class Adapters(Transactions):
         """A tenant's own adapters by name; those after the name `after`."""
         statement = _with_owner(AdapterRow.tenant_id == tenant_id).order_by(AdapterRow.name)
         if after is not None:
-            statement = statement.where(AdapterRow.name > check_text(after, "after", 63))
+            statement = statement.where(AdapterRow.name > names.check_text(after, "after", 63))
         return await self._first(statement, limit, lambda adapter: adapter.name)
 
     async def list_every_adapter(self, after: str | None = None, limit: int = 100) -> Page[Adapter]:
@@ -140,14 +122,14 @@ class Adapters(Transactions):
         order = (TenantRow.name, AdapterRow.name)
         statement = _with_owner().order_by(*order)
         if after is not None:
-            tenant, _, name = check_text(after, "after", 127).partition("/")
+            tenant, _, name = names.check_text(after, "after", 127).partition("/")
             statement = statement.where(tuple_(*order) > tuple_(tenant, name))
         return await self._first(statement, limit, lambda adapter: f"{adapter.tenant}/{adapter.name}")
 
     async def list_granted(self, tenant_id: str) -> tuple[tuple[Adapter, int | None], ...]:
         """What others let this tenant call, by owner and name: an adapter, with the version if one alone is granted."""
         is_granted = and_(VersionRow.adapter_id == AdapterRow.id, VersionRow.version == GrantRow.version)
-        is_there = or_(GrantRow.version == EVERY_VERSION, VersionRow.version.is_not(None))
+        is_there = or_(GrantRow.version == names.EVERY_VERSION, VersionRow.version.is_not(None))
         statement = (
             select(AdapterRow, TenantRow.name, VersionRow)
             .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
@@ -185,7 +167,7 @@ class Adapters(Transactions):
         async with self.database.read() as session:
             found = [(row, owner) for row, owner in await session.execute(_with_owner(AdapterRow.pinned.is_(True)))]
             for adapter in await _records(session, found):
-                for version in set(adapter.aliases.get(DEFAULT_ALIAS, ())) - {adapter.current.version}:
+                for version in set(adapter.aliases.get(names.DEFAULT_ALIAS, ())) - {adapter.current.version}:
                     row = await session.get(VersionRow, (adapter.id, version))
                     pinned += [replace(adapter, current=_version(row))] if row is not None else []
                 pinned.append(adapter)
@@ -240,10 +222,10 @@ class Adapters(Transactions):
         async with self._change(self.resolved) as session:
             row, owner = await own_row(session, tenant_id, name)
             if description is not None:
-                row.description = check_text(description, "description", MAX_DESCRIPTION)
+                row.description = names.check_text(description, "description", names.MAX_DESCRIPTION)
             if pinned is not None:
                 row.pinned = pinned
-            await point_aliases(session, row.id, aliases or {})
+            await names.point_aliases(session, row.id, aliases or {})
             await session.flush()
             detail = {"pinned": pinned, "aliases": dict(aliases) if aliases else None}
             audit.add(session, self.clock(), actor, "adapter.update", tenant=owner, target=name, **detail)
@@ -267,7 +249,7 @@ class Adapters(Transactions):
             row, owner = await own_row(session, tenant_id, name)
             versions = set(await session.scalars(select(VersionRow.version).where(VersionRow.adapter_id == row.id)))
             if version is not None and version not in versions:
-                raise no_such("version", f"{name}@{version}")
+                raise names.no_such("version", f"{name}@{version}")
             target = name if version is None else f"{name}@{version}"
             audit.add(session, self.clock(), actor, "adapter.delete", tenant=owner, target=target)
             own = VersionRow.adapter_id == row.id
@@ -298,16 +280,16 @@ class Adapters(Transactions):
         Raises:
             NotFoundError: Unknown, malformed or not granted, without saying which; code model_not_found.
         """
-        parsed = parse_selector(selector)
+        parsed = names.parse_selector(selector)
         meant = await self.resolved.ask((tenant_id, selector), lambda: self._resolve(tenant_id, selector, parsed))
-        return meant.adapter, pick(meant.choices, sticky)
+        return meant.adapter, names.pick(meant.choices, sticky)
 
-    async def _resolve(self, tenant_id: str, text: str, selector: Selector) -> Resolution:
-        statement = meant_by(selector.by, is_own=selector.tenant is None)
+    async def _resolve(self, tenant_id: str, text: str, selector: names.Selector) -> Resolution:
+        statement = names.meant_by(selector.by, is_own=selector.tenant is None)
         values = {"name": selector.name, "caller": tenant_id, "owner": selector.tenant, "by": selector.value}
         found = await self.database.rows(statement, values)
         if not found:
-            raise model_not_found(text)
+            raise names.model_not_found(text)
         adapter, owner, _, _ = found[0]
         return Resolution(
             adapter=to_record(AdapterIdentity, adapter, tenant=owner),
@@ -330,9 +312,9 @@ async def own_row(session: AsyncSession, tenant_id: str, name: str) -> tuple[Ada
         NotFoundError: The tenant has none of this name.
     """
     own = _with_owner(AdapterRow.tenant_id == tenant_id, AdapterRow.name == name)
-    found = (await session.execute(own)).one_or_none() if is_name(name) else None
+    found = (await session.execute(own)).one_or_none() if names.is_name(name) else None
     if found is None:
-        raise no_such("adapter", name)
+        raise names.no_such("adapter", name)
     adapter, owner = found
     return adapter, owner
 
@@ -344,10 +326,10 @@ def _with_owner(*conditions: ColumnElement[bool]) -> Select[AdapterRow, str]:
 async def _records(session: AsyncSession, adapters: Sequence[tuple[AdapterRow, str]]) -> tuple[Adapter, ...]:
     """Records of adapters with their owners' names."""
     ids = [adapter.id for adapter, _ in adapters]
-    aliases = await read_aliases(session, ids)
+    aliases = await names.read_aliases(session, ids)
     other = aliased(VersionRow)
     latest = select(func.max(other.version)).where(other.adapter_id == VersionRow.adapter_id).correlate(VersionRow)
-    plain_name = func.coalesce(main_version(DEFAULT_ALIAS), latest.scalar_subquery())
+    plain_name = func.coalesce(names.main_version(names.DEFAULT_ALIAS), latest.scalar_subquery())
     meant = select(VersionRow).where(VersionRow.adapter_id.in_(ids), VersionRow.version == plain_name)
     current = {row.adapter_id: row for row in await session.scalars(meant)}
     return tuple(

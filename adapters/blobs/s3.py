@@ -21,16 +21,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
-from weft.adapters.blobs.local import (
-    CORRUPT,
-    PIECE_BYTES,
-    BlobReader,
-    BlobWriter,
-    LocalBlobs,
-    corrupt,
-    missing,
-    parents,
-)
+from weft.adapters.blobs import local
 from weft.errors import AdapterUnavailableError, CapacityError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -56,10 +47,10 @@ _KIND = re.compile(r"kind: (\w{1,64})")
 _METADATA_SERVICE = "/latest/api/token"
 
 
-class S3Writer(BlobWriter):
+class S3Writer(local.BlobWriter):
     """Writes one blob to a temporary file beside the copies, until S3 has all of it."""
 
-    def __init__(self, blobs: S3Blobs, cache: LocalBlobs) -> None:
+    def __init__(self, blobs: S3Blobs, cache: local.LocalBlobs) -> None:
         super().__init__(cache)
         self._s3 = blobs
         self._sent: str | None = None
@@ -96,7 +87,7 @@ class S3Blobs:
         bucket: str,
         prefix: str,
         *,
-        cache: LocalBlobs,
+        cache: local.LocalBlobs,
         cache_bytes: int,
         allow_http: bool = False,
         request_s: float = REQUEST_S,
@@ -128,18 +119,18 @@ class S3Blobs:
         self._down_until = 0.0
         self._fetching = [threading.Lock() for _ in range(FETCH_LOCKS)]
 
-    def create(self) -> BlobWriter:
+    def create(self) -> local.BlobWriter:
         """Start a new blob."""
         return S3Writer(self, self._cache)
 
     @contextlib.contextmanager
-    def open(self, sha256: str, pause: Callable[[], None] = lambda: None) -> Iterator[BlobReader]:
+    def open(self, sha256: str, pause: Callable[[], None] = lambda: None) -> Iterator[local.BlobReader]:
         """Open the copy of a blob. A corrupt one is removed, and the next `open` fetches it again."""
         try:
             with contextlib.ExitStack() as stack:
                 yield self._open_copy(stack, sha256, pause)
         except AdapterUnavailableError as error:
-            if error.code == CORRUPT:
+            if error.code == local.CORRUPT:
                 self._cache.delete(sha256)
             raise
 
@@ -195,13 +186,13 @@ class S3Blobs:
         if not is_same:
             raise self._refused("it gave back other bytes than were stored")
 
-    def put(self, writer: BlobWriter) -> None:
+    def put(self, writer: local.BlobWriter) -> None:
         """Store a writer's bytes, in parts if there are many. Returns once S3 confirmed all of them."""
         with self._asking():
             key = _key(writer.sha256())
             obstore.put(self._store, key, writer.path, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
 
-    def holds(self, writer: BlobWriter) -> bool:
+    def holds(self, writer: local.BlobWriter) -> bool:
         """Whether there is an object of the digest and size of a writer's bytes."""
         with self._asking():
             return self._size(_key(writer.sha256())) == writer.size
@@ -220,12 +211,12 @@ class S3Blobs:
             self._cache.delete(sha256)  # a reader that has it open can read on
             excess -= size
 
-    def _open_copy(self, stack: contextlib.ExitStack, sha256: str, pause: Callable[[], None]) -> BlobReader:
+    def _open_copy(self, stack: contextlib.ExitStack, sha256: str, pause: Callable[[], None]) -> local.BlobReader:
         for _ in range(FETCHES):
             try:
                 blob = stack.enter_context(self._cache.open(sha256, pause))
             except AdapterUnavailableError as error:
-                if error.code == CORRUPT:
+                if error.code == local.CORRUPT:
                     raise
                 self._fetch(sha256, pause)
             else:
@@ -242,14 +233,14 @@ class S3Blobs:
             with self._cache.create() as writer:
                 while True:
                     part, size = self._get(sha256, writer.size, PART_BYTES)
-                    for start in range(0, len(part), PIECE_BYTES):
-                        writer.write(part[start : start + PIECE_BYTES])
+                    for start in range(0, len(part), local.PIECE_BYTES):
+                        writer.write(part[start : start + local.PIECE_BYTES])
                         pause()
                     if writer.size >= size or not part:
                         break
                 if writer.sha256() != sha256:
                     logger.error("the object of blob %s in %s is corrupt", sha256, self._name)
-                    raise corrupt(sha256)
+                    raise local.corrupt(sha256)
                 self.make_room(writer.size)
                 writer.commit()
 
@@ -280,7 +271,7 @@ class S3Blobs:
         except (BaseError, FileNotFoundError) as error:
             reason, is_answer = reason_of(error)
             if sha256 is not None and isinstance(error, FileNotFoundError) and reason != "NoSuchBucket":
-                raise missing(sha256) from None
+                raise local.missing(sha256) from None
             logger.warning("%s: %s", self._name, reason)
             if is_probe and is_answer:
                 raise self._refused(reason) from None
@@ -299,7 +290,7 @@ class S3Blobs:
 
 
 def _key(sha256: str) -> str:
-    return "/".join((*parents(sha256), sha256))
+    return "/".join((*local.parents(sha256), sha256))
 
 
 def reason_of(error: Exception) -> tuple[str, bool]:

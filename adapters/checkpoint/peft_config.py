@@ -11,20 +11,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NoReturn, TypeVar
 
+from weft.adapters.checkpoint import peft_fields
 from weft.adapters.checkpoint.findings import Findings
 from weft.adapters.checkpoint.mlx_config import as_peft, is_mlx
-from weft.adapters.checkpoint.peft_fields import (
-    BASE_CHANGING_INITIALISATIONS,
-    FEATURES,
-    INERT_FIELDS,
-    INITIALISATIONS,
-    MODULE_LIST_FIELDS,
-    READ_FIELDS,
-    UNUSED,
-    is_literal_path,
-    is_model_config,
-    is_one_of,
-)
 from weft.adapters.checkpoint.strict_json import (
     MAX_INT,
     DuplicateKeyError,
@@ -156,7 +145,7 @@ def parse_config(raw: bytes) -> dict[str, object]:
 
 
 def _check_peft_type(config: Mapping[str, object]) -> None:
-    if is_model_config(config):
+    if peft_fields.is_model_config(config):
         message = "adapter_config.json lacks peft_type: it is the config.json of a whole model."
         hint = "Upload the adapter_config.json that PEFT's save_pretrained wrote beside the adapter's weights."
         _refuse("field_missing", message, "peft_type", hint)
@@ -182,19 +171,23 @@ def _required(config: Mapping[str, object], name: str) -> object:
 
 
 def _check_field(name: str, value: object) -> None:
-    feature = FEATURES.get(name)
+    feature = peft_fields.FEATURES.get(name)
     if feature is not None:
-        if not is_one_of(value, feature.neutral):
+        if not peft_fields.is_one_of(value, feature.neutral):
             message = f"{name} is {shown(value)}: Weft does not serve {feature.what}."
             _unsupported(feature.code, message, name, feature.hint.format(field=name))
-    elif name in MODULE_LIST_FIELDS:
+    elif name in peft_fields.MODULE_LIST_FIELDS:
         _check_module_list(name, value)
     elif name == "layers_to_transform":
         _check_layers(value)
     elif name == "lora_dropout":
         if type(value) not in (int, float, type(None)):
             _refuse_value(name, f"a number, got {shown(value)}")
-    elif name not in READ_FIELDS and name not in INERT_FIELDS and not is_one_of(value, UNUSED):
+    elif (
+        name not in peft_fields.READ_FIELDS
+        and name not in peft_fields.INERT_FIELDS
+        and not peft_fields.is_one_of(value, peft_fields.UNUSED)
+    ):
         message = f"The field {shown(name)} is not known, so {shown(value)} might change what the adapter computes."
         hint = "Remove it if it does not, as where only the training needed it."
         _unsupported("field_unknown", message, named(name), hint)
@@ -214,9 +207,9 @@ def _check_layers(value: object) -> None:
 
 def _check_initialisation(value: object) -> None:
     field, name = "init_lora_weights", value.lower() if isinstance(value, str) else ""
-    if value is None or isinstance(value, bool) or name in INITIALISATIONS:
+    if value is None or isinstance(value, bool) or name in peft_fields.INITIALISATIONS:
         return
-    if name.startswith(BASE_CHANGING_INITIALISATIONS):
+    if name.startswith(peft_fields.BASE_CHANGING_INITIALISATIONS):
         why = "the adapter was trained against a changed base and is wrong on the original one"
         hint = (
             "Convert it with PEFT: save the untrained adapter first, and after training call "
@@ -285,7 +278,7 @@ def _pattern(name: str, value: object) -> dict[str, object]:
 
 
 def _literal(name: str, key: str) -> str:
-    if not is_literal_path(key):
+    if not peft_fields.is_literal_path(key):
         expected = (
             "only module paths or their endings are read, as in 'layers.0.self_attn.q_proj', no regular expressions"
         )

@@ -13,26 +13,11 @@ from weft.errors import AdapterUnavailableError, InvalidRequestError, NotFoundEr
 from weft.registry.names import DEFAULT_ALIAS
 from weft.registry.records import Adapter, AdapterUsage
 from weft.registry.uploads import Answer, Retry
+from weft.server.adapters import schemas
 from weft.server.adapters.fit import Room, find_fit, planned_item, waste
 from weft.server.adapters.hub_import import fetch, reader_of
 from weft.server.adapters.publish import VersionDraft, checked_name, owner_of, publish, receive_adapter
 from weft.server.adapters.resumable_upload import announce, complete, receive_file, show
-from weft.server.adapters.schemas import (
-    AdapterFitBody,
-    AdapterFitItem,
-    AdapterFitView,
-    AdapterList,
-    AdapterPatchBody,
-    AdapterView,
-    ImportBody,
-    UploadBody,
-    UploadList,
-    UploadView,
-    VersionList,
-    adapter_view,
-    residents_now,
-    version_view,
-)
 from weft.server.adapters.upload_guards import FILES, once
 from weft.server.auth.callers import (
     Admin,
@@ -57,8 +42,8 @@ router = APIRouter(tags=["adapters"])
 Limit = Annotated[int, Query(ge=1, le=1000)]
 PUBLISHES: dict[str, Any] = {
     "status_code": 201,
-    "response_model": AdapterView,
-    "responses": {200: {"model": AdapterView, "description": "The version was there before."}},
+    "response_model": schemas.AdapterView,
+    "responses": {200: {"model": schemas.AdapterView, "description": "The version was there before."}},
 }
 """What routes that publish a version answer."""
 
@@ -72,7 +57,7 @@ async def upload_adapter(request: Request, services: Wired, caller: UploadCaller
 @router.get("/v1/adapters")
 async def list_adapters(
     services: Wired, caller: AnyTenantReader, after: str | None = None, limit: Limit = 100
-) -> AdapterList:
+) -> schemas.AdapterList:
     """List the tenant's adapters by name, with where they are and how they were used.
 
     Without `?tenant=`, or with `?tenant=*`, an admin sees those of all tenants, by tenant and name.
@@ -81,17 +66,17 @@ async def list_adapters(
         page = await services.registry.adapters.list_every_adapter(after, limit)
     else:
         page = await services.registry.adapters.list_adapters(caller.tenant_id, after, limit)
-    return AdapterList(data=await _with_usage(services, page.items), next=page.next)
+    return schemas.AdapterList(data=await _with_usage(services, page.items), next=page.next)
 
 
-@router.post("/v1/adapters:fit", openapi_extra=takes(AdapterFitBody))
-async def fit_adapters(request: Request, services: Wired, caller: UploadCaller) -> AdapterFitView:
+@router.post("/v1/adapters:fit", openapi_extra=takes(schemas.AdapterFitBody))
+async def fit_adapters(request: Request, services: Wired, caller: UploadCaller) -> schemas.AdapterFitView:
     """Tell whether adapters can be on the device all at once, and how much KV cache is left then.
 
     Answered from the plan of the memory, not from what is there now. Adapters that do not fit at once are served all
     the same: idle ones cost nothing, so they take turns.
     """
-    body = await json_body(request, AdapterFitBody, services.config.server.max_body_bytes, services.pace)
+    body = await json_body(request, schemas.AdapterFitBody, services.config.server.max_body_bytes, services.pace)
     room = Room.of(services.ready)
     stored = [await _stored_item(services, caller, selector, room) for selector in body.adapters]
     ready = services.ready
@@ -106,25 +91,27 @@ async def fit_adapters(request: Request, services: Wired, caller: UploadCaller) 
 
 
 @router.get("/v1/adapters/{name}")
-async def get_adapter(name: str, services: Wired, caller: TenantReader) -> AdapterView:
+async def get_adapter(name: str, services: Wired, caller: TenantReader) -> schemas.AdapterView:
     """Show one adapter."""
     adapter = await services.registry.adapters.get_adapter(caller.tenant_id, name)
     return (await _with_usage(services, [adapter]))[0]
 
 
 @router.get("/v1/adapters/{name}/versions")
-async def list_versions(name: str, services: Wired, caller: TenantReader) -> VersionList:
+async def list_versions(name: str, services: Wired, caller: TenantReader) -> schemas.VersionList:
     """List an adapter's versions, newest first."""
     adapter = await services.registry.adapters.get_adapter(caller.tenant_id, name)
     versions = await services.registry.adapters.list_versions(caller.tenant_id, name)
-    residents = await residents_now(services)
-    return VersionList(data=[version_view(adapter, version, residents) for version in versions], next=None)
+    residents = await schemas.residents_now(services)
+    return schemas.VersionList(
+        data=[schemas.version_view(adapter, version, residents) for version in versions], next=None
+    )
 
 
-@router.patch("/v1/adapters/{name}", openapi_extra=takes(AdapterPatchBody))
-async def update_adapter(name: str, request: Request, services: Wired, caller: TenantWriter) -> AdapterView:
+@router.patch("/v1/adapters/{name}", openapi_extra=takes(schemas.AdapterPatchBody))
+async def update_adapter(name: str, request: Request, services: Wired, caller: TenantWriter) -> schemas.AdapterView:
     """Change description, pin or aliases; moving the alias `default` back is a rollback."""
-    body = await json_body(request, AdapterPatchBody, services.config.server.max_body_bytes, services.pace)
+    body = await json_body(request, schemas.AdapterPatchBody, services.config.server.max_body_bytes, services.pace)
     async with services.pin_lock:
         await _check_pin(services, caller, name, body)
         adapter = await services.registry.adapters.update_adapter(
@@ -136,7 +123,9 @@ async def update_adapter(name: str, request: Request, services: Wired, caller: T
             actor=caller.actor,
         )
     await sync_pins(services)
-    return adapter_view(adapter, await services.validator.pages(adapter.current), await residents_now(services))
+    return schemas.adapter_view(
+        adapter, await services.validator.pages(adapter.current), await schemas.residents_now(services)
+    )
 
 
 @router.delete("/v1/adapters/{name}", status_code=204)
@@ -150,12 +139,15 @@ async def delete_adapter(
 
 
 @router.post(
-    "/v1/uploads", status_code=201, response_model=UploadView, openapi_extra={**takes(UploadBody), **takes_retries()}
+    "/v1/uploads",
+    status_code=201,
+    response_model=schemas.UploadView,
+    openapi_extra={**takes(schemas.UploadBody), **takes_retries()},
 )
 async def create_upload(request: Request, services: Wired, caller: UploadCaller) -> Response:
     """Announce an adapter version that comes in pieces; the answer says which files to send."""
     with once(request, services, caller.tenant_id or caller.actor) as retried:
-        body = await json_body(request, UploadBody, services.config.server.max_body_bytes, services.pace)
+        body = await json_body(request, schemas.UploadBody, services.config.server.max_body_bytes, services.pace)
         owner = await owner_of(services, caller, body.tenant)
         change = partial(announce, services, owner, body)
         return await retried.answer(owner.tenant_id, (body.model_dump_json(),), change)
@@ -164,20 +156,22 @@ async def create_upload(request: Request, services: Wired, caller: UploadCaller)
 @router.get("/v1/uploads")
 async def list_uploads(
     services: Wired, caller: TenantReader, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 100
-) -> UploadList:
+) -> schemas.UploadList:
     """List uploads of the last 24 hours, oldest first."""
     page = await services.registry.uploads.list(caller.tenant_id, after, limit)
-    return UploadList(data=[await show(services, upload) for upload in page.items], next=page.next)
+    return schemas.UploadList(data=[await show(services, upload) for upload in page.items], next=page.next)
 
 
 @router.get("/v1/uploads/{upload_id}")
-async def get_upload(upload_id: str, services: Wired, caller: TenantReader) -> UploadView:
+async def get_upload(upload_id: str, services: Wired, caller: TenantReader) -> schemas.UploadView:
     """Show how far an upload has come, and how it ended."""
     return await show(services, await services.registry.uploads.get(caller.tenant_id, upload_id))
 
 
 @router.put("/v1/uploads/{upload_id}/files/{file}", openapi_extra=takes_file())
-async def put_file(upload_id: str, file: str, request: Request, services: Wired, caller: TenantWriter) -> UploadView:
+async def put_file(
+    upload_id: str, file: str, request: Request, services: Wired, caller: TenantWriter
+) -> schemas.UploadView:
     """Send a file, or go on with it: what arrived before a connection broke is kept."""
     return await show(services, await receive_file(request, services, caller, upload_id, file))
 
@@ -205,12 +199,12 @@ async def delete_upload(upload_id: str, services: Wired, caller: TenantWriter) -
     return Response(status_code=204)
 
 
-@router.post("/v1/adapters:import", openapi_extra={**takes(ImportBody), **takes_retries()}, **PUBLISHES)
+@router.post("/v1/adapters:import", openapi_extra={**takes(schemas.ImportBody), **takes_retries()}, **PUBLISHES)
 async def import_adapter(request: Request, services: Wired, admin: Admin) -> Response:
     """Fetch an adapter from the Hugging Face hub or from S3, and publish it as an upload would be."""
     server = services.config.server
     with services.drain.cancelling(), once(request, services, admin.role) as retried:
-        body = await json_body(request, ImportBody, server.max_body_bytes, services.pace)
+        body = await json_body(request, schemas.ImportBody, server.max_body_bytes, services.pace)
         owner = bound(await for_tenant(services, admin, body.tenant))
         name, read = checked_name(services, body.name), reader_of(body.source)
 
@@ -223,17 +217,17 @@ async def import_adapter(request: Request, services: Wired, admin: Admin) -> Res
         return await retried.answer(owner.tenant_id, (body.model_dump_json(),), change)
 
 
-async def _with_usage(services: Services, adapters: Sequence[Adapter]) -> list[AdapterView]:
-    residents = await residents_now(services)
+async def _with_usage(services: Services, adapters: Sequence[Adapter]) -> list[schemas.AdapterView]:
+    residents = await schemas.residents_now(services)
     usage = await services.registry.usage.summary([adapter.id for adapter in adapters])
     pages = await asyncio.gather(*(services.validator.pages(adapter.current) for adapter in adapters))
     return [
-        adapter_view(adapter, count, residents, usage.get(adapter.id, AdapterUsage()))
+        schemas.adapter_view(adapter, count, residents, usage.get(adapter.id, AdapterUsage()))
         for adapter, count in zip(adapters, pages, strict=True)
     ]
 
 
-async def _check_pin(services: Services, caller: TenantCaller, name: str, body: AdapterPatchBody) -> None:
+async def _check_pin(services: Services, caller: TenantCaller, name: str, body: schemas.AdapterPatchBody) -> None:
     """Return if the tenant may have so many pages pinned after this change; raises like `check_pinned_pages`."""
     adapter = await services.registry.adapters.get_adapter(caller.tenant_id, name)
     moves = DEFAULT_ALIAS in body.aliases
@@ -246,7 +240,7 @@ async def _check_pin(services: Services, caller: TenantCaller, name: str, body: 
     await check_pinned_pages(services, adapter, kept or [adapter.current])
 
 
-async def _stored_item(services: Services, caller: Caller, selector: str, room: Room) -> AdapterFitItem:
+async def _stored_item(services: Services, caller: Caller, selector: str, room: Room) -> schemas.AdapterFitItem:
     try:
         model = await resolve_model(services.registry, caller, services.base_names, selector)
     except NotFoundError as error:
@@ -257,7 +251,7 @@ async def _stored_item(services: Services, caller: Caller, selector: str, room: 
     pages = await services.validator.pages(version)
     if pages is None:
         raise AdapterUnavailableError(f"The weights of `{selector}` cannot be read now.")
-    return AdapterFitItem(
+    return schemas.AdapterFitItem(
         adapter=adapter.name_for(caller.tenant_id),
         version=version.version,
         digest=version.digest,

@@ -17,21 +17,7 @@ from weft.server.http.openapi import takes
 from weft.server.limits.rates import shares_of
 from weft.server.pins import pinned_pages
 from weft.server.services import Wired
-from weft.server.tenants.schemas import (
-    AuditList,
-    AuditView,
-    KeyBody,
-    KeyList,
-    KeyPatchBody,
-    KeyView,
-    MeView,
-    NewKeyView,
-    RotateBody,
-    TenantBody,
-    TenantList,
-    TenantPatchBody,
-    TenantView,
-)
+from weft.server.tenants import schemas
 
 router = APIRouter(tags=["tenants"])
 audit_router = APIRouter(tags=["audit"])
@@ -39,32 +25,36 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 Before = Annotated[int | None, Query(ge=1, le=MAX_INTEGER, description="`next` of the page before.")]
 
 
-@router.post("/v1/tenants", status_code=201, openapi_extra=takes(TenantBody))
-async def create_tenant(request: Request, services: Wired, _: Admin) -> TenantView:
+@router.post("/v1/tenants", status_code=201, openapi_extra=takes(schemas.TenantBody))
+async def create_tenant(request: Request, services: Wired, _: Admin) -> schemas.TenantView:
     """Make a tenant. Limits that the body does not name come from the settings `tenant_defaults.*`."""
-    body = await json_body(request, TenantBody, services.config.server.max_body_bytes, services.pace)
+    body = await json_body(request, schemas.TenantBody, services.config.server.max_body_bytes, services.pace)
     limits = {**asdict(services.config.tenant_defaults), **body.limits}
-    return TenantView.model_validate(await services.registry.tenants.create_tenant(body.name, limits, body.weight))
+    return schemas.TenantView.model_validate(
+        await services.registry.tenants.create_tenant(body.name, limits, body.weight)
+    )
 
 
 @router.get("/v1/tenants")
-async def list_tenants(services: Wired, _: Admin, after: str | None = None, limit: Limit = 100) -> TenantList:
+async def list_tenants(services: Wired, _: Admin, after: str | None = None, limit: Limit = 100) -> schemas.TenantList:
     """List tenants by name."""
     page = await services.registry.tenants.list_tenants(after, limit)
-    return TenantList(data=[TenantView.model_validate(tenant) for tenant in page.items], next=page.next)
+    return schemas.TenantList(data=[schemas.TenantView.model_validate(tenant) for tenant in page.items], next=page.next)
 
 
 @router.get("/v1/tenants/{name}")
-async def get_tenant(name: str, services: Wired, _: Admin) -> TenantView:
+async def get_tenant(name: str, services: Wired, _: Admin) -> schemas.TenantView:
     """Show one tenant."""
-    return TenantView.model_validate(await services.registry.tenants.get_tenant(name))
+    return schemas.TenantView.model_validate(await services.registry.tenants.get_tenant(name))
 
 
-@router.patch("/v1/tenants/{name}", openapi_extra=takes(TenantPatchBody))
-async def update_tenant(name: str, request: Request, services: Wired, _: Admin) -> TenantView:
+@router.patch("/v1/tenants/{name}", openapi_extra=takes(schemas.TenantPatchBody))
+async def update_tenant(name: str, request: Request, services: Wired, _: Admin) -> schemas.TenantView:
     """Replace a tenant's limits, its weight, or both; in force at once."""
-    body = await json_body(request, TenantPatchBody, services.config.server.max_body_bytes, services.pace)
-    return TenantView.model_validate(await services.registry.tenants.update_tenant(name, body.limits, body.weight))
+    body = await json_body(request, schemas.TenantPatchBody, services.config.server.max_body_bytes, services.pace)
+    return schemas.TenantView.model_validate(
+        await services.registry.tenants.update_tenant(name, body.limits, body.weight)
+    )
 
 
 @router.delete("/v1/tenants/{name}", status_code=204)
@@ -74,41 +64,41 @@ async def delete_tenant(name: str, services: Wired, _: Admin) -> Response:
     return Response(status_code=204)
 
 
-@router.post("/v1/tenants/{name}/keys", status_code=201, openapi_extra=takes(KeyBody))
-async def create_key(name: str, request: Request, services: Wired, _: Admin) -> NewKeyView:
+@router.post("/v1/tenants/{name}/keys", status_code=201, openapi_extra=takes(schemas.KeyBody))
+async def create_key(name: str, request: Request, services: Wired, _: Admin) -> schemas.NewKeyView:
     """Make a key. The secret is shown this once."""
-    body = await json_body(request, KeyBody, services.config.server.max_body_bytes, services.pace)
+    body = await json_body(request, schemas.KeyBody, services.config.server.max_body_bytes, services.pace)
     key, secret = await services.registry.keys.create_key(
         name, body.name, body.scopes or SCOPES, body.expires_at, body.limits
     )
-    return NewKeyView(**KeyView.model_validate(key).model_dump(), key=secret)
+    return schemas.NewKeyView(**schemas.KeyView.model_validate(key).model_dump(), key=secret)
 
 
 @router.get("/v1/tenants/{name}/keys")
-async def list_keys(name: str, services: Wired, _: Admin) -> KeyList:
+async def list_keys(name: str, services: Wired, _: Admin) -> schemas.KeyList:
     """List a tenant's keys that are not revoked."""
-    return KeyList(
-        data=[KeyView.model_validate(key) for key in await services.registry.keys.list_keys(name)], next=None
+    return schemas.KeyList(
+        data=[schemas.KeyView.model_validate(key) for key in await services.registry.keys.list_keys(name)], next=None
     )
 
 
-@router.patch("/v1/keys/{key_id}", openapi_extra=takes(KeyPatchBody))
-async def update_key(key_id: str, request: Request, services: Wired, _: Admin) -> KeyView:
+@router.patch("/v1/keys/{key_id}", openapi_extra=takes(schemas.KeyPatchBody))
+async def update_key(key_id: str, request: Request, services: Wired, _: Admin) -> schemas.KeyView:
     """Change a key's name, limits, scopes or end; the secret stays, and the change is in force at once."""
-    body = await json_body(request, KeyPatchBody, services.config.server.max_body_bytes, services.pace)
-    return KeyView.model_validate(
+    body = await json_body(request, schemas.KeyPatchBody, services.config.server.max_body_bytes, services.pace)
+    return schemas.KeyView.model_validate(
         await services.registry.keys.update_key(
             key_id, name=body.name, limits=body.limits, scopes=body.scopes, expires_at=body.expires_at
         )
     )
 
 
-@router.post("/v1/keys/{key_id}/rotate", status_code=201, openapi_extra=takes(RotateBody))
-async def rotate_key(key_id: str, request: Request, services: Wired, _: Admin) -> NewKeyView:
+@router.post("/v1/keys/{key_id}/rotate", status_code=201, openapi_extra=takes(schemas.RotateBody))
+async def rotate_key(key_id: str, request: Request, services: Wired, _: Admin) -> schemas.NewKeyView:
     """Give a key a new secret; the old secret stops working at once, or after `grace_s` seconds."""
-    body = await json_body(request, RotateBody, services.config.server.max_body_bytes, services.pace)
+    body = await json_body(request, schemas.RotateBody, services.config.server.max_body_bytes, services.pace)
     key, secret = await services.registry.keys.rotate_key(key_id, body.grace_s)
-    return NewKeyView(**KeyView.model_validate(key).model_dump(), key=secret)
+    return schemas.NewKeyView(**schemas.KeyView.model_validate(key).model_dump(), key=secret)
 
 
 @router.delete("/v1/keys/{key_id}", status_code=204)
@@ -119,7 +109,7 @@ async def revoke_key(key_id: str, services: Wired, _: Admin) -> Response:
 
 
 @router.get("/v1/me")
-async def show_caller(services: Wired, caller: AnyCaller) -> MeView:
+async def show_caller(services: Wired, caller: AnyCaller) -> schemas.MeView:
     """Show the key's tenant, its limits and how much of them is used now."""
     limits: dict[str, dict[str, int]] = {"tenant": {}, "key": {}}
     used: dict[str, dict[str, int]] = {"tenant": {}, "key": {}}
@@ -130,10 +120,12 @@ async def show_caller(services: Wired, caller: AnyCaller) -> MeView:
         pages = await pinned_pages(services, caller.tenant_id)
         used["tenant"] |= {**await services.registry.tenants.stored(caller.tenant_id), "pinned_pages": pages}
     key_id, tenant_id, tenant = caller.identity.key_id, caller.tenant_id, caller.tenant
-    return MeView(
+    return schemas.MeView(
         role=caller.identity.role,
         tenant=NamedView(id=tenant_id, name=tenant) if tenant_id is not None and tenant is not None else None,
-        key=KeyView.model_validate(await services.registry.keys.get_key(key_id)) if key_id is not None else None,
+        key=schemas.KeyView.model_validate(await services.registry.keys.get_key(key_id))
+        if key_id is not None
+        else None,
         limits=HeldView(**limits),
         used=HeldView(**used),
     )
@@ -146,10 +138,10 @@ async def list_audit(
     tenant: Annotated[str | None, Query(max_length=512, description="Only changes of this tenant's objects.")] = None,
     before: Before = None,
     limit: Limit = 100,
-) -> AuditList:
+) -> schemas.AuditList:
     """List changes of tenants, keys, adapters, aliases and grants, newest first."""
     entries = await services.registry.list_audit(before, limit, tenant)
     more = len(entries) == limit and entries[-1].id > 1
-    return AuditList(
-        data=[AuditView.model_validate(entry) for entry in entries], next=str(entries[-1].id) if more else None
+    return schemas.AuditList(
+        data=[schemas.AuditView.model_validate(entry) for entry in entries], next=str(entries[-1].id) if more else None
     )

@@ -32,17 +32,7 @@ from weft.registry.usage.query import MAX_ROWS, MAX_TOP, MAX_WANTED, SUMS
 from weft.server.auth.callers import Caller, UsageCaller
 from weft.server.http.bodies import iso
 from weft.server.services import Services, Wired
-from weft.server.usage.schemas import (
-    LatencyFiguresView,
-    LatencyList,
-    LatencyRowView,
-    OrganizationUsageBucket,
-    OrganizationUsagePage,
-    OrganizationUsageResult,
-    UsageEventList,
-    UsageEventView,
-    UsageList,
-)
+from weft.server.usage import schemas
 from weft.server.usage.span import SpanParams, group_fields, groups_of, usage_scope
 
 router = APIRouter(tags=["usage"])
@@ -130,11 +120,11 @@ class OrganizationUsageParams(BaseModel):
 
 
 @router.get(
-    "/v1/usage", response_model=UsageList, response_model_exclude_unset=True, responses={200: {"content": _CSV}}
+    "/v1/usage", response_model=schemas.UsageList, response_model_exclude_unset=True, responses={200: {"content": _CSV}}
 )
 async def get_usage(
     services: Wired, caller: UsageCaller, params: Annotated[UsageParams, Query()]
-) -> UsageList | Response:
+) -> schemas.UsageList | Response:
     """Sum up usage. A tenant sees its own; an admin sees all, or one with `?tenant=`."""
     query = params.query(caller, services.now(), zone_of(params.tz))
     await services.registry.usage.flush()
@@ -145,7 +135,7 @@ async def get_usage(
         empty = UsageRow(start=query.start, end=query.end)
         return _csv_response(list(_row_fields(query, empty, currency)), rows, next_page=report.next)
     extra = {"groups": report.groups, "currency": currency}
-    return UsageList.model_validate(
+    return schemas.UsageList.model_validate(
         {
             "object": "list",
             "data": rows,
@@ -156,24 +146,24 @@ async def get_usage(
     )
 
 
-@router.get("/v1/usage/events", response_model=UsageEventList, responses={200: {"content": _CSV}})
+@router.get("/v1/usage/events", response_model=schemas.UsageEventList, responses={200: {"content": _CSV}})
 async def list_usage_events(
     services: Wired, caller: UsageCaller, params: Annotated[RangeParams, Query()]
-) -> UsageEventList | Response:
+) -> schemas.UsageEventList | Response:
     """List the single usage events behind all sums, oldest first."""
     await services.registry.usage.flush()
     page = await services.registry.usage.events(params.query(caller, services.now()))
-    views = [UsageEventView.model_validate(event) for event in page.items]
+    views = [schemas.UsageEventView.model_validate(event) for event in page.items]
     if params.format == "csv":
-        fields = list(UsageEventView.model_fields)
+        fields = list(schemas.UsageEventView.model_fields)
         return _csv_response(fields, [view.model_dump() for view in views], next_page=page.next)
-    return UsageEventList(data=views, next=page.next)
+    return schemas.UsageEventList(data=views, next=page.next)
 
 
 @router.get("/v1/organization/usage/completions")
 async def get_organization_usage(
     services: Wired, caller: UsageCaller, params: Annotated[OrganizationUsageParams, Query()]
-) -> OrganizationUsagePage:
+) -> schemas.OrganizationUsagePage:
     """Usage in OpenAI's shape: the project is the tenant, the model the adapter."""
     first, last, end = _span(params, int(services.now().timestamp()) + 1)
     width = _WIDTH_S[params.bucket_width]
@@ -186,13 +176,15 @@ async def get_organization_usage(
         limit=MAX_ROWS,
     )
     await services.registry.usage.flush()
-    results: dict[int, list[OrganizationUsageResult]] = {}
+    results: dict[int, list[schemas.OrganizationUsageResult]] = {}
     for row in await _all_rows(services, query):
         begin = int(row.start.timestamp()) // width * width
         results.setdefault(begin, []).append(_result(services, query, row))
-    return OrganizationUsagePage(
+    return schemas.OrganizationUsagePage(
         data=[
-            OrganizationUsageBucket(start_time=begin, end_time=min(begin + width, end), results=results.get(begin, []))
+            schemas.OrganizationUsageBucket(
+                start_time=begin, end_time=min(begin + width, end), results=results.get(begin, [])
+            )
             for begin in range(first, last, width)
         ],
         has_more=last < end,
@@ -248,8 +240,8 @@ async def _all_rows(services: Services, query: UsageQuery) -> list[UsageRow]:
             return rows
 
 
-def _result(services: Services, query: UsageQuery, row: UsageRow) -> OrganizationUsageResult:
-    return OrganizationUsageResult(
+def _result(services: Services, query: UsageQuery, row: UsageRow) -> schemas.OrganizationUsageResult:
+    return schemas.OrganizationUsageResult(
         input_tokens=row.prompt_tokens,
         output_tokens=row.completion_tokens,
         input_cached_tokens=row.cached_tokens,
@@ -274,8 +266,10 @@ class LatencyParams(SpanParams):
         return replace(super().query(caller, now, zone), bucket=self.bucket, group_by=groups)
 
 
-@router.get("/v1/usage/latency", response_model=LatencyList, response_model_exclude_unset=True)
-async def get_latency(services: Wired, caller: UsageCaller, params: Annotated[LatencyParams, Query()]) -> LatencyList:
+@router.get("/v1/usage/latency", response_model=schemas.LatencyList, response_model_exclude_unset=True)
+async def get_latency(
+    services: Wired, caller: UsageCaller, params: Annotated[LatencyParams, Query()]
+) -> schemas.LatencyList:
     """Percentiles of the time to the first token, and where adapters were when their requests arrived.
 
     Times are counted per hour in bins of a factor of 1.122, so a percentile is off by at most that factor.
@@ -284,17 +278,17 @@ async def get_latency(services: Wired, caller: UsageCaller, params: Annotated[La
     query = params.query(caller, services.now())
     await services.registry.usage.flush()
     report = await services.registry.usage.latency(query)
-    return LatencyList(
+    return schemas.LatencyList(
         object="list",
         start=iso(report.start),
         end=iso(report.end),
         data=[_row_view(query, row) for row in report.rows],
         next=None,
-        totals=LatencyFiguresView.model_validate(report.totals),
+        totals=schemas.LatencyFiguresView.model_validate(report.totals),
     )
 
 
-def _row_view(query: UsageQuery, row: LatencyRow) -> LatencyRowView:
-    figures = {name: getattr(row, name) for name in LatencyFiguresView.model_fields}
+def _row_view(query: UsageQuery, row: LatencyRow) -> schemas.LatencyRowView:
+    figures = {name: getattr(row, name) for name in schemas.LatencyFiguresView.model_fields}
     groups = group_fields(query, row)
-    return LatencyRowView.model_validate({"start": iso(row.start), "end": iso(row.end), **groups, **figures})
+    return schemas.LatencyRowView.model_validate({"start": iso(row.start), "end": iso(row.end), **groups, **figures})

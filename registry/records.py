@@ -210,20 +210,14 @@ class UploadDraft:
     files: Mapping[str, FileFacts]
     """By the names that PEFT gives to config and weights."""
 
-    @property
-    def weights(self) -> FileFacts:
-        """The file that takes the room."""
-        return self.files[WEIGHTS_FILE]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Upload:
+class Upload(UploadDraft):
     """An upload in pieces."""
 
     id: str
     tenant_id: str
     tenant: str
-    draft: UploadDraft
     state: UploadState
     has_weights: bool
     """Whether a version of this tenant has these weights already."""

@@ -22,7 +22,7 @@ from weft.registry.db.clock import to_micros
 from weft.registry.db.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow
 from weft.registry.limits import UPLOADING, check_adapters, check_pages, check_storage, storage_left
 from weft.registry.names import MAX_DESCRIPTION, check_name, check_not_split, check_text, no_such
-from weft.registry.records import Adapter, FileFacts, Page, Removed, Upload, UploadDraft, to_record
+from weft.registry.records import WEIGHTS_FILE, Adapter, FileFacts, Page, Removed, Upload, UploadDraft, to_record
 
 KEPT = timedelta(hours=24)
 """How long the answer to a change is kept for a repeated request."""
@@ -227,7 +227,7 @@ class Uploads(Transactions):
                 description=draft.description,
                 activate=draft.activate,
                 manifest={name: {"size": file.size, "sha256": file.sha256} for name, file in draft.files.items()},
-                size_bytes=draft.weights.size,
+                size_bytes=draft.files[WEIGHTS_FILE].size,
                 state=UPLOADING,
                 result=None,
                 created_at=now,
@@ -317,16 +317,15 @@ async def _records(session: AsyncSession, rows: Sequence[UploadRow]) -> tuple[Up
     records = []
     for row in rows:
         files = {name: FileFacts(**facts) for name, facts in row.manifest.items()}
-        draft = UploadDraft(name=row.name, description=row.description, activate=row.activate, files=files)
         # Only the tenant's own versions count: with a digest alone nobody gets another tenant's adapter.
         stored = exists().where(
             VersionRow.adapter_id == AdapterRow.id,
             AdapterRow.tenant_id == row.tenant_id,
             VersionRow.held_by.is_(None),
-            VersionRow.weights_sha256 == draft.weights.sha256,
-            VersionRow.size_bytes == draft.weights.size,
+            VersionRow.weights_sha256 == files[WEIGHTS_FILE].sha256,
+            VersionRow.size_bytes == files[WEIGHTS_FILE].size,
         )
         owner = select(TenantRow.name, stored.label("stored")).where(TenantRow.id == row.tenant_id)
         tenant, has_weights = (await session.execute(owner)).one()
-        records.append(to_record(Upload, row, draft=draft, tenant=tenant, has_weights=has_weights))
+        records.append(to_record(Upload, row, files=files, tenant=tenant, has_weights=has_weights))
     return tuple(records)

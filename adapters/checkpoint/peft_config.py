@@ -177,9 +177,13 @@ def _check_field(name: str, value: object) -> None:
             message = f"{name} is {shown(value)}: Weft does not serve {feature.what}."
             _unsupported(feature.code, message, name, feature.hint.format(field=name))
     elif name in peft_fields.MODULE_LIST_FIELDS:
-        _check_module_list(name, value)
+        is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        if not is_list and not isinstance(value, str | None):
+            _refuse_value(name, f"a string, a list of strings or null, got {shown(value)}")
     elif name == "layers_to_transform":
-        _check_layers(value)
+        layers = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(layer) is int for layer in layers):
+            _refuse_value(name, f"an integer, a list of them or null, got {shown(value)}")
     elif name == "lora_dropout":
         if type(value) not in (int, float, type(None)):
             _refuse_value(name, f"a number, got {shown(value)}")
@@ -191,18 +195,6 @@ def _check_field(name: str, value: object) -> None:
         message = f"The field {shown(name)} is not known, so {shown(value)} might change what the adapter computes."
         hint = "Remove it if it does not, as where only the training needed it."
         _unsupported("field_unknown", message, named(name), hint)
-
-
-def _check_module_list(name: str, value: object) -> None:
-    is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
-    if not is_list and not isinstance(value, str | None):
-        _refuse_value(name, f"a string, a list of strings or null, got {shown(value)}")
-
-
-def _check_layers(value: object) -> None:
-    layers = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(layer) is int for layer in layers):
-        _refuse_value("layers_to_transform", f"an integer, a list of them or null, got {shown(value)}")
 
 
 def _check_initialisation(value: object) -> None:

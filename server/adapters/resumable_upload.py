@@ -90,7 +90,7 @@ async def receive_file(request: Request, services: Services, owner: TenantCaller
             disk is full.
     """
     upload = await services.registry.uploads.get(owner.tenant_id, upload_id)
-    file = upload.draft.files.get(name)
+    file = upload.files.get(name)
     if file is None:
         raise NotFoundError("An upload has no such file.", param="file")
     if upload.state != "uploading":
@@ -129,8 +129,9 @@ async def complete(services: Services, owner: TenantCaller, upload: Upload, retr
         raise ConflictError(f"Not everything is here yet: send {gaps}.", code="upload.incomplete", param="files")
     with services.blobs.create() as weights:
         config = await in_thread(gather, services, upload, weights)
-        draft = upload.draft
-        version = VersionDraft(name=draft.name, description=draft.description, activate=draft.activate, config=config)
+        version = VersionDraft(
+            name=upload.name, description=upload.description, activate=upload.activate, config=config
+        )
         try:
             made = await publish(services, owner, version, weights, retry, upload.id)
         except AdapterError as error:
@@ -166,7 +167,7 @@ def _offset(request: Request, file: FileFacts) -> int | None:
 
 def gather(services: Services, upload: Upload, weights: BlobWriter) -> bytes:
     """Copy the weights into `weights` and return the config, if both are what was announced."""
-    staged, files = services.staged, upload.draft.files
+    staged, files = services.staged, upload.files
     config = b"".join(staged.read(upload.id, CONFIG_FILE))
     is_staged = staged.sizes(upload.id)[WEIGHTS_FILE] == files[WEIGHTS_FILE].size
     stored = files[WEIGHTS_FILE].sha256

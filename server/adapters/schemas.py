@@ -363,16 +363,11 @@ def _alias_view(shares: Shares) -> int | dict[str, int]:
 
 def upload_view(upload: Upload, received: Mapping[str, int]) -> UploadView:
     """An upload's body; `received` has the bytes of each file that lie staged."""
-    draft, is_ready = upload.draft, upload.state == "ready"
     files = {}
-    for name, file in draft.files.items():
-        is_here = is_ready or (name == WEIGHTS_FILE and upload.has_weights and received[name] != file.size)
-        files[name] = UploadFileView(
-            size=file.size, sha256=file.sha256, received=file.size if is_here else received[name]
-        )
-    records = {name: getattr(draft if hasattr(draft, name) else upload, name) for name in _OF_UPLOAD}
+    for name, file in upload.files.items():
+        has_it = name == WEIGHTS_FILE and upload.has_weights and received[name] != file.size
+        here = file.size if has_it or upload.state == "ready" else received[name]
+        files[name] = UploadFileView(size=file.size, sha256=file.sha256, received=here)
+    same = {name: getattr(upload, name) for name in UploadView.model_fields if hasattr(upload, name)}
     missing = [name for name, file in files.items() if file.received != file.size]
-    return UploadView.model_validate({**records, "files": files, "missing": missing})
-
-
-_OF_UPLOAD = ("id", "name", "tenant", "description", "activate", "state", "result", "expires_at", "created_at")
+    return UploadView.model_validate({**same, "files": files, "missing": missing})

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
-from zoneinfo import ZoneInfo
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from weft.errors import InvalidRequestError
 from weft.registry.records import (
-    UTC_ZONE,
     Bucket,
     GroupBy,
     LatencyRow,
@@ -28,12 +26,12 @@ from weft.registry.records import (
 from weft.registry.usage.buckets import zone_of
 from weft.registry.usage.latency import LATENCY_GROUPS
 from weft.registry.usage.prices import in_currency
-from weft.registry.usage.query import MAX_ROWS, MAX_TOP, MAX_WANTED, SUMS
-from weft.server.auth.callers import Caller, UsageCaller
+from weft.registry.usage.query import MAX_ROWS, MAX_TOP, SUMS
+from weft.server.auth.callers import UsageCaller
 from weft.server.http.bodies import iso
 from weft.server.services import Services, Wired
 from weft.server.usage import schemas
-from weft.server.usage.span import SpanParams, group_fields, groups_of, usage_scope
+from weft.server.usage.span import SpanParams, group_fields, several, usage_scope
 
 router = APIRouter(tags=["usage"])
 _WIDTH_S = {"1m": 60, "1h": 3600, "1d": 86400}
@@ -51,24 +49,13 @@ _CSV: dict[str, Any] = {"text/csv": {"schema": {"type": "string"}}}
 class RangeParams(SpanParams):
     """Which events, or sums of them, page by page."""
 
-    status: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
+    status: list[Annotated[str, Field(max_length=127)]] = several("statuses")
     """Only requests that ended so: stop, length, aborted, error, interrupted."""
-    service_class: list[ServiceClass] = Field(default_factory=list, max_length=MAX_WANTED)
+    service_class: list[ServiceClass] = several("service_classes")
     """Only interactive requests, or only lines of batches (batch)."""
     after: str | None = None
     limit: int = Field(1000, ge=1, le=MAX_ROWS)
     format: Literal["json", "csv"] = "json"
-
-    def query(self, caller: Caller, now: datetime, zone: ZoneInfo = UTC_ZONE) -> UsageQuery:
-        """The question to the ledger, without bucket and grouping."""
-        asked = super().query(caller, now, zone)
-        return replace(
-            asked,
-            statuses=tuple(self.status),
-            service_classes=tuple(self.service_class),
-            after=self.after,
-            limit=self.limit,
-        )
 
 
 class UsageParams(RangeParams):
@@ -86,16 +73,6 @@ class UsageParams(RangeParams):
     does not count."""
     rank_by: RankBy = "total_tokens"
     """With `top`: groups are ranked by this. Total tokens are prompt plus completion tokens; cost needs prices."""
-
-    def query(self, caller: Caller, now: datetime, zone: ZoneInfo = UTC_ZONE) -> UsageQuery:
-        """The question to the ledger."""
-        return replace(
-            super().query(caller, now, zone),
-            bucket=self.bucket,
-            group_by=groups_of(self.group_by),
-            top=self.top,
-            rank_by=self.rank_by,
-        )
 
 
 class OrganizationUsageParams(BaseModel):
@@ -259,11 +236,7 @@ class LatencyParams(SpanParams):
     bucket: Literal["1h", "1d"] | None = None
     group_by: str = ""
     """Comma-separated: tenant, adapter, version, key."""
-
-    def query(self, caller: Caller, now: datetime, zone: ZoneInfo = UTC_ZONE) -> UsageQuery:
-        """The question to the ledger."""
-        groups = groups_of(self.group_by, LATENCY_GROUPS)
-        return replace(super().query(caller, now, zone), bucket=self.bucket, group_by=groups)
+    groups: ClassVar[Sequence[GroupBy]] = LATENCY_GROUPS
 
 
 @router.get("/v1/usage/latency", response_model=schemas.LatencyList, response_model_exclude_unset=True)

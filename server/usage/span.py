@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, get_args
+from typing import Annotated, Any, ClassVar, get_args
 from zoneinfo import ZoneInfo
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,6 +20,11 @@ GROUPS: tuple[GroupBy, ...] = get_args(GroupBy)
 _SPACED_OFFSET = re.compile(r" (?=\d\d:?\d\d$)")
 
 
+def several(name: str) -> Any:  # noqa: ANN401 - as of pydantic's Field
+    """A filter that may be repeated; `name` is its name in the query."""
+    return Field(default_factory=list, max_length=MAX_WANTED, serialization_alias=name)
+
+
 class SpanParams(BaseModel):
     """A range of time, and filters; the lists may be repeated."""
 
@@ -30,25 +35,27 @@ class SpanParams(BaseModel):
     """ISO-8601 or Unix seconds; 30 days before `end` by default."""
     end: str | None = None
     """End of the range, not included; now by default."""
-    adapter: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
+    adapter: list[Annotated[str, Field(max_length=127)]] = several("adapters")
     """Count requests to this adapter only. `owner/name` also counts those of other tenants to it; an empty text is the
     base. This and the other filters may be repeated."""
-    version: list[Annotated[int, Field(ge=0, lt=1 << 31)]] = Field(default_factory=list, max_length=MAX_WANTED)
-    key: list[Annotated[str, Field(max_length=127)]] = Field(default_factory=list, max_length=MAX_WANTED)
+    version: list[Annotated[int, Field(ge=0, lt=1 << 31)]] = several("versions")
+    key: list[Annotated[str, Field(max_length=127)]] = several("key_ids")
     """Ids of keys."""
+
+    groups: ClassVar[Sequence[GroupBy]] = GROUPS
+    """What `group_by` may name."""
 
     def query(self, caller: Caller, now: datetime, zone: ZoneInfo = UTC_ZONE) -> UsageQuery:
         """The question to the ledger; times that name no offset are of the zone."""
         end = _moment(self.end, "end", zone) if self.end else now + timedelta(seconds=1)
-        return UsageQuery(
-            start=_moment(self.start, "start", zone) if self.start else _days_before(end),
-            end=end,
-            zone=zone,
-            tenant_id=usage_scope(caller, self.tenant),
-            adapters=tuple(self.adapter),
-            versions=tuple(self.version),
-            key_ids=tuple(self.key),
-        )
+        start = _moment(self.start, "start", zone) if self.start else _days_before(end)
+        given = self.model_dump(exclude={"tenant", "start", "end", "tz", "format"}, by_alias=True)
+        asked: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+        }
+        if "group_by" in asked:
+            asked["group_by"] = groups_of(asked["group_by"], self.groups)
+        return UsageQuery(start=start, end=end, zone=zone, tenant_id=usage_scope(caller, self.tenant), **asked)
 
 
 def usage_scope(caller: Caller, tenant: str | None) -> str | None:
@@ -56,7 +63,7 @@ def usage_scope(caller: Caller, tenant: str | None) -> str | None:
     return None if caller.is_admin and tenant is None else caller.tenant_id
 
 
-def groups_of(text: str, known: Sequence[GroupBy] = GROUPS) -> tuple[GroupBy, ...]:
+def groups_of(text: str, known: Sequence[GroupBy]) -> tuple[GroupBy, ...]:
     """The groups that a comma-separated parameter names.
 
     Raises:

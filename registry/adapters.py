@@ -19,7 +19,6 @@ from weft.registry import audit, names
 from weft.registry.audit import ADMIN
 from weft.registry.cache import Transactions
 from weft.registry.db.models import AdapterRow, GrantRow, TenantRow, VersionRow
-from weft.registry.ephemeral import mark
 from weft.registry.records import (
     Adapter,
     AdapterIdentity,
@@ -32,7 +31,7 @@ from weft.registry.records import (
     VersionFacts,
     to_record,
 )
-from weft.registry.removal import CHUNK, remove_versions, unreferenced_blobs
+from weft.registry.removal import CHUNK, mark, remove_versions, unreferenced_blobs
 from weft.registry.uploads import Publication
 
 

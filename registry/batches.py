@@ -86,10 +86,8 @@ class Files(Transactions):
             needed = select(BatchRow.id).where(BatchRow.input_file_id == row.id, BatchRow.status.in_(OPEN))
             user = await session.scalar(needed.limit(1))
             if user is not None:
-                raise ConflictError(
-                    f"The batch {user} has not ended and needs this file: cancel it, or wait for its end.",
-                    code="file.in_use",
-                )
+                message = f"The batch {user} has not ended and needs this file: cancel it, or wait for its end."
+                raise ConflictError(message, code="file.in_use")
             await session.delete(row)
             return row
 
@@ -154,10 +152,8 @@ async def _bytes_left(session: AsyncSession, tenant_id: str, limits: BatchConfig
         raise ForbiddenError(f"The tenant may have {limits.max_files} files; delete one first.", code="quota.files")
     left = limits.max_stored_bytes - int(size)
     if left < needed:
-        raise ForbiddenError(
-            f"The tenant's files may have {limits.max_stored_bytes} bytes together; delete some first.",
-            code="quota.file_bytes",
-        )
+        message = f"The tenant's files may have {limits.max_stored_bytes} bytes together; delete some first."
+        raise ForbiddenError(message, code="quota.file_bytes")
     return left
 
 
@@ -206,10 +202,8 @@ class Batches(Transactions):
                 raise InvalidRequestError("The file must have been made with the purpose batch.", param="input_file_id")
             is_open = (BatchRow.tenant_id == tenant_id, BatchRow.status.in_(OPEN))
             if (await session.scalar(select(func.count()).where(*is_open)) or 0) >= MAX_OPEN:
-                raise ConflictError(
-                    f"A tenant may have {MAX_OPEN} batches open; cancel one, or wait until one ends.",
-                    code="batch.too_many_open",
-                )
+                message = f"A tenant may have {MAX_OPEN} batches open; cancel one, or wait until one ends."
+                raise ConflictError(message, code="batch.too_many_open")
             row = BatchRow(
                 id=f"batch_{to_micros(now):014x}{secrets.token_hex(6)}",
                 tenant_id=tenant_id,

@@ -149,11 +149,11 @@ class Keys(Transactions):
         self,
         tenant: str,
         name: str | None = None,
-        scopes: Sequence[str] = SCOPES,
+        scopes: Sequence[str] | None = None,
         expires_at: datetime | None = None,
         limits: Mapping[str, object] | None = None,
     ) -> tuple[Key, str]:
-        """Make a key for the tenant of this name.
+        """Make a key for the tenant of this name; without scopes it has all.
 
         Returns:
             The key, and its secret, which is stored nowhere.
@@ -166,7 +166,7 @@ class Keys(Transactions):
             owner = await tenant_row(session, tenant)
             row = KeyRow(id=f"key_{secrets.token_hex(12)}", tenant_id=owner.id, created_at=self.clock(), limits={})
             row.name = name and check_text(name, "name", 255)
-            detail = _set(row, self.clock(), scopes, expires_at, limits or None)
+            detail = _set(row, self.clock(), scopes or SCOPES, expires_at, limits or None)
             secret = _new_secret(self.key_ring, row)
             session.add(row)
             await session.flush()

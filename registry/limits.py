@@ -108,9 +108,8 @@ async def check_adapters(session: AsyncSession, tenant_id: str, to_come: int = 0
     """
     limit = await _limit(session, tenant_id, "adapters")
     if limit is not None and await count_adapters(session, tenant_id) + to_come > limit:
-        raise ForbiddenError(
-            f"The tenant may have {limit} adapters; delete one first.", code="quota.adapters", param="name"
-        )
+        message = f"The tenant may have {limit} adapters; delete one first."
+        raise ForbiddenError(message, code="quota.adapters", param="name")
 
 
 async def check_pages(session: AsyncSession, tenant_id: str, pages: int) -> None:
@@ -130,10 +129,8 @@ async def check_pages(session: AsyncSession, tenant_id: str, pages: int) -> None
 
 def no_storage() -> ForbiddenError:
     """The refusal of an upload for which no storage is left."""
-    return ForbiddenError(
-        "The upload would exceed the bytes that the tenant may store; delete versions or uploads first.",
-        code="quota.storage",
-    )
+    message = "The upload would exceed the bytes that the tenant may store; delete versions or uploads first."
+    return ForbiddenError(message, code="quota.storage")
 
 
 async def _limit(session: AsyncSession, tenant_id: str, name: str) -> int | None:

@@ -124,9 +124,8 @@ class Selector:
 
 def model_not_found(text: str) -> NotFoundError:
     """The one error for a model that is unknown, malformed or not for this caller: it does not say which."""
-    return NotFoundError(
-        f"The model `{shown(text)}` does not exist or you may not use it.", code="model_not_found", param="model"
-    )
+    message = f"The model `{shown(text)}` does not exist or you may not use it."
+    return NotFoundError(message, code="model_not_found", param="model")
 
 
 def parse_selector(text: str) -> Selector:

@@ -19,12 +19,12 @@ from weft.registry.cache import Changes, ReadThroughCache
 from weft.registry.db.clock import Clock, utc_now
 from weft.registry.db.database import Database
 from weft.registry.db.models import AuditRow
-from weft.registry.ephemeral import EphemeralVersions
 from weft.registry.grants import Grants
 from weft.registry.keys import KeyRing, Keys, read_pepper
 from weft.registry.limits import Limits
 from weft.registry.names import check_text
 from weft.registry.records import Resolution
+from weft.registry.removal import EphemeralVersions
 from weft.registry.sessions import Sessions
 from weft.registry.tenants import Tenants
 from weft.registry.uploads import Uploads

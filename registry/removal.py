@@ -1,17 +1,27 @@
-"""Removing versions, and what goes with them: content that nothing refers to any more is told to the caller."""
+"""Removing versions, and what goes with them: content that nothing refers to any more is told to the caller.
+
+Ephemeral versions go by themselves: one server has their weights in memory, and they go with it, with their time, or
+with newer ones. Such a version is then like one that was deleted: its number is not given again, its aliases are gone,
+and requests that run with it finish. An alias never falls back to other weights by itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sqlalchemy import ColumnElement, Delete, delete, exists, select
+from sqlalchemy import ColumnElement, Delete, and_, delete, exists, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
-from weft.registry.db.models import AdapterRow, FileRow, GrantRow, VersionRow
-from weft.registry.records import Removed
+from weft.registry import audit
+from weft.registry.cache import Transactions
+from weft.registry.db.models import AdapterRow, AliasRow, FileRow, GrantRow, TenantRow, VersionRow
+from weft.registry.names import no_such
+from weft.registry.records import Ephemeral, Removed
 
 CHUNK = 500
+SERVER = "server"
+"""Actor in the audit log of what time or a restart does."""
 _BLOBS = (VersionRow.weights_sha256, FileRow.sha256)
 """What refers to a blob."""
 
@@ -60,3 +70,80 @@ async def _unreferenced(
         for column in columns:
             rest -= set(await session.scalars(select(column).where(column.in_(chunk))))
     return frozenset(rest)
+
+
+async def mark(session: AsyncSession, version: VersionRow, life: Ephemeral | None, *, is_new: bool) -> Removed:
+    """Note how long a version lives that is being published, and remove older ones that it supersedes.
+
+    A version whose weights are in the blob store stays what it is; an ephemeral one that comes again as a usual upload
+    becomes one of these.
+    """
+    if life is None:
+        version.held_by = version.expires_at = None
+        return Removed()
+    if is_new or version.held_by is not None:
+        version.held_by, version.expires_at = life.server, life.expires_at
+    await session.flush()
+    if life.keep is None:
+        return Removed()
+    is_meant = exists().where(AliasRow.adapter_id == VersionRow.adapter_id, AliasRow.version == VersionRow.version)
+    others = and_(
+        VersionRow.adapter_id == version.adapter_id,
+        VersionRow.held_by.is_not(None),
+        VersionRow.version != version.version,
+        ~is_meant,
+    )
+    newest_first = select(VersionRow.version).where(others).order_by(VersionRow.version.desc())
+    old = list(await session.scalars(newest_first.offset(life.keep - 1)))
+    if not old:
+        return Removed()
+    return await remove_versions(
+        session, and_(VersionRow.adapter_id == version.adapter_id, VersionRow.version.in_(old))
+    )
+
+
+class EphemeralVersions(Transactions):
+    """The part of the registry that withdraws ephemeral versions."""
+
+    async def expire(self) -> Removed:
+        """Withdraw those of all servers whose time is over."""
+        return await self._withdraw("adapter.expire", VersionRow.expires_at <= self.clock())
+
+    async def lose(self, server: str) -> Removed:
+        """Withdraw those of a server that has just started, so that its memory is empty."""
+        return await self._withdraw("adapter.lose", VersionRow.held_by == server)
+
+    async def unload(self, tenant_id: str, name: str, actor: str) -> Removed:
+        """Withdraw all ephemeral versions of a tenant's adapter.
+
+        Raises:
+            NotFoundError: The tenant has no adapter of this name with such versions.
+        """
+        own = select(AdapterRow.id).where(AdapterRow.tenant_id == tenant_id, AdapterRow.name == name)
+        doomed = and_(VersionRow.adapter_id.in_(own), VersionRow.held_by.is_not(None))
+        if not await self.database.rows(select(VersionRow.version).where(doomed).limit(1)):
+            raise no_such("adapter", name)
+        return await self._withdraw("adapter.unload", doomed, actor)
+
+    async def weights(self, server: str) -> frozenset[str]:
+        """Blobs (64 hex digits) of the versions that this server has in memory."""
+        rows = await self.database.rows(select(VersionRow.weights_sha256).where(VersionRow.held_by == server))
+        return frozenset(weights for (weights,) in rows)
+
+    async def _withdraw(self, action: str, doomed: ColumnElement[bool], actor: str = SERVER) -> Removed:
+        statement = (
+            select(TenantRow.name, AdapterRow.name, VersionRow.version)
+            .join(AdapterRow, AdapterRow.id == VersionRow.adapter_id)
+            .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
+            .where(doomed)
+            .order_by(VersionRow.version)
+        )
+        if not await self.database.rows(statement.limit(1)):  # the usual case takes no lock
+            return Removed()
+        async with self._change(self.resolved) as session:
+            gone: dict[tuple[str, str], list[int]] = {}
+            for tenant, name, version in await session.execute(statement):
+                gone.setdefault((tenant, name), []).append(version)
+            for (tenant, name), versions in gone.items():
+                audit.add(session, self.clock(), actor, action, tenant=tenant, target=name, versions=versions)
+            return await remove_versions(session, doomed)

@@ -78,10 +78,8 @@ async def find_answer(session: AsyncSession, tenant_id: str, retry: Retry, now: 
     if row is None or row.created_at <= now - KEPT:
         return None
     if row.body_digest != retry.body_digest:
-        raise InvalidRequestError(
-            "This Idempotency-Key was used for another request; choose a new key for a new request.",
-            code="idempotency.key_reused",
-        )
+        message = "This Idempotency-Key was used for another request; choose a new key for a new request."
+        raise InvalidRequestError(message, code="idempotency.key_reused")
     return Answer(status=row.status, body=row.response)
 
 
@@ -300,9 +298,8 @@ async def _check_open(session: AsyncSession, tenant_id: str, now: datetime) -> N
         UploadRow.tenant_id == tenant_id, UploadRow.state == UPLOADING, UploadRow.expires_at > now
     )
     if len((await session.scalars(own.limit(MAX_OPEN))).all()) == MAX_OPEN:
-        raise ConflictError(
-            f"A tenant may have {MAX_OPEN} uploads open; complete or delete one.", code="upload.too_many_open"
-        )
+        message = f"A tenant may have {MAX_OPEN} uploads open; complete or delete one."
+        raise ConflictError(message, code="upload.too_many_open")
 
 
 async def _row(session: AsyncSession, tenant_id: str, upload_id: str, now: datetime) -> UploadRow:

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.errors import NotFoundError
 from weft.server import errors
-from weft.server.adapters import push_routes as routes_push
+from weft.server.adapters import push as routes_push
 from weft.server.adapters import routes as routes_adapters
 from weft.server.auth import browser as routes_session
 from weft.server.auth.middleware import AuthMiddleware

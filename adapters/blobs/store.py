@@ -67,10 +67,8 @@ def open_blobs(registry: RegistryConfig, data_dir: Path) -> BlobStore:
     try:
         from weft.adapters.blobs.s3 import S3Blobs
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            "registry.blob_url names S3, for which obstore is missing: pip install 'weft[s3]'.",
-            param="registry.blob_url",
-        ) from error
+        message = "registry.blob_url names S3, for which obstore is missing: pip install 'weft[s3]'."
+        raise ConfigError(message, param="registry.blob_url") from error
     return S3Blobs(
         *registry.s3_place, cache=folder, cache_bytes=int(registry.blob_cache_gib * GIB), allow_http=may_lack_tls()
     )

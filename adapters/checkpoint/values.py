@@ -58,9 +58,8 @@ def _scan_tensor(file: BufferedReader, tensor: TensorEntry, window: memoryview) 
     for done in range(0, tensor.end - tensor.start, WINDOW_BYTES):
         piece = window[: min(WINDOW_BYTES, tensor.end - tensor.start - done)]
         if file.readinto(piece) != len(piece):  # fewer only at the end of the file
-            raise AdapterFormatError(
-                f"The file ends inside {tensor.name}.", code="weights.truncated", hint="Upload it again."
-            )
+            message = f"The file ends inside {tensor.name}."
+            raise AdapterFormatError(message, code="weights.truncated", hint="Upload it again.")
         largest = max(largest, _check_window(tensor, piece, done))
     return largest
 

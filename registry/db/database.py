@@ -70,10 +70,8 @@ class Database:
             revisions = await _upgrade(engine)
         except DBAPIError as error:
             await engine.dispose()
-            raise ConfigError(
-                f"registry.database_url names a database that cannot be used: {_reason(error)}",
-                param="registry.database_url",
-            ) from error
+            message = f"registry.database_url names a database that cannot be used: {_reason(error)}"
+            raise ConfigError(message, param="registry.database_url") from error
         except BaseException:
             await engine.dispose()
             raise
@@ -221,9 +219,8 @@ def _own_errors() -> Iterator[None]:
         yield
     except DBAPIError as error:
         if sqlite.is_full(error) or postgres.is_full(error):
-            raise CapacityError(
-                "The disk that holds the database is full; free some space.", code="storage.full"
-            ) from error
+            message = "The disk that holds the database is full; free some space."
+            raise CapacityError(message, code="storage.full") from error
         if not isinstance(error, OperationalError | InterfaceError | InternalError):
             raise
         raise unavailable() from error

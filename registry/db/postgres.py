@@ -30,9 +30,8 @@ def open_postgres(url: URL) -> AsyncEngine:
     try:
         from weft.registry.db.postgres_connection import BoundedConnection
     except ImportError as error:
-        raise ConfigError(
-            "PostgreSQL needs its driver: pip install 'weft[postgres]'", param="registry.database_url"
-        ) from error
+        message = "PostgreSQL needs its driver: pip install 'weft[postgres]'"
+        raise ConfigError(message, param="registry.database_url") from error
     settings = {
         "lock_timeout": LOCK_MS,
         "statement_timeout": STATEMENT_MS,

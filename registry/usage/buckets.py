@@ -32,9 +32,8 @@ def zone_of(name: str) -> ZoneInfo:
     try:
         return ZoneInfo(check_text(name, "tz", 64))
     except (KeyError, ValueError, OSError) as error:  # unknown, no relative path, a folder of zones
-        raise InvalidRequestError(
-            "tz must be the IANA name of a time zone, such as Europe/Berlin.", param="tz"
-        ) from error
+        message = "tz must be the IANA name of a time zone, such as Europe/Berlin."
+        raise InvalidRequestError(message, param="tz") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,9 +239,8 @@ class UsageLedger:
         async with turn(self._moving):
             # The events of a file that stays are in the database, and would be inserted again after the delete.
             if self._journal.closed:
-                raise CapacityError(
-                    "The usage journal cannot be emptied now; free some space.", code="storage.unavailable"
-                )
+                message = "The usage journal cannot be emptied now; free some space."
+                raise CapacityError(message, code="storage.unavailable")
             async with self._database.write() as session:
                 return await usage.erase_keys(session, key_ids, self._clock())
 

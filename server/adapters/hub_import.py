@@ -37,9 +37,8 @@ def reader_of(source: str) -> Reader:
         return partial(_from_hub, *found.groups())
     if found := _S3.fullmatch(source):
         return partial(_from_s3, found[1], (found[2] or "").strip("/"))
-    raise InvalidRequestError(
-        "source must be hf://organization/repository[@revision] or s3://bucket/prefix.", param="source"
-    )
+    message = "source must be hf://organization/repository[@revision] or s3://bucket/prefix."
+    raise InvalidRequestError(message, param="source")
 
 
 async def fetch(read: Reader, weights: BlobWriter, limit: int) -> bytes:
@@ -77,9 +76,8 @@ async def _from_hub(repository: str, revision: str | None, file: str) -> AsyncIt
     from huggingface_hub.errors import HFValidationError
 
     if constants.HF_HUB_OFFLINE:
-        raise InvalidRequestError(
-            "The server runs with HF_HUB_OFFLINE, so it cannot import from a hub.", param="source"
-        )
+        message = "The server runs with HF_HUB_OFFLINE, so it cannot import from a hub."
+        raise InvalidRequestError(message, param="source")
     token = get_token()
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:

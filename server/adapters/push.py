@@ -1,4 +1,4 @@
-"""How trainers publish: the bytes of a version in one request, or a folder of this machine, as vLLM takes it.
+"""Routes for trainers: the bytes of a version in one request, or a folder of this machine, as vLLM takes it.
 
 Both are validated as any upload is. An ephemeral version's weights stay in memory, and go to the engine's host memory
 before the answer does.
@@ -14,80 +14,99 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, Any, BinaryIO
 
-from starlette.requests import Request
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import PlainTextResponse
 
 from weft.adapters.blobs.local import PIECE_BYTES, BlobWriter, open_below
 from weft.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
 from weft.errors import ForbiddenError, InvalidRequestError, PayloadTooLargeError
 from weft.registry.records import CONFIG_FILE, WEIGHTS_FILE, Ephemeral
-from weft.registry.uploads import Answer
 from weft.server.adapters.publish import VersionDraft, checked_name, publish, room_for_upload, write_body
-from weft.server.auth.callers import TenantCaller
+from weft.server.adapters.routes import PUBLISHES
+from weft.server.adapters.schemas import LoadBody, UnloadBody
+from weft.server.adapters.upload_guards import answered
+from weft.server.auth.callers import TenantCaller, TenantWriter
 from weft.server.garbage import remove_unreferenced
 from weft.server.http.body import content_length
-from weft.server.services import Services
+from weft.server.http.json_body import json_body
+from weft.server.http.openapi import error_answer, takes, takes_bytes
+from weft.server.services import Services, Wired
 from weft.server.threads import in_thread
 
 CONFIG_HEADER = "x-weft-adapter-config"
 MAX_TTL_S = 30 * 24 * 3600
 
 
-def life_of(services: Services, *, ephemeral: bool, keep: int | None, ttl_s: int | None) -> Ephemeral | None:
-    """How long a pushed version lives; None for one that goes to the store.
+router = APIRouter(tags=["adapters"])
+NOT_SERVED: dict[int | str, dict[str, Any]] = {422: error_answer(422, "/v1/adapters")}
 
-    Raises:
-        InvalidRequestError: `keep` or `ttl_s` of a version that is not ephemeral.
+
+@router.put(
+    "/v1/adapters/{name}/versions:push",
+    openapi_extra=takes_bytes(CONFIG_HEADER, "adapter_config.json in base64; a push without it is refused."),
+    **{**PUBLISHES, "responses": {**PUBLISHES["responses"], **NOT_SERVED}},
+)
+async def push_version(  # noqa: PLR0913 - one parameter per option
+    name: str,
+    request: Request,
+    services: Wired,
+    caller: TenantWriter,
+    ephemeral: bool = False,
+    keep: Annotated[int | None, Query(ge=1, le=1000)] = None,
+    ttl_s: Annotated[int | None, Query(ge=1, le=MAX_TTL_S)] = None,
+    activate: bool = True,
+) -> Response:
+    """Publish a version from adapter_model.safetensors as the body.
+
+    With `ephemeral=true` its weights stay in this server's memory: it goes with the server, after `ttl_s` seconds, or
+    when `keep` newer ones are there. Requests that run with it finish.
     """
+    config, life = _config_of(request), None
     if ephemeral:
         ends = None if ttl_s is None else services.now() + timedelta(seconds=ttl_s)
-        return Ephemeral(server=services.server_name, keep=keep, expires_at=ends)
-    if keep is not None or ttl_s is not None:
+        life = Ephemeral(server=services.server_name, keep=keep, expires_at=ends)
+    elif keep is not None or ttl_s is not None:
         raise InvalidRequestError("keep and ttl_s are for ephemeral=true.", param="ephemeral")
-    return None
-
-
-async def receive_push(
-    request: Request, services: Services, owner: TenantCaller, name: str, life: Ephemeral | None, activate: bool
-) -> Answer:
-    """Take the weights from the body and the config from a header, and publish them.
-
-    Raises:
-        WeftError: Whatever is wrong with it; nothing of it stays.
-    """
-    config = _config_of(request)
     draft = VersionDraft(name=checked_name(services, name), description=None, activate=activate, config=config)
-    with services.drain.cancelling(), services.intake.stream(owner.tenant_id):
-        async with room_for_upload(request, services, owner.tenant_id) as limit:
+    with services.drain.cancelling(), services.intake.stream(caller.tenant_id):
+        async with room_for_upload(request, services, caller.tenant_id) as limit:
             create = services.blobs.create
             if life is not None:
-                create = await _room_in_memory(services, owner, content_length(request) or limit)
+                create = await _room_in_memory(services, caller, content_length(request) or limit)
             with create() as weights:
                 await write_body(request, services, limit, weights.write)
                 if life is not None:
                     weights.prepare()  # before anybody reads it
-                return await publish(services, owner, draft, weights, life=life)
+                return answered(await publish(services, caller, draft, weights, life=life))
 
 
-async def load_folder(services: Services, owner: TenantCaller, name: str, folder: str) -> None:
-    """Publish what PEFT saved to a folder below `adapter.load_roots`, as the one ephemeral version that stays.
-
-    Raises:
-        ForbiddenError: The folder is not below one of `adapter.load_roots`; code adapter.path_forbidden.
-        InvalidRequestError: There is no adapter.
-        WeftError: As for an upload.
-    """
-    limit = services.config.server.max_upload_bytes
-    name = checked_name(services, name)
-    with services.drain.cancelling(), services.intake.stream(owner.tenant_id):
-        create = await _room_in_memory(services, owner, limit)
+@router.post(
+    "/v1/load_lora_adapter", openapi_extra=takes(LoadBody), response_class=PlainTextResponse, responses=NOT_SERVED
+)
+async def load_lora_adapter(request: Request, services: Wired, caller: TenantWriter) -> Response:
+    """Publish an adapter from a folder of the server's machine as an ephemeral version, as vLLM loads it."""
+    limit, roots = services.config.server.max_upload_bytes, services.config.adapter.roots
+    body = await json_body(request, LoadBody, services.config.server.max_body_bytes, services.pace)
+    name, life = checked_name(services, body.lora_name), Ephemeral(server=services.server_name, keep=1)
+    with services.drain.cancelling(), services.intake.stream(caller.tenant_id):
+        create = await _room_in_memory(services, caller, limit)
         with create() as weights:
-            config = await in_thread(_read_folder, services.config.adapter.roots, folder, weights, limit)
+            config = await in_thread(_read_folder, roots, body.lora_path, weights, limit)
             weights.prepare()
             draft = VersionDraft(name=name, description=None, activate=True, config=config)
-            life = Ephemeral(server=services.server_name, keep=1)
-            await publish(services, owner, draft, weights, life=life)
+            await publish(services, caller, draft, weights, life=life)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter", openapi_extra=takes(UnloadBody), response_class=PlainTextResponse)
+async def unload_lora_adapter(request: Request, services: Wired, caller: TenantWriter) -> Response:
+    """Withdraw all ephemeral versions of an adapter; requests that run with them finish."""
+    body = await json_body(request, UnloadBody, services.config.server.max_body_bytes, services.pace)
+    removed = await services.registry.ephemeral.unload(caller.tenant_id, body.lora_name, caller.actor)
+    await remove_unreferenced(services, removed)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 async def _room_in_memory(services: Services, owner: TenantCaller, num_bytes: int) -> Callable[[], BlobWriter]:
@@ -107,9 +126,8 @@ def _config_of(request: Request) -> bytes:
     given = request.headers.getlist(CONFIG_HEADER)
     try:
         if len(given) != 1:
-            raise InvalidRequestError(
-                f"Send adapter_config.json, in base64, in one header {CONFIG_HEADER}.", param=CONFIG_HEADER
-            )
+            message = f"Send adapter_config.json, in base64, in one header {CONFIG_HEADER}."
+            raise InvalidRequestError(message, param=CONFIG_HEADER)
         return base64.b64decode(given[0].encode(), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:
         raise InvalidRequestError(f"{CONFIG_HEADER} must be base64.", param=CONFIG_HEADER) from error

@@ -115,12 +115,7 @@ async def update_adapter(name: str, request: Request, services: Wired, caller: T
     async with services.pin_lock:
         await _check_pin(services, caller, name, body)
         adapter = await services.registry.adapters.update_adapter(
-            caller.tenant_id,
-            name,
-            description=body.description,
-            pinned=body.pinned,
-            aliases=body.aliases,
-            actor=caller.actor,
+            caller.tenant_id, name, **body.model_dump(), actor=caller.actor
         )
     await sync_pins(services)
     return schemas.adapter_view(

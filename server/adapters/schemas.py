@@ -182,9 +182,8 @@ def _targets(value: object) -> list[str]:
         return []
     if isinstance(value, list) and value and all(isinstance(name, str) and name in MODULE_NAMES for name in value):
         return value
-    raise InvalidRequestError(
-        f'target_modules must be "{ALL_LINEAR}" or a list of {", ".join(MODULE_NAMES)}.', param="ranks"
-    )
+    message = f'target_modules must be "{ALL_LINEAR}" or a list of {", ".join(MODULE_NAMES)}.'
+    raise InvalidRequestError(message, param="ranks")
 
 
 _TARGETS_SCHEMA = {
@@ -213,9 +212,8 @@ class AdapterFitBody(Body):
     @model_validator(mode="after")
     def _asks_for_something(self) -> AdapterFitBody:
         if not self.adapters and not self.ranks:
-            raise InvalidRequestError(
-                "Give adapters by name, or ranks you plan.", param="adapters", code="missing_required_parameter"
-            )
+            message = "Give adapters by name, or ranks you plan."
+            raise InvalidRequestError(message, param="adapters", code="missing_required_parameter")
         return self
 
 
@@ -231,9 +229,8 @@ def _meaning(value: object) -> dict[int, int] | int | None:
         return value
     if isinstance(value, dict) and all(_VERSION.fullmatch(key) and type(value[key]) is int for key in value):
         return {int(version): weight for version, weight in value.items()}
-    raise InvalidRequestError(
-        'An alias means a version, such as 2, or versions by weight, such as {"2": 90, "3": 10}.', param="aliases"
-    )
+    message = 'An alias means a version, such as 2, or versions by weight, such as {"2": 90, "3": 10}.'
+    raise InvalidRequestError(message, param="aliases")
 
 
 _VERSION = re.compile(r"[1-9][0-9]{0,8}")

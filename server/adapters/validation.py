@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import json
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +25,7 @@ from weft.adapters.checkpoint.reader import check_weights
 from weft.adapters.checkpoint.safetensors_header import header_bytes
 from weft.adapters.lora.layout import adapter_pages
 from weft.adapters.ref import LoraSpec, content_digest
+from weft.config import environment
 from weft.engine.status import EngineReady
 from weft.errors import (
     AdapterError,
@@ -31,7 +37,6 @@ from weft.errors import (
     PayloadTooLargeError,
 )
 from weft.registry.records import VersionFacts
-from weft.server.adapters.validation_process import KeptProcesses
 
 CHILDREN = 2
 """Uploads that are validated at once."""
@@ -42,6 +47,9 @@ WALL_FACTOR = 4
 PAGES_CACHED = 4096
 USUAL_HEADER_BYTES = 1 << 16
 """Bytes that are read of a weights file first; a longer header takes a second read."""
+MAX_ANSWER_BYTES = 1 << 24
+_HIDDEN_FROM_CHILD = ("WEFT_", "AWS_", "PG")
+"""Prefixes of variables that hold secrets, or may."""
 KeyT = TypeVar("KeyT")
 
 
@@ -151,3 +159,53 @@ def _remember(cache: dict[KeyT, int], key: KeyT, pages: int) -> None:
     cache[key] = pages
     if len(cache) > PAGES_CACHED:
         del cache[next(iter(cache))]
+
+
+class KeptProcesses:
+    """Processes that fork a child for each job; as many as there were jobs at once. Thread: the event loop's."""
+
+    def __init__(self) -> None:
+        self._idle: list[Process] = []
+
+    async def run(self, job: dict[str, Any], wall_s: float) -> bytes | None:
+        """The answer of a fork; None where it failed or took longer than `wall_s` seconds."""
+        self._idle = [process for process in self._idle if process.returncode is None]
+        process = self._idle.pop() if self._idle else await _start()
+        answer = b""
+        try:
+            if process.stdin is None or process.stdout is None:
+                raise ValueError("a kept process has pipes")
+            with contextlib.suppress(TimeoutError, OSError, ValueError):
+                process.stdin.write(json.dumps(job).encode() + b"\n")
+                async with asyncio.timeout(wall_s):
+                    answer = await process.stdout.readline()
+        finally:
+            if answer:
+                self._idle.append(process)
+            else:  # it died, or its child still runs
+                await _end(process)
+        return answer.strip() or None
+
+    async def close(self) -> None:
+        """End them."""
+        while self._idle:
+            await _end(self._idle.pop())
+
+
+async def _start() -> Process:
+    env = {name: value for name, value in environment().items() if not name.startswith(_HIDDEN_FROM_CHILD)}
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "weft.server.adapters.validation_worker"),
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=DEVNULL,
+        env={**env, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        start_new_session=True,
+        limit=MAX_ANSWER_BYTES,
+    )
+
+
+async def _end(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()

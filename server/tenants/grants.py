@@ -64,7 +64,6 @@ async def _tenant_id(services: Services, caller: TenantCaller, named: str) -> st
     if named.startswith("ten_"):
         return named
     if not caller.is_admin:
-        raise NotFoundError(
-            "Name the other tenant by its id (ten_...), which its keys see in GET /v1/me.", param="tenant"
-        )
+        message = "Name the other tenant by its id (ten_...), which its keys see in GET /v1/me."
+        raise NotFoundError(message, param="tenant")
     return (await services.registry.tenants.get_tenant(named)).id

@@ -8,7 +8,6 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 
 from weft.registry.names import MAX_INTEGER
-from weft.registry.records import SCOPES
 from weft.server.auth.callers import Admin, AnyCaller
 from weft.server.garbage import remove_unreferenced
 from weft.server.http.bodies import HeldView, NamedView
@@ -68,9 +67,7 @@ async def delete_tenant(name: str, services: Wired, _: Admin) -> Response:
 async def create_key(name: str, request: Request, services: Wired, _: Admin) -> schemas.NewKeyView:
     """Make a key. The secret is shown this once."""
     body = await json_body(request, schemas.KeyBody, services.config.server.max_body_bytes, services.pace)
-    key, secret = await services.registry.keys.create_key(
-        name, body.name, body.scopes or SCOPES, body.expires_at, body.limits
-    )
+    key, secret = await services.registry.keys.create_key(name, **body.model_dump())
     return schemas.NewKeyView(**schemas.KeyView.model_validate(key).model_dump(), key=secret)
 
 
@@ -86,11 +83,7 @@ async def list_keys(name: str, services: Wired, _: Admin) -> schemas.KeyList:
 async def update_key(key_id: str, request: Request, services: Wired, _: Admin) -> schemas.KeyView:
     """Change a key's name, limits, scopes or end; the secret stays, and the change is in force at once."""
     body = await json_body(request, schemas.KeyPatchBody, services.config.server.max_body_bytes, services.pace)
-    return schemas.KeyView.model_validate(
-        await services.registry.keys.update_key(
-            key_id, name=body.name, limits=body.limits, scopes=body.scopes, expires_at=body.expires_at
-        )
-    )
+    return schemas.KeyView.model_validate(await services.registry.keys.update_key(key_id, **body.model_dump()))
 
 
 @router.post("/v1/keys/{key_id}/rotate", status_code=201, openapi_extra=takes(schemas.RotateBody))

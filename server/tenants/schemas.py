@@ -133,9 +133,8 @@ class KeyFields(Body):
         try:
             _ = self.expires_at and self.expires_at.astimezone(UTC)
         except OverflowError as error:
-            raise InvalidRequestError(
-                "expires_at must lie before the year 10000 in UTC.", param="expires_at"
-            ) from error
+            message = "expires_at must lie before the year 10000 in UTC."
+            raise InvalidRequestError(message, param="expires_at") from error
         return self
 
 

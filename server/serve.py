@@ -41,6 +41,7 @@ from weft.server.logs import configure_logs
 from weft.server.pins import sync_pins
 from weft.server.services import Services, base_names
 from weft.server.status.metrics import Metrics
+from weft.server.tools.formats import check_format_name
 from weft.server.usage.price_file import read_prices
 
 log = structlog.get_logger("weft.server")
@@ -60,6 +61,7 @@ def serve(config: Config, announce: Announce) -> int:
     """
     configure_logs()
     check_start(config)
+    check_format_name(config.model.tool_format)
     _leave_out_torch()
     loop_factory = uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:

@@ -284,7 +284,7 @@ def _choices(
                 beam=beam,
                 grammar=prompt.grammar,
             )
-            shown_ids = prompt.answer.format.shown_ids if prompt.answer is not None else NONE_SHOWN
+            shown_ids = prompt.answer.shown_ids if prompt.answer is not None else NONE_SHOWN
             text = TextStream(origin.services.tokenizer, params, prompt.token_ids, shown_ids)
             choices.append(Choice(index=index, prompt_index=prompt_index, prompt=prompt, request=request, text=text))
     return choices

@@ -37,8 +37,8 @@ class AnswerFormat:
     """Strings for the grammar: `open`, `close`, and `then` for what stands between reasoning and answer."""
     calls: Mapping[str, Any] | None
     """Strings for the grammar, see the rows. None: the format has no calls, or is known by its template alone."""
-    shown_ids: Mapping[int, str]
-    """Special tokens that the template must see in the text, by id."""
+    special_tokens: Mapping[int, str]
+    """Those of the tokenizer that end no answer, by id."""
 
     @property
     def has_calls(self) -> bool:
@@ -50,17 +50,29 @@ class AnswerFormat:
         """Whether an answer may hold reasoning."""
         return any(name in self.template["fields"] for name in REASONING_FIELDS)
 
-    def compiled(self, *, with_calls: bool) -> Any:  # noqa: ANN401 - of a module without types
-        """The template for transformers' parser; without calls, what looks like one is text."""
-        return _compiled(self, with_calls)
+    @property
+    def call_head(self) -> str:
+        """What stands before the name of the first function, or the mark of calls; empty where that is not known."""
+        strings = self.calls or {"each": ""}
+        return str(strings.get("trigger") or strings.get("before", "") + strings["each"].split("{name}")[0])
 
+    @lru_cache(maxsize=64)  # noqa: B019 - formats are as few as bases
+    def compiled(self, *, with_calls: bool) -> tuple[Any, Mapping[int, str]]:
+        """The template for transformers' parser, and the special tokens that it must see in the text, by id.
 
-@lru_cache(maxsize=64)
-def _compiled(answer: AnswerFormat, with_calls: bool) -> Any:  # noqa: ANN401
-    from transformers.utils.chat_parsing.response_templates import load_response_template
+        Without calls, what looks like one is text.
+        """
+        from transformers.utils.chat_parsing.response_templates import load_response_template
 
-    fields = {name: field for name, field in answer.template["fields"].items() if with_calls or name != CALLS_FIELD}
-    return load_response_template({**answer.template, "fields": fields})
+        own = self.template["fields"].items()
+        fields = {name: field for name, field in own if with_calls or name != CALLS_FIELD}
+        marks = json.dumps([fields, with_calls and self.calls], ensure_ascii=False)
+        shown = {
+            token_id: text
+            for token_id, text in self.special_tokens.items()
+            if _quoted(text) in marks or _quoted(re.escape(text)) in marks
+        }
+        return load_response_template({**self.template, "fields": fields}), shown
 
 
 @cache
@@ -80,6 +92,17 @@ def matching_rows(chat_template: str) -> list[str]:
     return sorted(found, key=lambda name: (rows()[name].get("rank", 0), name))
 
 
+def check_format_name(named: str | None) -> None:
+    """Refuse a setting `model.tool_format` that names no row.
+
+    Raises:
+        ConfigError: It does.
+    """
+    if named is not None and named not in rows():
+        message = f"model.tool_format must be one of {', '.join(rows())}, got {named}."
+        raise ConfigError(message, param="model.tool_format")
+
+
 @lru_cache(maxsize=8)
 def format_of(tokenizer: Tokenizer, named: str | None = None) -> AnswerFormat | None:
     """The format of a base; None where nothing is known of it.
@@ -87,22 +110,13 @@ def format_of(tokenizer: Tokenizer, named: str | None = None) -> AnswerFormat | 
     Args:
         tokenizer: Of the base.
         named: The setting `model.tool_format`.
-
-    Raises:
-        ConfigError: The setting names no row.
     """
-    if named is not None and named not in rows():
-        raise ConfigError(
-            f"model.tool_format must be one of {', '.join(rows())}, got {named}.", param="model.tool_format"
-        )
     name = named or next(iter(matching_rows(tokenizer.chat_template)), None)
     own = tokenizer.response_template
     if named is not None or own is None:
         return None if name is None else _made(name, rows()[name], tokenizer)
     row = rows().get(name or "", {})
-    of_rows = ("head", "left")  # made for the row's own template
-    calls = {key: value for key, value in row.get("calls", {}).items() if key not in of_rows}
-    return _made("response_template", {**row, "response_template": own, "calls": calls or None}, tokenizer)
+    return _made("response_template", {**row, "response_template": own}, tokenizer)
 
 
 def _made(name: str, row: Mapping[str, Any], tokenizer: Tokenizer) -> AnswerFormat:
@@ -110,13 +124,11 @@ def _made(name: str, row: Mapping[str, Any], tokenizer: Tokenizer) -> AnswerForm
     if reasoning is not None and reasoning["open"] not in tokenizer.chat_template:
         fields = {key: field for key, field in template["fields"].items() if key not in REASONING_FIELDS}
         template, reasoning = {**template, "fields": fields}, None
-    wanted = json.dumps([template, reasoning, row.get("calls")], ensure_ascii=False)
-    shown = {
-        token_id: text
-        for text, token_id in tokenizer.special_tokens.items()
-        if token_id not in tokenizer.eos_token_ids and (_quoted(text) in wanted or _quoted(re.escape(text)) in wanted)
-    }
-    return AnswerFormat(name=name, template=template, reasoning=reasoning, calls=row.get("calls"), shown_ids=shown)
+    special = tokenizer.special_tokens.items()
+    special_tokens = {token_id: text for text, token_id in special if token_id not in tokenizer.eos_token_ids}
+    return AnswerFormat(
+        name=name, template=template, reasoning=reasoning, calls=row.get("calls"), special_tokens=special_tokens
+    )
 
 
 def _quoted(text: str) -> str:

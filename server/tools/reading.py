@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import InvalidRequestError
@@ -20,8 +18,6 @@ if TYPE_CHECKING:
     from weft.server.tools.formats import AnswerFormat
     from weft.server.tools.schemas import Tool
 
-MAX_HEAD = 1024
-"""Characters of a call before its arguments begin."""
 MAX_HELD = 64
 """White space that waits for what follows."""
 _ID_LETTERS = string.ascii_letters + string.digits
@@ -66,6 +62,11 @@ class AnswerPlan:
         if (self.format.calls or {}).get("style", "xml") == "xml":
             self.typed_tools.extend(map(typed_tool, self.tools))
 
+    @property
+    def shown_ids(self) -> Mapping[int, str]:
+        """Special tokens that must stand in the text to be read, by id."""
+        return self.format.compiled(with_calls=bool(self.tools))[1]
+
     def reader(self) -> AnswerReader:
         """A reader for one choice."""
         return AnswerReader(self)
@@ -77,19 +78,17 @@ def plan_answer(answer: AnswerFormat, tools: Sequence[Tool], rendered: str, *, s
     Raises:
         InvalidRequestError: The prompt has begun a call, which nobody can go on with.
     """
-    prefix = answer.compiled(with_calls=bool(tools)).truncate_past_last_anchor(rendered)
+    template, _ = answer.compiled(with_calls=bool(tools))
+    prefix = template.truncate_past_last_anchor(rendered)
     # Without its anchor the template would take the history for a part of the answer.
     prefix = "" if len(prefix) == len(rendered) else prefix
-    plan = AnswerPlan(format=answer, tools=tools, prefix=prefix, shows_reasoning=shows_reasoning)
-    try:
-        if not plan.reader().is_calling:
-            return plan
-    except (ValueError, KeyError, RecursionError):
-        pass  # a call of which the parser can make nothing
-    raise InvalidRequestError(
-        "The last message ends in the middle of a call, or holds a broken one. Leave the call to the model.",
-        param="messages",
-    )
+    reader = AnswerPlan(format=answer, tools=tools, prefix=prefix).reader()
+    if reader.has_begun_call:
+        raise InvalidRequestError(
+            "The last message ends in the middle of a call. Leave the call to the model.", param="messages"
+        )
+    prefix = prefix.removesuffix(reader.pending)  # no start of a mark: the answer begins after it
+    return AnswerPlan(format=answer, tools=tools, prefix=prefix, shows_reasoning=shows_reasoning)
 
 
 def joined_calls(pieces: Sequence[CallPiece]) -> tuple[CallPiece, ...]:
@@ -116,30 +115,20 @@ class AnswerReader:
 
         self._plan = plan
         self._names = {tool.function.name for tool in plan.tools}
-        template = plan.format.compiled(with_calls=bool(plan.tools))
+        template, _ = plan.format.compiled(with_calls=bool(plan.tools))
         self._parser = AnswerParser(template, prefix=plan.prefix, tools=plan.typed_tools)
-        self._strings = plan.format.calls or {}
-        head = self._strings.get("head")
-        self._head = None if head is None or not plan.tools else re.compile(head)
         self._region: str | None = None
-        self._mark = self._body = ""
-        """What opened the call, and its text."""
-        self._arguments: _JsonText | None = None
-        """Those that are being read: the parser does not see them, so no mark ends them."""
-        self._has_name = False
-        """Whether the open call was handed out."""
+        self._is_streamed = False
+        """Whether the text of the open call is its arguments."""
         self._has_text = {"content": False, "reasoning": False}
-        self._has_marker = self._has_failed = self._is_broken = False
+        self._has_marker = self._is_broken = False
         self._reset()
         for event in self._parser.initial_events:
             self._take(event)
-        self._reset()
-        # The parser gives this out later, if it is no mark.
-        self._num_known = len(self._parser.text_from(self._parser.place))
+        self._reset()  # what was read, but not where it led to
 
     def _reset(self) -> None:
-        """Forget what was read, but not where it led to."""
-        self.num_calls = self._num_known = 0
+        self.num_calls = 0
         self._held = {"content": "", "reasoning": ""}  # white space, part of the text only if more text follows
         self._now = Reading()
 
@@ -161,9 +150,15 @@ class AnswerReader:
         return self._region in (None, "content")
 
     @property
-    def is_calling(self) -> bool:
-        """Whether the text is in the middle of a call."""
-        return self._region == CALLS_FIELD
+    def pending(self) -> str:
+        """The end of the text where it may be the start of a mark."""
+        return self._parser.pending
+
+    @property
+    def has_begun_call(self) -> bool:
+        """Whether the text is in the middle of a call, or of what stands before its arguments."""
+        head = self._plan.format.call_head if self._plan.tools else ""
+        return self._region == CALLS_FIELD or bool(head and head in self.pending)
 
     def read(self, text: str, ends: Sequence[int]) -> tuple[Reading, int]:
         """Take the text of some tokens.
@@ -179,35 +174,11 @@ class AnswerReader:
         num_reasoning = start = 0
         for end in [*ends[:-1], len(text)]:
             was_reasoning = self.is_reasoning
-            self._push(text[start:end])
+            for event in self._parser.feed(text[start:end]):
+                self._take(event)
             num_reasoning += bool(ends) and (was_reasoning or self.is_reasoning)
             start = max(start, end)
         return self._now, num_reasoning
-
-    def _push(self, text: str) -> None:
-        while text and not self._has_failed:
-            if self._arguments is not None:
-                text = self._add_arguments(self._arguments, text)
-            elif text[0] == "{" and self._begins_arguments():
-                self._arguments = _JsonText()
-            else:  # up to a brace, which may begin arguments
-                end = text.find("{", 1) if self._head is not None else -1
-                piece, text = (text[:end], text[end:]) if end > 0 else (text, "")
-                self._follow(partial(self._parser.feed, piece))
-        if text:
-            self._text("content", text)
-
-    def _follow(self, step: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
-        """Let the parser go on; where it cannot, all from the open call on is content."""
-        start = self._parser.opened_at if self.is_calling else self._parser.place
-        try:
-            events = step()
-        except (ValueError, KeyError, RecursionError):
-            self._has_failed, self._region = True, None
-            self._text("content", self._parser.text_from(start)[self._num_known :])
-        else:
-            for event in events:
-                self._take(event)
 
     def close(self, reading: Reading, *, is_cut: bool) -> bool:
         """Add the rest, when no more text comes; returns whether a call was cut, or its arguments are no JSON.
@@ -219,10 +190,10 @@ class AnswerReader:
         self._now = reading
         # Of tags the parser takes what is there.
         is_cut = is_cut or self._plan.format.template["fields"].get(CALLS_FIELD, {}).get("content") == "xml-inline"
-        if self._arguments is not None or (is_cut and self.is_calling):
+        if is_cut and self.has_begun_call:
             return True
-        if not self._has_failed:
-            self._follow(lambda: self._parser.finalize()[1])
+        for event in self._parser.rest():
+            self._take(event)
         if not self.num_calls:
             self._now.content += self._held["content"]
         return self._is_broken
@@ -231,22 +202,20 @@ class AnswerReader:
         kind, name = event["type"], event["field"]
         if kind == "region_open":
             self._region = name
-            if name == CALLS_FIELD or name in REASONING_FIELDS:
-                self._has_marker, self._num_known = True, 0
-            if name == CALLS_FIELD:
-                self._mark, self._body, self._has_name = event["mark"], "", False
+            self._has_marker = self._has_marker or name == CALLS_FIELD or name in REASONING_FIELDS
+            self._is_streamed = event.get("name") in self._names
+            if self._is_streamed:
+                self._add(event["name"])
         elif kind == "region_close":
             self._region = None
             if name == CALLS_FIELD:
-                self._close_call(event["value"])
+                self._close_call(event["value"], event["raw"])
             elif name in REASONING_FIELDS:
                 self._held["reasoning"] = ""
-        elif name == CALLS_FIELD:
-            self._body += event["text"]
-        else:
-            text, known = event["text"], self._num_known
-            self._num_known = max(known - len(text), 0)
-            self._text("reasoning" if name in REASONING_FIELDS else "content", text[known:])
+        elif name != CALLS_FIELD:
+            self._text("reasoning" if name in REASONING_FIELDS else "content", event["text"])
+        elif self._is_streamed:
+            self._now.calls.append(CallPiece(index=self.num_calls - 1, arguments=event["text"]))
 
     def _text(self, kind: str, text: str) -> None:
         text = self._held[kind] + text
@@ -257,83 +226,20 @@ class AnswerReader:
         self._has_text[kind] = self._has_text[kind] or bool(shown)
         setattr(self._now, kind, getattr(self._now, kind) + shown)
 
-    def _begins_arguments(self) -> bool:
-        """Whether a brace that comes now begins the arguments of a call; its name is handed out then."""
-        if self._head is None or not self.is_calling or self._has_name or len(self._body) > MAX_HEAD:
-            return False
-        head = self._head.match(self._body + "{")
-        self._has_name = head is not None and head.end() == len(self._body) and head["name"] in self._names
-        if head is not None and self._has_name:
-            self._add(head["name"])
-        return self._has_name
-
-    def _add_arguments(self, arguments: _JsonText, text: str) -> str:
-        """Hand out what of a text are arguments; returns what follows them."""
-        piece = arguments.take(text)
-        self._now.calls.append(CallPiece(index=self.num_calls - 1, arguments=piece))
-        if not arguments.depth:
-            self._arguments = None
-            self._is_broken = self._is_broken or not arguments.is_valid
-        return text[len(piece) :]
-
-    def _close_call(self, value: object) -> None:
-        if self._has_name:
+    def _close_call(self, value: object, raw: str) -> None:
+        if self._is_streamed:
+            self._is_broken = self._is_broken or value is None
             return
-        calls = _calls(value) if self._is_whole() else None
+        calls = _calls(value)
         if calls is None or any(name not in self._names for name, _ in calls):
-            self._text("content", (self._mark + self._body).strip())
+            self._text("content", raw.strip())
             return
         for name, arguments in calls:
             self._add(name, arguments)
 
-    def _is_whole(self) -> bool:
-        """Whether tags leave nothing of the call but its end."""
-        if "left" not in self._strings:
-            return True
-        tag = self._plan.format.template["fields"][CALLS_FIELD]["content_args"]["tag_pattern"]
-        return bool(re.sub(tag, "", self._body, flags=re.DOTALL).strip() == self._strings["left"])
-
     def _add(self, name: str, arguments: str = "") -> None:
         self._now.calls.append(CallPiece(index=self.num_calls, id=_call_id(self._plan), name=name, arguments=arguments))
         self.num_calls += 1
-
-
-class _JsonText:
-    """A JSON object or list, which comes in pieces."""
-
-    def __init__(self) -> None:
-        self._pieces: list[str] = []
-        self.depth = 0
-        """Brackets that are open; 0 at the end."""
-        self._is_string = self._is_escaped = False
-
-    def take(self, text: str) -> str:
-        """What of a text is a part of it."""
-        end = len(text)
-        for place, letter in enumerate(text):
-            if self._is_escaped:
-                self._is_escaped = False
-            elif letter == '"':
-                self._is_string = not self._is_string
-            elif self._is_string:
-                self._is_escaped = letter == "\\"
-            elif letter in "{[":
-                self.depth += 1
-            elif letter in "}]":
-                self.depth -= 1
-                if not self.depth:
-                    end = place + 1
-                    break
-        self._pieces.append(text[:end])
-        return text[:end]
-
-    @property
-    def is_valid(self) -> bool:
-        try:
-            json.loads("".join(self._pieces))
-        except (ValueError, RecursionError):
-            return False
-        return True
 
 
 def _call_id(plan: AnswerPlan) -> str:

@@ -111,6 +111,7 @@ except ConfigError as error:
         ("model", "path", "./no/such/folder", "no folder './no/such/folder'"),
         ("model", "max_model_len", 4096, "at most the model's 1024 positions, got 4096"),
         ("model", "device", "cuda", "no CUDA device"),
+        ("model", "tool_format", "hermez", "must be one of gemma4, harmony, hermes, "),
         ("memory", "gib", 4096, "are free"),
         ("memory", "gib", 1e-6, "are the least"),
     ],

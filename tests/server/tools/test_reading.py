@@ -69,7 +69,7 @@ ROWS = [
         "hermes",
         '<tool_call>\n{"name": "drop_table", "arguments": {}}\n</tool_call>',
         [],
-        '{"name": "drop_table", "arguments": {}}',
+        '<tool_call>\n{"name": "drop_table", "arguments": {}}\n</tool_call>',
     ),
     Row("qwen_xml", XML_ADD, [ADD]),
     Row("qwen_xml", f"Look:\n\n{XML_ODD}\n{XML_ADD}", [ODD, ADD], "Look:"),
@@ -93,8 +93,8 @@ ROWS = [
     Row("phi4_mini", "import functools[0]", content="import functools[0]"),
     Row("olmo3", '<function_calls>where_is(item="lamp")\nping()</function_calls>', [LAMP, PING]),
     Row("olmo3", "<function_calls>add(a=1, b=2.5, tags=['x', {'y': None}], exact=True)</function_calls>", [ADD]),
-    Row("olmo3", "<function_calls>add(1)</function_calls>", content="add(1)"),
-    Row("olmo3", "<function_calls>add(**{})</function_calls>", content="add(**{})"),
+    Row("olmo3", "<function_calls>add(1)</function_calls>", content="<function_calls>add(1)</function_calls>"),
+    Row("olmo3", "<function_calls>add(**{})</function_calls>", content="<function_calls>add(**{})</function_calls>"),
     Row(
         "lfm2",
         '<|tool_call_start|>[add(a=1, b=2.5, tags=["x", {"y": null}], exact=true)]<|tool_call_end|>Wait.',
@@ -177,10 +177,10 @@ def test_a_call_that_is_cut_is_given_as_far_as_it_came(name: str, text: str, cal
     ("name", "text", "is_cut"),
     [
         ("hermes", hermes(LAMP)[:57], True),
-        ("hermes", hermes(LAMP)[: -len("\n</tool_call>")], False),
         ("llama3", '{"name": "ping", "parameters": {"a": ', True),
         ("qwen_xml", "<tool_call>\n<function=where_is>\n<parameter=item>\nlam", True),
         ("qwen_xml", XML_ADD[: -len("\n</function>\n</tool_call>")], True),
+        ("qwen_xml", "<tool_call>\n<function=ping>\n</tool_call>", True),
         ("harmony", HARMONY_CALL[:-3], True),
         ("harmony", HARMONY_CALL, False),
     ],
@@ -202,17 +202,43 @@ def test_text_that_breaks_the_format_stays_content() -> None:
 
 
 DEEP = "[" * 3000
+XML_TAGS: tuple[str, Any] = (
+    "add",
+    {"a": 1, "tags": ["</parameter></tool_call>", "<parameter=a>\n</function>\n</tool_call>"]},
+)
+XML_MARK = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
+    f"<parameter=tags>\n{dumps(XML_TAGS[1]['tags'])}\n</parameter>\n</function>\n</tool_call>"
+)
 MARK: tuple[str, Any] = ("where_is", {"item": "</tool_call> <think> [TOOL_CALLS] <|call|>"})
 
 
+GEMMA_MARK = '<|tool_call>call:where_is{item:<|"|>}<tool_call|> " {<|"|>}<tool_call|>'
+
+
 @pytest.mark.parametrize(
-    "text", [hermes(MARK, LAMP), hermes(MARK, LAMP).replace("<tool_call>\n", "<tool_call>"), hermes(MARK, LAMP)[:-12]]
+    ("name", "text", "calls"),
+    [
+        ("hermes", hermes(MARK, LAMP), [MARK, LAMP]),
+        ("hermes", hermes(MARK, LAMP).replace("<tool_call>\n", "<tool_call>"), [MARK, LAMP]),
+        ("mistral", f"[TOOL_CALLS]where_is[ARGS]{dumps(MARK[1])}[TOOL_CALLS]ping[ARGS]{{}}", [MARK, PING]),
+        ("gemma4", f"{GEMMA_MARK}{GEMMA_ADD}", [("where_is", {"item": '}<tool_call|> " {'}), ADD]),
+        ("qwen_xml", XML_MARK, [XML_TAGS]),
+    ],
 )
-def test_a_mark_within_arguments_ends_nothing(text: str) -> None:
-    row = Row("hermes", text)
-    assert shown(read(row)) == ("", "", [MARK, LAMP])
+def test_a_mark_within_arguments_ends_nothing(name: str, text: str, calls: list[tuple[str, Any]]) -> None:
+    assert shown(read(Row(name, text))) == ("", "", calls)
     for size in (1, 2, 3, 7):
-        assert shown(read(row, *range(size, len(text), size))) == ("", "", [MARK, LAMP])
+        assert shown(read(Row(name, text), *range(size, len(text), size))) == ("", "", calls)
+
+
+def test_after_a_call_may_come_a_call_or_text() -> None:
+    both = '{"name": "ping", "parameters": {}}; {"name": "where_is", "parameters": {"item": "lamp"}}'
+    for text, content in ((both, ""), (f'{both}\n{{"name": "drop"}}', '{"name": "drop"}'), (f"{both} Bye", "Bye")):
+        for cuts in ((), range(1, len(text))):
+            assert shown(read(Row("llama3", text), *cuts)) == (content, "", [PING, LAMP])
+    other = f'{both[:34]} {{"name": "drop", "parameters": {{}}}}'
+    assert shown(read(Row("llama3", other), *range(1, len(other)))) == (other[35:], "", [PING])
 
 
 @pytest.mark.parametrize(
@@ -235,13 +261,7 @@ def test_a_call_whose_arguments_are_no_json_counts_as_cut(name: str, text: str, 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("qwen_xml", "<tool_call>\n<function=where_is>\n<parameter=item>\nhalf"),
-        ("qwen_xml", "<tool_call>\n<function=ping>"),
-        (
-            "qwen_xml",
-            "<tool_call>\n<function=where_is>\n<parameter=item>\n<parameter=item>\na\n</parameter>\n</function>",
-        ),
-        ("qwen_xml", f"<tool_call>\n<function=add>\n<parameter=tags>{DEEP}</parameter>\n</function>"),
+        ("qwen_xml", f"<tool_call>\n<function=add>\n<parameter=tags>\n{DEEP}\n</parameter>\n</function>\n</tool_call>"),
         ("mistral_v3", f"[TOOL_CALLS]{DEEP}"),
         ("phi4_mini", f"functools{DEEP}"),
         ("gemma4", f"<|tool_call>call:add{{tags:{DEEP}}}"),
@@ -251,24 +271,14 @@ def test_a_call_whose_arguments_are_no_json_counts_as_cut(name: str, text: str, 
 )
 def test_what_is_no_whole_call_stays_content_as_it_was_written(name: str, text: str) -> None:
     for cuts in ((), range(1, len(text), 97), range(1, min(len(text), 60))):
-        reading = read(Row(name, text + ("</tool_call>" if name == "qwen_xml" else "")), *cuts)
-        assert (reading.content.removesuffix("</tool_call>"), reading.calls) == (text.removesuffix("</tool_call>"), [])
-
-
-def test_a_closing_mark_in_a_tag_makes_no_call() -> None:
-    text = (
-        "<tool_call>\n<function=where_is>\n<parameter=item>\na </tool_call> b\n</parameter>\n</function>\n</tool_call>"
-    )
-    reading = read(Row("qwen_xml", text))
-    assert reading.calls == []
-    assert reading.content.startswith("<tool_call>\n<function=where_is>\n<parameter=item>\na")
-    assert reading.content.endswith("b\n</parameter>\n</function>\n</tool_call>")
+        reading = read(Row(name, text), *cuts)
+        assert (reading.content, reading.calls) == (text, [])
 
 
 @pytest.mark.parametrize("value", ['{"function": "ping"}', "[5]", '{"name": "ping", "arguments": 5}', "null"])
 def test_json_that_is_no_call_is_content(value: str) -> None:
     reading = read(Row("mistral_v3", f"[TOOL_CALLS]{value}"))
-    assert (reading.content, reading.calls) == (value, [])
+    assert (reading.content, reading.calls) == (f"[TOOL_CALLS]{value}", [])
 
 
 @pytest.mark.parametrize(
@@ -277,15 +287,16 @@ def test_json_that_is_no_call_is_content(value: str) -> None:
         (f"{hermes(LAMP)}\n", hermes(PING), ""),
         ("Look: \n", "here", "here"),
         ("a <tool", "s> b", "s> b"),
-        ("a <tool", "_call>no</tool_call>", "no"),
+        ("a <tool", "_call>no</tool_call>", "_call>no</tool_call>"),
         (f"{hermes(('drop', {}))} and <", f" 3{hermes(PING)}", " 3"),
     ],
 )
 def test_what_the_prompt_has_begun_is_not_read_again(prefix: str, text: str, content: str) -> None:
-    row = Row("hermes", text, prefix=prefix)
+    anchor = family("hermes").template["start_anchor"][0]
+    plan = plan_answer(family("hermes"), TOOLS, f"Hi {anchor}{prefix}", shows_reasoning=True)
     calls = [PING] if "ping" in text else []
     for cuts in ((), range(1, len(text))):
-        assert shown(read(row, *cuts)) == (content, "", calls)
+        assert shown(read(Row("hermes", text, prefix=plan.prefix), *cuts)) == (content, "", calls)
 
 
 @pytest.mark.parametrize(
@@ -293,12 +304,13 @@ def test_what_the_prompt_has_begun_is_not_read_again(prefix: str, text: str, con
     [
         ("hermes", '<tool_call>\n{"name": '),
         ("hermes", '<tool_call>\n{"name": "ping", "arguments": {'),
-        ("gemma4", "<|tool_call>call:add{a:}<tool_call|>"),
         ("gemma4", "<|tool_call>call:add{a:"),
+        ("llama3", '{"name": "pi'),
     ],
 )
 def test_a_prompt_that_ends_within_a_call_is_refused(name: str, begun: str) -> None:
-    anchor = family(name).template["start_anchor"][0]
+    anchors = family(name).template["start_anchor"]
+    anchor = anchors if isinstance(anchors, str) else anchors[0]
     with pytest.raises(InvalidRequestError, match="middle of a call") as refusal:
         plan_answer(family(name), TOOLS, f"Hi {anchor}{begun}", shows_reasoning=True)
     assert refusal.value.param == "messages"
@@ -329,7 +341,7 @@ def test_a_call_that_does_not_begin_is_given_up(name: str, opening: str, filler:
     text = opening + filler * 2000 + 'ping", "arguments": {}}'
     reading = read(Row(name, text), *range(50, len(text), 50))
     assert reading.calls == []
-    assert reading.content.strip() == text.removeprefix("<tool_call>" if name == "hermes" else "").strip()
+    assert reading.content.strip() == text.strip()
 
 
 def test_without_tools_a_call_is_text() -> None:

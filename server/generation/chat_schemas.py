@@ -232,9 +232,9 @@ class ChatBody(GenerationBody, ToolsBody):
     @model_validator(mode="after")
     def _only_offered_tools_are_chosen(self) -> ChatBody:
         choice, names = self.tool_choice, {tool.function.name for tool in self.tools}
-        if self.has_grammar and self.offered:
-            message = f"tools cannot be used with {self.grammar_param} yet. Send tool_choice none, or no tools."
-            raise UnsupportedParameterError(message, param=self.grammar_param)
+        if self.has_own_grammar and self.offered:
+            message = "structured_outputs.grammar cannot be used with tools. Send json, regex or choice, or no tools."
+            raise UnsupportedParameterError(message, param="structured_outputs")
         for name in ("use_beam_search", "ignore_eos"):
             if self.offered and getattr(self, name):
                 message = f"{name} cannot be used with tools. Send tool_choice none, or no tools."

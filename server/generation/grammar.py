@@ -15,7 +15,6 @@ from urllib.parse import unquote
 from weft.engine.request import Grammar
 from weft.errors import InvalidRequestError
 from weft.server.grammar_check import grammar_checker
-from weft.server.tools.reading import AnswerPlan
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
@@ -88,33 +87,6 @@ def checked_grammar(lark: str, param: str, folder: Path, tenant: str = "") -> Gr
         message = f"No answer can be held to {param}: {_reason(problem)}."
         raise InvalidRequestError(message, param=param, code=_code(lark))
     return grammar
-
-
-def after_reasoning(lark: str, plan: AnswerPlan | None) -> str:
-    """A grammar of ours that begins after the model's reasoning, which stays free.
-
-    Args:
-        lark: Begins with the rule `start`, and has no other rule of that name.
-        plan: How the model writes its answer; None is as plain text.
-    """
-    tags = plan.format.reasoning if plan is not None else None
-    if plan is None or tags is None:
-        return lark
-    opened, closed = (plan.prefix.rfind(tags[name]) for name in ("open", "close"))
-    if closed > opened:
-        return lark
-    close = _text_or_token(tags["close"], plan)
-    thought = f"/(.|\\n)*/ {close[0]}" if close[1] else f"thought\nthought[suffix={close[0]}]: /(.|\\n)*/"
-    begin = "" if opened >= 0 else _text_or_token(tags["open"], plan)[0]
-    whole = "reasoning answer" if opened >= 0 else "(reasoning)? answer"
-    answer = lark.replace("start:", "answer:", 1)
-    return f"start: {whole}\nreasoning: {begin} body /\\n{{0,2}}/\nbody: {thought}\n{answer}"
-
-
-def _text_or_token(tag: str, plan: AnswerPlan) -> tuple[str, bool]:
-    """A tag inside a grammar, and whether it is a special token, which no text is."""
-    token_id = next((token_id for token_id, text in plan.format.shown_ids.items() if text == tag), None)
-    return (json.dumps(tag), False) if token_id is None else (f"<[{token_id}]>", True)
 
 
 def _expression(schema: object, param: str, options: dict[str, Any]) -> str:

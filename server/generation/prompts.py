@@ -9,7 +9,7 @@ from weft.engine.request import Grammar
 from weft.engine.sampling_params import SamplingParams
 from weft.errors import ContextLengthError, InvalidRequestError
 from weft.server.generation.chat_schemas import ChatBody, Message
-from weft.server.generation.grammar import after_reasoning, checked_grammar, json_rule
+from weft.server.generation.grammar import checked_grammar, json_rule
 from weft.server.generation.schemas import CompletionBody, GenerationBody
 from weft.server.generation.vllm_fields import bad_word_tokens
 from weft.server.tools.call_grammar import CallGrammar
@@ -97,15 +97,13 @@ def _chat(body: ChatBody, services: Services, tenant: str) -> tuple[Prompt, Samp
     rendered = rendered_chat(body, services)
     token_ids = services.tokenizer.encode(rendered, add_special_tokens=body.add_special_tokens)
     prompt = _truncated(Prompt(token_ids=token_ids), body.truncate_prompt_tokens, body.token_limit or 1, services)
+    lark, param = body.grammar_rule(), body.grammar_param
     if answer is not None:
         begun = rendered if any(body.template_options.values()) else ""
         plan = plan_answer(answer, body.offered, begun, shows_reasoning=body.include_reasoning)
-        held = _grammar(_calls(body, plan, services), "tools", services, tenant)
-        prompt = replace(prompt, answer=plan, grammar=held)
-    if (lark := body.grammar_rule()) is not None:
-        if body.structured_outputs is None or body.structured_outputs.grammar is None:
-            lark = after_reasoning(lark, prompt.answer)
-        prompt = replace(prompt, grammar=_grammar(lark, body.grammar_param, services, tenant))
+        prompt = replace(prompt, answer=plan)
+        lark, param = _held_answer(body, plan, lark, services), "tools" if plan.tools else param
+    prompt = replace(prompt, grammar=_grammar(lark, param, services, tenant))
     room = services.ready.max_model_len - len(prompt.token_ids)
     limit = body.token_limit or max(room, 1)
     if body.may_fill_context:
@@ -139,28 +137,33 @@ def _answer_format(body: ChatBody, services: Services) -> AnswerFormat | None:
     return answer if answer and (body.shown_tools or answer.has_reasoning) else None
 
 
-def _calls(body: ChatBody, plan: AnswerPlan, services: Services) -> str | None:
-    """What the answers are held to; None where nothing may be called.
+def _held_answer(body: ChatBody, plan: AnswerPlan, lark: str | None, services: Services) -> str | None:
+    """The grammar of reasoning, then calls or an answer that `lark` allows; None where all is free.
 
     Raises:
         InvalidRequestError: A tool's parameters are no schema that answers can be held to.
     """
-    if not plan.tools:
-        return None
     choice = body.tool_choice or ToolChoice(mode="auto")
-    if plan.format.calls is None:
-        is_held = choice.mode == "required" or not body.parallel_tool_calls
+    if plan.tools and plan.format.calls is None:
+        is_held = choice.mode == "required" or not body.parallel_tool_calls or lark is not None
         if is_held or any(tool.function.strict for tool in plan.tools):
             raise InvalidRequestError(
                 "Weft can read this model's calls, but not hold it to them: its response_template is its own. Send "
-                "tool_choice auto and no strict, or name its format by the setting model.tool_format.",
+                "tool_choice auto, no strict and no response_format, or name its format by the setting "
+                "model.tool_format.",
                 code="tools_not_supported_by_model",
                 param="tools",
             )
         return None
+    if body.has_own_grammar or (lark is None and not plan.tools):
+        return lark
     writer = CallGrammar(format=plan.format, special_tokens=services.tokenizer.grammar_tokens, json_rule=json_rule)
     return writer.lark(
-        tools=plan.tools, choice=choice, is_parallel=body.parallel_tool_calls, thinks=plan.reader().thinks
+        tools=plan.tools,
+        choice=choice,
+        is_parallel=body.parallel_tool_calls,
+        thinks=plan.reader().thinks,
+        answer=lark,
     )
 
 

@@ -120,6 +120,11 @@ class GrammarFields(Body):
         return self.structured_outputs is not None or not is_text
 
     @property
+    def has_own_grammar(self) -> bool:
+        """Whether the grammar is the client's, and holds the whole output."""
+        return self.structured_outputs is not None and self.structured_outputs.grammar is not None
+
+    @property
     def grammar_param(self) -> str:
         """The field that asks for it."""
         return "structured_outputs" if self.structured_outputs is not None else "response_format"

@@ -49,7 +49,7 @@ class CallGrammar:
             choice: Whether it must be.
             is_parallel: Whether one answer may hold several calls.
             thinks: Whether the prompt has begun the reasoning; None where the model may begin it.
-            answer: An expression for an answer without calls; None for any text.
+            answer: A grammar for an answer without calls, which begins with `start:`; None for any text.
         """
         self._rules = {"TEXT": f"/{ANY_TEXT}/"}
         opening = (self.format.reasoning or {}).get("open", "")
@@ -81,7 +81,7 @@ class CallGrammar:
         """An answer without calls."""
         opening = self._literal((self.format.calls or {}).get("text", ""))
         if answer is not None:
-            self._rules["answer"] = answer
+            self._rules["answer"] = answer.removeprefix("start:")
             return f"{opening} answer"
         self._rules["FREE"] = f"/{_not_starting(not_first)}/"
         return f"{opening} FREE"

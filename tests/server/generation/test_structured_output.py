@@ -19,7 +19,7 @@ from weft.engine.grammar.matcher import GrammarTokens
 from weft.engine.request import Grammar
 from weft.engine.text.tokenizer import Tokenizer
 from weft.errors import CapacityError, InvalidRequestError
-from weft.server.generation.grammar import after_reasoning, checked_grammar, json_rule
+from weft.server.generation.grammar import checked_grammar, json_rule
 from weft.server.grammar_check import TOO_COMPLEX, GrammarChecker, grammar_checker
 
 pytestmark = pytest.mark.anyio
@@ -132,12 +132,13 @@ async def test_null_of_an_old_field_passes(acme: Client) -> None:
     assert (await chat(acme, guided_json=None, structured_outputs=None, response_format=None)).status_code == 200
 
 
-async def test_tools_and_a_schema_are_refused_together_unless_no_tool_may_be_called(api: Api, acme: Client) -> None:
+async def test_a_grammar_of_the_clients_own_is_refused_with_tools(api: Api, acme: Client) -> None:
     use_tokenizer(api, tokenizer_with())
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    assert (await chat(acme, tools=tools, response_format=NAMED)).json()["error"]["param"] == "response_format"
-    answer = await chat(acme, tools=tools, response_format=NAMED, tool_choice="none")
-    assert answer.status_code == 200, answer.text
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    asked = {"tools": tools, "structured_outputs": {"grammar": 'start: "a"'}}
+    error = (await chat(acme, **asked)).json()["error"]
+    assert (error["param"], "cannot be used with tools" in error["message"]) == ("structured_outputs", True)
+    assert (await chat(acme, **asked, tool_choice="none")).status_code == 200
 
 
 @pytest.mark.parametrize("is_opened", [False, True])
@@ -150,10 +151,6 @@ async def test_reasoning_stays_free_before_an_answer_that_is_held(api: Api, acme
     assert takes(request.grammar, ("" if is_opened else "<think>") + thought + '{"intent": "hours"}')
     assert takes(request.grammar, '{"intent": "hours"}') != is_opened
     assert not takes(request.grammar, thought + '{"intent": "x"}')
-
-
-def test_a_grammar_is_the_same_where_nothing_comes_before_the_answer() -> None:
-    assert after_reasoning('start: "a"', None) == 'start: "a"'
 
 
 def deep(count: int) -> dict[str, Any]:

@@ -7,10 +7,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from llguidance import LLMatcher
 
 from api_server import BASE, Api, Client
 from fake_engine import demo_tokenizer
-from tool_models import tokenizer_with, use_tokenizer
+from tool_models import family_llguidance, tokenizer_with, use_tokenizer
 from weft.engine.request import RequestOutput
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.text.text_stream import TextStream
@@ -196,6 +197,39 @@ async def test_the_engine_is_told_what_the_answer_is_held_to(hermes: Api, acme: 
     assert hermes.engine.requests[-1].grammar is None
 
 
+SCHEMA = {"type": "object", "properties": {"aisle": {"type": "integer"}}, "required": ["aisle"]}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}},
+        {"structured_outputs": {"choice": ['{"aisle": 3}', "none"]}},
+        {"structured_outputs": {"regex": r"\{.aisle.: 3\}"}},
+    ],
+    ids=["response_format", "choice", "regex"],
+)
+async def test_with_tools_an_answer_is_a_call_or_text_that_is_held(
+    hermes: Api, acme: Client, fields: dict[str, Any]
+) -> None:
+    hermes.engine.write = lambda _: '{"aisle": 3}'
+    for choice in ("auto", "required", "none"):
+        answer = await chat(acme, tool_choice=choice, **fields)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"] == '{"aisle": 3}'
+        grammar = hermes.engine.requests[-1].grammar
+        assert grammar is not None
+        texts = (CALL, '{"aisle": 3}', '<think>Hm, {</think>{"aisle": 3}', f"Well. {CALL}", '{"aisle": "x"}')
+        held = [choice != "none", choice != "required", choice != "required", False, False]
+        assert [takes(hermes, grammar.text, text) for text in texts] == held
+
+
+def takes(api: Api, grammar: str, text: str) -> bool:
+    matcher = LLMatcher(family_llguidance("hermes"), grammar)
+    tokens = api.services.tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
 async def test_what_cannot_be_held_to_is_refused_by_its_place(hermes: Api, acme: Client) -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "string", "propertyNames": {}}}}
     odd = {"type": "function", "function": {"name": "odd", "parameters": parameters}}
@@ -240,6 +274,22 @@ async def test_special_tokens_of_the_format_reach_the_reader(api: Api, acme: Cli
     assert delta.text == "Hi [TOOL_CALLS]where_is[ARGS]{}"
     answer = await chat(acme)
     assert answer.status_code == 200, answer.text
+
+
+async def test_special_tokens_show_only_where_they_are_read(
+    api: Api, acme: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    special = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "[INST]", "[/INST]")
+    tokenizer = tokenizer_with(f"{{{{ messages[0].content }}}}{{# {' '.join(special)} #}}", special)
+    use_tokenizer(api, tokenizer)
+    monkeypatch.setattr("fake_engine.demo_tokenizer", lambda: tokenizer)
+    api.engine.write = lambda _: '[THINK]Hm.[/THINK]I [/INST]say [TOOL_CALLS]where_is[ARGS]{"item": "lamp"}'
+    plain: list[dict[str, Any]] = [{"tools": []}, {"tool_choice": "none"}]
+    for fields in plain:
+        message = (await chat(acme, **fields)).json()["choices"][0]["message"]
+        assert (message["content"], message["reasoning"]) == ('I say where_is{"item": "lamp"}', "Hm.")
+    message = (await chat(acme)).json()["choices"][0]["message"]
+    assert (message["content"], message["tool_calls"][0]["function"]["name"]) == ("I say", "where_is")
 
 
 async def test_chats_with_tools_are_prepared_off_the_event_loop(

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from weft.server.tools.formats import AnswerFormat
-from weft.server.tools.parameters import ANY_TEXT, ArgumentGrammar, JsonRule
+from weft.server.tools.parameters import ANY_TEXT, ArgumentGrammar, JsonRule, escaped, without
 from weft.server.tools.schemas import Tool, ToolChoice
 
 
@@ -83,7 +83,7 @@ class CallGrammar:
         if answer is not None:
             self._rules["answer"] = answer.removeprefix("start:")
             return f"{opening} answer"
-        self._rules["FREE"] = f"/{_not_starting(not_first)}/"
+        self._rules["FREE"] = _not_starting(not_first)
         return f"{opening} FREE"
 
     def _beginnings(self, tools: Sequence[Tool]) -> list[str]:
@@ -121,27 +121,27 @@ class CallGrammar:
         trigger = strings.get("trigger")
         if choice.mode == "required" or trigger is None or not is_free:
             return [f"{self._literal(begin)} call {more} {after}"]
-        self._rules["BEFORE"] = f"/{_not_starting(not_first)}/"
+        self._rules["BEFORE"] = _not_starting(not_first)
         self._until("trigger", "BEFORE", trigger)
         return [f"trigger {self._literal(begin.removeprefix(trigger))} call {more} {after}"]
 
     def _arguments(self, tool: Tool, index: int, *, is_strict: bool) -> str:
-        """A rule for the arguments of a tool; returns its name."""
+        """An expression for the arguments of a tool."""
         strings, param = self.format.calls or {}, f"tools.{index}.function.parameters"
-        notation = ArgumentGrammar(strings, self._rules, self.json_rule, self._literal)
-        schema = tool.function.parameters or {}
-        if is_strict and schema:
-            schema = {"type": "object", **schema}
+        schema: dict[str, Any] = {}
+        if is_strict and tool.function.parameters:
+            schema = {"type": "object", **tool.function.parameters}
             if schema.get("properties"):
                 schema.setdefault("additionalProperties", False)
-            rule = self.json_rule(schema, param)  # with all checks, whatever the notation
-            if strings["style"] != "json":
-                return notation.arguments(f"args_{index}", schema, schema, param)
-            self._rules[f"args_{index}"] = rule
-            return f"args_{index}"
+        rule = self.json_rule(schema or {"type": "object"}, param)  # with all checks, whatever the notation
         if strings["style"] != "json":
-            return notation.any_arguments()
-        self._rules["any_args"] = self.json_rule({"type": "object"}, param)
+            notation = ArgumentGrammar(
+                strings=strings, rules=self._rules, json_rule=self.json_rule, literal=self._literal
+            )
+            return notation.arguments(f"args_{index}", schema, schema, param)
+        if schema:
+            return rule
+        self._rules["any_args"] = rule
         return "any_args"
 
     def _literal(self, text: str) -> str:
@@ -173,20 +173,6 @@ def quoted(text: str) -> str:
 
 
 def _not_starting(words: Iterable[str]) -> str:
-    """A regex for all texts that start with none of the words."""
-    by_first: dict[str, list[str]] = {}
-    for word in words:
-        if word:
-            by_first.setdefault(word[0], []).append(word[1:])
-    if not by_first:
-        return ANY_TEXT
-    letters = "".join(map(_in_class, by_first))
-    others = [f"{_in_regex(letter)}{_not_starting(rests)}" for letter, rests in by_first.items() if "" not in rests]
-    return f"({'|'.join([f'[^{letters}]{ANY_TEXT}', *others])})?"
-
-
-def _in_class(letter: str) -> str:
-    return letter if letter.isalnum() else f"\\x{ord(letter):02x}" if ord(letter) < 128 else letter
-
-
-_in_regex = _in_class
+    """A rule for all texts that start with none of the words."""
+    words = [escaped(word) for word in words if word]
+    return without(f"({'|'.join(words)})") if words else f"/{ANY_TEXT}/"

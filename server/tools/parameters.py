@@ -9,6 +9,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import InvalidRequestError
@@ -28,11 +29,6 @@ _UNIONS = ("anyOf", "oneOf", "allOf")
 _JSON_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 _LITERALS = {"boolean": '("True" | "False")', "null": '"None"'}
 """As Python writes them."""
-_IS_KEY: dict[str, Callable[[str], object]] = {
-    "python": lambda key: key.isidentifier() and not keyword.iskeyword(key),
-    "gemma": re.compile(r"\w+").fullmatch,
-}
-"""Whether a parser takes this for a key, by the style of calls."""
 
 
 def resolved(schema: object, root: Schema) -> Schema:
@@ -81,38 +77,27 @@ def typed_tool(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool.function.name, "parameters": {"properties": types}}}
 
 
+@dataclass(kw_only=True)
 class ArgumentGrammar:
     """Writes rules for the arguments of calls in the notation of a format.
 
     Args:
-        strings: The format's `calls`. `parameter` has what stands before, within and after a key and its value.
+        strings: The format's `calls`. `parameter` has what stands before, within and after a key and its value, `quote`
+            what stands around a string: where it is absent, values are JSON.
         rules: Where the rules go, by name.
         json_rule: Makes rules of schemas.
         literal: Writes a text, special tokens by their id.
     """
 
-    def __init__(
-        self, strings: Schema, rules: dict[str, str], json_rule: JsonRule, literal: Callable[[str], str]
-    ) -> None:
-        self._before, self._within, self._after = strings.get("parameter", ("", "", ""))
-        self._comma = strings.get("comma", "")
-        self._quote = strings.get("quote")
-        self._is_raw = strings["style"] == "xml"
-        # What would end a value, or the call, where it stands.
-        self._marks = (self._before, self._after.strip(), strings["each"].split()[-1])
-        self._is_key = _IS_KEY.get(strings["style"])
-        self._rules = rules
-        self._json_rule = json_rule
-        self._literal = literal
+    strings: Schema
+    rules: dict[str, str]
+    json_rule: JsonRule
+    literal: Callable[[str], str]
 
-    def any_arguments(self) -> str:
-        """The rule for arguments that no schema describes."""
-        if "any_args" not in self._rules:
-            value = self._raw() if self._is_raw else self._any_value()
-            pair = f"{self._literal(self._before)} {self._key()} {self._literal(self._within)} {value}"
-            more = f"({self._literal(self._comma)} {pair})*"
-            self._rules["any_args"] = f"({pair} {more})?"
-        return "any_args"
+    def __post_init__(self) -> None:
+        self._before, self._within, self._after = self.strings["parameter"]
+        self._comma = self.literal(self.strings.get("comma", ""))
+        self._quote: str | None = self.strings.get("quote")
 
     def arguments(self, name: str, schema: Schema, root: Schema, param: str, depth: int = 0) -> str:
         """A rule for arguments that fit the schema of an object.
@@ -126,97 +111,94 @@ class ArgumentGrammar:
         """
         own, required = schema.get("properties"), schema.get("required", ())
         if not isinstance(own, dict) or not own:
-            return self.any_arguments() if schema.get("additionalProperties") is not False else ""
+            return self._any_arguments() if schema.get("additionalProperties") is not False else ""
         pairs = []
         for index, (key, each) in enumerate(own.items()):
-            if self._is_key is not None and not self._is_key(key):
-                if key not in required:
-                    continue  # it may be left out, and always is
+            place = f"{param}.properties.{key}"
+            if self._is_key(key):
+                value = self._value(f"{name}_{index}", each, root, place, depth)
+                pairs.append((f"{self.literal(self._before + key + self._within)} {value}", key in required))
+            elif key in required:
                 message = "This model cannot write a parameter of this name. Take letters, digits and underscores."
-                raise InvalidRequestError(message, param=f"{param}.properties.{key}"[:200], code="invalid_json_schema")
-            value = self._value(f"{name}_{index}", each, root, f"{param}.properties.{key}", depth)
-            self._rules[f"{name}_{index}"] = f"{self._literal(self._before + key + self._within)} {value}"
-            pairs.append((f"{name}_{index}", key in required))
-        if not pairs:
-            return ""
-        self._in_order(name, pairs)
-        return name
+                raise InvalidRequestError(message, param=place[:200], code="invalid_json_schema")
+        return self._in_order(name, pairs)
 
-    def _in_order(self, name: str, pairs: list[tuple[str, bool]]) -> None:
-        """All that are required and any of the others, with commas between them."""
-        rest, start = "", ""
-        for index, (pair, is_required) in reversed(list(enumerate(pairs))):
-            first = f"{pair} {rest}"
-            start = first if is_required or not start else f"({first} | {name}_from_{index + 1})"
-            start = start if is_required or index + 1 < len(pairs) else f"({first})?"
-            self._rules[f"{name}_from_{index}"] = start
-            following = f"{self._literal(self._comma)} {pair}"
-            self._rules[f"{name}_rest_{index}"] = f"{following if is_required else f'({following})?'} {rest}"
-            rest = f"{name}_rest_{index}"
-        self._rules[name] = f"{name}_from_0"
+    def _is_key(self, key: str) -> bool:
+        """Whether the parser takes this for a key."""
+        is_python = self.strings["style"] == "python"
+        return bool(re.fullmatch(self.strings.get("key", ".*"), key)) and not (is_python and keyword.iskeyword(key))
+
+    def _in_order(self, name: str, pairs: list[tuple[str, bool]]) -> str:
+        """A rule for all that are required and any of the others, with commas between them."""
+        self.rules |= dict.fromkeys((f"{name}_first_{len(pairs)}", f"{name}_next_{len(pairs)}"), '""')
+        for index, (pair, is_required) in enumerate(pairs):
+            skip = "" if is_required else f" | {name}_first_{index + 1}"
+            following = f"{self._comma} {name}_{index}"
+            self.rules[f"{name}_{index}"] = pair
+            self.rules[f"{name}_first_{index}"] = f"{name}_{index} {name}_next_{index + 1}{skip}"
+            following = following if is_required else f"({following})?"
+            self.rules[f"{name}_next_{index}"] = f"{following} {name}_next_{index + 1}"
+        return f"{name}_first_0"
+
+    def _any_arguments(self) -> str:
+        """The rule for arguments that no schema describes."""
+        self.rules["KEY"] = "/[A-Za-z_][A-Za-z0-9_]*/" if "key" in self.strings else "/[A-Za-z_][A-Za-z0-9_.-]*/"
+        pair = f"{self.literal(self._before)} KEY {self.literal(self._within)} {self._value('any', {}, {}, '', 0)}"
+        self.rules["any_args"] = f"({pair} ({self._comma} {pair})*)?"
+        return "any_args"
 
     def _value(self, name: str, schema: object, root: Schema, param: str, depth: int) -> str:
         """An expression for a value and what stands after it."""
-        after = self._literal(self._after)
-        schema = resolved(schema, root)
-        types = kinds(schema, root)
-        if self._quote is not None:
-            return f"{self._quoted_value(name, schema, root, param, depth)} {after}"
-        if self._is_raw and (not types or "string" in types):
-            values = [schema["const"]] if "const" in schema else schema.get("enum")
-            if types == ["string"] and isinstance(values, list):
-                return f"({' | '.join(self._literal(f'{value}{self._after}') for value in values)})"
-            return self._raw()
-        options = [self._json(schema, root, param), *(_LITERALS[kind] for kind in types if kind in _LITERALS)]
-        return f"({' | '.join(options)}) {after}"
-
-    def _raw(self) -> str:
-        """Text up to the end of a value."""
-        marks = "|".join(re.escape(mark).replace("/", r"\/") for mark in self._marks)
-        self._rules["VALUE"] = f"/{ANY_TEXT}/ & ~/{ANY_TEXT}({marks}){ANY_TEXT}/"
-        self._rules["raw[lazy]"] = f"VALUE {self._literal(self._after)}"
-        return "raw"
-
-    def _json(self, schema: Schema, root: Schema, param: str) -> str:
-        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return self._json_rule({**schema, **shared}, param)
-
-    def _any_value(self) -> str:
-        if self._quote is None:
-            return self._json_rule({}, "")
-        if "any_value" not in self._rules:
-            pair = f"{self._key()} {self._literal(self._within)} any_value"
-            self._rules["any_object"] = f'"{{" ({pair} ("," {pair})*)? "}}"'
-            self._rules["any_list"] = '"[" (any_value ("," any_value)*)? "]"'
-            plain = self._json_rule({"type": ["number", "boolean", "null"]}, "")
-            self._rules["any_value"] = f"{self._text()} | any_object | any_list | {plain}"
-        return "any_value"
-
-    def _key(self) -> str:
-        self._rules["KEY"] = "/[A-Za-z_][A-Za-z0-9_]*/" if self._is_key else "/[A-Za-z_][A-Za-z0-9_.-]*/"
-        return "KEY"
-
-    def _text(self) -> str:
-        quote = self._literal(self._quote or "")
-        self._rules["quoted"] = f"{quote} TEXT {quote}"
-        return "quoted"
-
-    def _quoted_value(self, name: str, schema: Schema, root: Schema, param: str, depth: int) -> str:
-        """A value where strings have their own quotes."""
-        types = kinds(schema, root)
-        if len(types) != 1 or depth >= MAX_DEPTH:
-            return self._any_value()
+        quote, types, schema = self._quote, kinds(schema, root), resolved(schema, root)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
-        match types[0]:
-            case "string" if isinstance(values, list):
-                texts = (self._literal(f"{self._quote}{value}{self._quote}") for value in values)
-                return f"({' | '.join(texts)})"
-            case "string":
-                return self._text()
-            case "object":
-                inner = self.arguments(f"{name}_in", schema, root, param, depth + 1)
-                return f'"{{" {inner} "}}"'
-            case "array":
+        if quote is not None and types == ["string"] and isinstance(values, list):
+            return f"({' | '.join(self.literal(f'{quote}{value}{quote}{self._after}') for value in values)})"
+        if quote == "" and (not types or "string" in types):
+            return self._raw()
+        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        options = [self.json_rule({**schema, **shared}, param)]
+        if not quote:
+            options += [_LITERALS[kind] for kind in types if kind in _LITERALS]
+            return f"({' | '.join(options)}) {self.literal(self._after)}"
+        match types if depth < MAX_DEPTH else ():
+            case ["string"]:
+                return self._quoted()
+            case ["object"]:
+                return f'"{{" {self.arguments(f"{name}_in", schema, root, param, depth + 1)} "}}"'
+            case ["array"]:
                 item = self._value(f"{name}_item", schema.get("items"), root, f"{param}.items", depth + 1)
                 return f'"[" ({item} ("," {item})*)? "]"'
-        return self._json(schema, root, param)
+            case [_]:
+                return options[0]
+        return self._any_value()
+
+    def _raw(self) -> str:
+        """Text up to the end of a value: it holds nothing that would end the value, or the call, where it stands."""
+        ends = (self._before, self._after.strip(), self.strings["each"].split()[-1])
+        self.rules["VALUE"] = without(f"{ANY_TEXT}({'|'.join(map(escaped, ends))})")
+        self.rules["raw[lazy]"] = f"VALUE {self.literal(self._after)}"
+        return "raw"
+
+    def _quoted(self) -> str:
+        quote = self.literal(self._quote or "")
+        self.rules["quoted"] = f"{quote} TEXT {quote}"
+        return "quoted"
+
+    def _any_value(self) -> str:
+        """The rule for any value where strings have their own quotes."""
+        if "any_value" not in self.rules:
+            plain = self.json_rule({"type": ["number", "boolean", "null"]}, "")
+            self.rules["any_value"] = f"{self._quoted()} | any_object | any_list | {plain}"
+            self.rules["any_object"] = f'"{{" {self._any_arguments()} "}}"'
+            self.rules["any_list"] = '"[" (any_value ("," any_value)*)? "]"'
+        return "any_value"
+
+
+def escaped(text: str) -> str:
+    """A text inside a regex of a Lark grammar."""
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
+
+
+def without(beginning: str) -> str:
+    """An expression for all texts that do not begin with what a regex matches."""
+    return f"/{ANY_TEXT}/ & ~/{beginning}{ANY_TEXT}/"

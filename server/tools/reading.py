@@ -229,13 +229,11 @@ class AnswerReader:
     def _close_call(self, value: object, raw: str) -> None:
         if self._is_streamed:
             self._is_broken = self._is_broken or value is None
-            return
-        calls = _calls(value)
-        if calls is None or any(name not in self._names for name, _ in calls):
+        elif (calls := _calls(value)) and all(name in self._names for name, _ in calls):
+            for name, arguments in calls:
+                self._add(name, arguments)
+        else:
             self._text("content", raw.strip())
-            return
-        for name, arguments in calls:
-            self._add(name, arguments)
 
     def _add(self, name: str, arguments: str = "") -> None:
         self._now.calls.append(CallPiece(index=self.num_calls, id=_call_id(self._plan), name=name, arguments=arguments))
@@ -248,55 +246,39 @@ def _call_id(plan: AnswerPlan) -> str:
     return letters if length else f"call_{letters}"
 
 
-def _calls(value: object) -> list[tuple[str, str]] | None:
-    """Names and arguments of what the parser made of a region: one call, a list of them, or Python's syntax."""
-    if isinstance(value, str):
-        return _python_calls(value)
-    calls = []
-    for call in value if isinstance(value, list) else [value]:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            return None
-        name, arguments = function.get("name"), function.get("arguments", function.get("parameters"))
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            return None
-        try:
-            calls.append((name, _dumps(arguments)))
-        except RecursionError:
-            return None
-    return calls
-
-
-def _dumps(arguments: Mapping[str, Any]) -> str:
-    text = json.dumps(arguments, ensure_ascii=False)
-    return text if text.isprintable() else json.dumps(arguments)  # a lone surrogate cannot be sent as it is
-
-
-_PYTHON_NAMES = {"true": True, "false": False, "null": None}
-
-
-def _python_calls(text: str) -> list[tuple[str, str]] | None:
-    """Calls as Python writes them: `f(a=1), g()`, in brackets, or one a line."""
-
-    def value(node: ast.expr) -> Any:  # noqa: ANN401 - any JSON
-        match node:
-            case ast.Name(id=name) if name in _PYTHON_NAMES:
-                return _PYTHON_NAMES[name]
-            case ast.List(elts=parts) | ast.Tuple(elts=parts):
-                return [value(part) for part in parts]
-            case ast.Dict(keys=keys, values=values):
-                return {ast.literal_eval(key): value(part) for key, part in zip(keys, values, strict=True) if key}
-        return ast.literal_eval(node)
-
-    calls = []
+def _calls(value: object) -> list[tuple[str, str]]:
+    """Names and arguments of what the parser made of a region, one call or a list of them; empty where it is none."""
     try:
-        for statement in ast.parse(text.strip()).body:
-            node = statement.value if isinstance(statement, ast.Expr) else None
-            for call in node.elts if isinstance(node, ast.List | ast.Tuple) else [node]:
-                if not isinstance(call, ast.Call) or call.args or any(each.arg is None for each in call.keywords):
-                    return None
-                arguments = {str(keyword.arg): value(keyword.value) for keyword in call.keywords}
-                calls.append((ast.unparse(call.func), _dumps(arguments)))
+        found = _python_calls(value) if isinstance(value, str) else value
+        return [_call(each) for each in (found if isinstance(found, list) else [found])]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return None
-    return calls or None
+        return []
+
+
+def _call(value: object) -> tuple[str, str]:
+    match value.get("function", value) if isinstance(value, dict) else None:
+        case {"name": str(name), "arguments": dict(given)} | {"name": str(name), "parameters": dict(given)}:
+            text = json.dumps(given, ensure_ascii=False)
+            return name, text if text.isprintable() else json.dumps(given)  # a lone surrogate cannot be sent as it is
+    raise TypeError("not a call")
+
+
+class _JsonNames(ast.NodeTransformer):
+    """Reads what JSON calls otherwise than Python."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        names = {"true": True, "false": False, "null": None}
+        return ast.Constant(names[node.id]) if node.id in names else node
+
+
+def _python_calls(text: str) -> list[dict[str, Any]]:
+    """Calls as Python writes them: `f(a=1), g()`, in brackets, or one a line."""
+    calls = []
+    for statement in ast.parse(text.strip()).body:
+        node = statement.value if isinstance(statement, ast.Expr) else None
+        for call in node.elts if isinstance(node, ast.List | ast.Tuple) else [node]:
+            if not isinstance(call, ast.Call) or call.args or any(each.arg is None for each in call.keywords):
+                raise TypeError("not a call")
+            pairs = ((each.arg, ast.literal_eval(_JsonNames().visit(each.value))) for each in call.keywords)
+            calls.append({"name": ast.unparse(call.func), "arguments": dict(pairs)})
+    return calls

@@ -155,7 +155,6 @@ CLIENTS = (
         limits={
             "JSON": PROMPTED,
             "MD_JSON": PROMPTED,
-            "RESPONSES_TOOLS": "sends a response format beside tools, which Weft does not take together",
         },
     ),
     Client(

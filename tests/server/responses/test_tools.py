@@ -168,3 +168,90 @@ async def test_all_three_hold_an_answer_to_the_same_grammar(api: Api, acme: Clie
     wrong = {"type": "json_schema", "name": "item", "schema": {"type": "object", "properties": {"x": {"$ref": "y"}}}}
     answer = await acme.post("/v1/responses", json={"model": BASE, "input": "x", "text": {"format": wrong}})
     assert answer.json()["error"]["param"].startswith("text.format.schema.properties.x")
+
+
+SHELL: dict[str, Any] = {
+    "type": "function",
+    "name": "shell",
+    "description": "Runs a shell command and returns its output.",
+    "strict": False,
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "command": {"type": "array", "items": {"type": "string"}, "description": "The command to execute"},
+            "workdir": {"type": "string"},
+            "timeout_ms": {"type": "number"},
+        },
+        "required": ["command"],
+        "additionalProperties": False,
+    },
+}
+
+
+def codex(items: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    """What Codex sends to a provider that it knows by `wire_api = "responses"`."""
+    return {
+        "model": BASE,
+        "instructions": "You are a coding agent.",
+        "input": items,
+        "tools": [SHELL],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": None,
+        "store": False,
+        "stream": True,
+        "include": [],
+        "prompt_cache_key": "0199a213-81c0-7800-8aa1-bbab2a035a53",
+        **fields,
+    }
+
+
+def said(role: str, text: str) -> dict[str, Any]:
+    return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
+
+
+def events_of(answer: Any) -> list[dict[str, Any]]:
+    lines = (line for line in answer.text.split("\n") if line.startswith("data: {"))
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def test_codex_runs_a_command_and_tells_of_it(hermes: Api, acme: Client) -> None:
+    called = {"command": ["bash", "-lc", "ls"], "workdir": "/work"}
+    hermes.engine.write = lambda _: f"<tool_call>\n{json.dumps({'name': 'shell', 'arguments': called})}\n</tool_call>"
+    history = [
+        said("developer", "<permissions>read only</permissions>"),
+        said("user", "<environment_context>\n  <cwd>/work</cwd>\n</environment_context>"),
+        said("user", "What is here?"),
+    ]
+    answer = await acme.post("/v1/responses", json=codex(history))
+    assert answer.status_code == 200, answer.text
+    events = events_of(answer)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    (call,) = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "shell", called)
+    pieces = [event["delta"] for event in events if event["type"] == "response.function_call_arguments.delta"]
+    assert "".join(pieces) == call["arguments"]
+    assert events[-1]["type"] == "response.completed"
+    assert events[-1]["response"]["usage"]["output_tokens"] > 0
+
+    given = json.dumps({"output": "README.md\n", "metadata": {"exit_code": 0, "duration_seconds": 0.1}})
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": given}
+    thought = {"type": "reasoning", "summary": [], "encrypted_content": None}
+    sent_back = {name: call[name] for name in ("type", "name", "arguments", "call_id")}
+    more = {"reasoning": {"effort": "medium", "summary": "auto"}, "include": ["reasoning.encrypted_content"]}
+    hermes.engine.write = lambda _: "It lists.</think>One file."
+    answer = await acme.post("/v1/responses", json=codex([*history, thought, sent_back, output], **more))
+    assert answer.status_code == 200, answer.text
+    done = [event["item"] for event in events_of(answer) if event["type"] == "response.output_item.done"]
+    assert [item["content"][0]["text"] for item in done] == ["It lists.", "One file."]
+    assert "README.md" in shown(hermes)
+
+
+@pytest.mark.parametrize("kind", ["custom", "local_shell", "web_search"])
+async def test_tools_of_codex_that_only_openai_runs_are_refused_by_name(acme: Client, kind: str) -> None:
+    answer = await acme.post(
+        "/v1/responses", json=codex([said("user", "x")], tools=[SHELL, {"type": kind, "name": "a"}])
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "tools.1"
+    assert kind in answer.json()["error"]["message"]

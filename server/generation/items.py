@@ -6,6 +6,7 @@ Their requests become chats, so that one code generates, and bills, for all of t
 from __future__ import annotations
 
 import re
+import secrets
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from weft.errors import InvalidRequestError, RequestError, UnsupportedParameterError
+from weft.server.generation.openai_format import Part
 from weft.server.generation.writer import AnswerWriter
 
 if TYPE_CHECKING:
     from weft.server.generation.choices import Choice, ChoiceStep
     from weft.server.generation.meter import Meter
-    from weft.server.generation.openai_format import JsonObject, Part
+    from weft.server.generation.openai_format import JsonObject
     from weft.server.tools.reading import CallPiece
 
 TEXT_ONLY = "The model reads and writes text only, and Weft runs no tools."
@@ -95,17 +97,22 @@ class Item:
     kind: Kind
     index: int
     """Place in the answer."""
-    id: str
-    call_id: str = ""
-    name: str = ""
-    """Of the function that is called."""
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
+    call: CallPiece | None = None
+    """The first piece of a call, with its id and name."""
     pieces: list[str] = field(default_factory=list)
+    """None at the opening of an item."""
     logprobs: list[object] = field(default_factory=list)
 
     @property
     def text(self) -> str:
         """All of its text so far; the arguments of a call."""
         return "".join(self.pieces)
+
+    def add(self, text: str, logprobs: list[object]) -> None:
+        """Add its next piece."""
+        self.pieces.append(text)
+        self.logprobs += logprobs
 
 
 class ItemWriter(AnswerWriter):
@@ -122,14 +129,11 @@ class ItemWriter(AnswerWriter):
         self._logprobs: list[object] = []
         """Of tokens whose text has not come yet."""
         self._has_begun = False
-        self._end: Part | None = None
+        self.end = Part(text="")
+        """The last part, once it has come: why the answer ended."""
 
     @abstractmethod
-    def new_id(self, kind: Kind) -> str:
-        """An id for an item."""
-
-    @abstractmethod
-    def answer(self, end: Part) -> JsonObject:
+    def answer(self) -> JsonObject:
         """The whole answer."""
 
     @abstractmethod
@@ -145,21 +149,19 @@ class ItemWriter(AnswerWriter):
         """Events for the next piece of an item."""
 
     @abstractmethod
-    def closed(self, item: Item, end: Part | None) -> bytes:
-        """Events after an item's text; `end` if the answer ends with it."""
+    def closed(self, item: Item) -> bytes:
+        """Events after an item's text."""
 
     @abstractmethod
-    def ended(self, end: Part) -> bytes:
+    def ended(self) -> bytes:
         """Events after the last item."""
 
     def whole(self, ends: Sequence[tuple[Choice, Part]]) -> JsonObject:
         """The answer; items of one kind are joined."""
-        ((_, part),) = ends
-        for _ in self._grow(part):
-            pass
-        if not self.items:
-            self._append("text")
-        return self.answer(part)
+        ((_, self.end),) = ends
+        for item, text, logprobs in self._grow(self.end):
+            item.add(text, logprobs)
+        return self.answer()
 
     def events(self, step: ChoiceStep, part: Part) -> bytes:
         """Events of the items that a step adds to."""
@@ -168,24 +170,17 @@ class ItemWriter(AnswerWriter):
         self._has_begun = True
         for item, text, logprobs in self._grow(part):
             if item is not self.open_item:
-                payload += self._close(None) + self.opened(item)
+                payload += self._close() + self.opened(item)
                 self.open_item = item
+            item.add(text, logprobs)
             if text:
                 payload += self.grown(item, text, logprobs)
-        if part.finish_reason is not None:
-            self._end = part
+        self.end = part
         return payload
 
     def closing(self) -> bytes:
         """The end of the last item, and of the answer."""
-        end = self._end
-        if end is None:
-            raise RuntimeError("The stream is closed before its last part.")
-        payload = b""
-        if not self.items:
-            self.open_item = self._append("text")
-            payload = self.opened(self.open_item)
-        return payload + self._close(end) + self.ended(end)
+        return self._close() + self.ended()
 
     def _grow(self, part: Part) -> Iterator[tuple[Item, str, list[object]]]:
         """Give a part to its items: each with its next text, and the log-probabilities that go with that."""
@@ -193,32 +188,22 @@ class ItemWriter(AnswerWriter):
             self._logprobs += part.logprobs["content"]
         num_open = int(bool(part.calls) and part.calls[0].id is None)
         for call in part.calls[:num_open]:  # what goes on with a call stands before all else of a part
-            yield self._given("call", call.arguments, call), call.arguments, []
+            yield self._item("call", call), call.arguments, []
         if part.reasoning:
-            yield self._given("reasoning", part.reasoning), part.reasoning, []
-        if part.text:
-            item, logprobs, self._logprobs = self._given("text", part.text), self._logprobs, []
-            item.logprobs += logprobs
-            yield item, part.text, logprobs
+            yield self._item("reasoning"), part.reasoning, []
+        if part.text or (part.finish_reason not in (None, "length") and not (self.items or part.calls)):
+            logprobs, self._logprobs = self._logprobs, []
+            yield self._item("text"), part.text, logprobs
         for call in part.calls[num_open:]:
-            yield self._given("call", call.arguments, call), call.arguments, []
+            yield self._item("call", call), call.arguments, []
         if part.finish_reason is not None and self.items and self.items[-1].kind == "text":
             self.items[-1].logprobs += self._logprobs  # of the token that ended it
 
-    def _given(self, kind: Kind, text: str, call: CallPiece | None = None) -> Item:
-        item = self.items[-1] if self.items else None
-        if item is None or item.kind != kind or (call is not None and call.id is not None):
-            item = self._append(kind, call)
-        item.pieces.append(text)
-        return item
+    def _item(self, kind: Kind, call: CallPiece | None = None) -> Item:
+        """The last item, or a new one after it."""
+        if not self.items or self.items[-1].kind != kind or (call is not None and call.id is not None):
+            self.items.append(Item(kind=kind, index=len(self.items), call=call))
+        return self.items[-1]
 
-    def _append(self, kind: Kind, call: CallPiece | None = None) -> Item:
-        item = Item(kind=kind, index=len(self.items), id=self.new_id(kind))
-        if call is not None:
-            item.call_id, item.name = call.id or "", call.name or ""
-        self.items.append(item)
-        return item
-
-    def _close(self, end: Part | None) -> bytes:
-        item, self.open_item = self.open_item, None
-        return b"" if item is None else self.closed(item, end)
+    def _close(self) -> bytes:
+        return b"" if self.open_item is None else self.closed(self.open_item)

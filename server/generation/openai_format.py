@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, zip_longest
+from itertools import accumulate, count, zip_longest
 from typing import TYPE_CHECKING
 
 from weft.server.tools.reading import AnswerReader, CallPiece, Reading, joined_calls
@@ -35,11 +35,6 @@ def token_label(tokenizer: Tokenizer, token_id: int) -> str:
     if "\ufffd" not in text:
         return text
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.token_bytes(token_id))
-
-
-def labels_of(body: GenerationBody, tokenizer: Tokenizer) -> Callable[[int], str]:
-    """How an answer writes a token."""
-    return "token_id:{}".format if body.return_tokens_as_token_ids else partial(token_label, tokenizer)
 
 
 def finite(logprob: float) -> float:
@@ -76,11 +71,27 @@ class ResponseFormat(ABC):
     chunk_object: str
     id_prefix: str
 
+    def __init__(self, body: GenerationBody, tokenizer: Tokenizer) -> None:
+        self._asked = body
+        self._tokenizer = tokenizer
+        by_id = body.return_tokens_as_token_ids
+        self._label: Callable[[int], str] = "token_id:{}".format if by_id else partial(token_label, tokenizer)
+        self._prompt_logprobs: dict[int, list[JsonObject | None]] = {}
+        """By prompt."""
+
     def part(self, step: ChoiceStep) -> Part:
         """What a step says; called once per step, in order."""
-        delta = step.delta
-        text, logprobs = self.text(step), self.logprobs(step)
-        return Part(text=text, logprobs=logprobs, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
+        delta, found = step.delta, step.output.prompt_logprobs
+        if self._asked.prompt_logprobs is not None and found is not None:
+            places = [None if entry is None else self._place(entry) for entry in found]
+            self._prompt_logprobs[step.choice.prompt_index] = places
+        return Part(
+            text=self.text(step),
+            logprobs=self.logprobs(step),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            token_ids=delta.token_ids if self._asked.return_token_ids else None,
+        )
 
     def text(self, step: ChoiceStep) -> str:
         """The text that a step adds to its choice."""
@@ -89,6 +100,27 @@ class ResponseFormat(ABC):
     @abstractmethod
     def logprobs(self, step: ChoiceStep) -> dict[str, list[object]] | None:
         """The log-probabilities of a step's tokens; None where the client asked for none."""
+
+    def prompt_facts(self, choice: Choice) -> JsonObject:
+        """What an answer says of a prompt, where it is asked for."""
+        facts: JsonObject = {}
+        if self._asked.return_token_ids:
+            facts["prompt_token_ids"] = choice.prompt.token_ids
+        if self._asked.prompt_logprobs is not None:
+            facts["prompt_logprobs"] = self._prompt_logprobs.get(choice.prompt_index)
+        return facts
+
+    def _place(self, entry: TokenLogprobs) -> JsonObject:
+        """The token at a place of the prompt and the likeliest ones there, by id."""
+        ranked = [*zip(entry.top_ids, entry.top_logprobs, count(1), strict=False)][: self._asked.prompt_logprobs]
+        return {
+            str(token_id): {
+                "logprob": finite(logprob),
+                "rank": rank,
+                "decoded_token": self._tokenizer.token_text(token_id),
+            }
+            for token_id, logprob, rank in [(entry.token_id, entry.logprob, entry.rank), *ranked]
+        }
 
     def whole_choice(self, choice: Choice, part: Part) -> JsonObject:
         """An entry of `choices` in a whole response; the same as in a chunk where a dialect does not say otherwise."""
@@ -117,10 +149,11 @@ class CompletionFormat(ResponseFormat):
     id_prefix = "cmpl-"
 
     def __init__(self, body: CompletionBody, tokenizer: Tokenizer) -> None:
+        super().__init__(body, tokenizer)
         self._body = body
-        self._tokenizer = tokenizer
-        self._label = labels_of(body, tokenizer)
         self._echoed: dict[int, str] = {}
+        self._opened: set[int] = set()
+        """Choices that have said what there is to say of their prompt."""
 
     def text(self, step: ChoiceStep) -> str:
         """The step's text, after the prompt's own where that is echoed."""
@@ -144,13 +177,17 @@ class CompletionFormat(ResponseFormat):
         return merge([self._lists(prompt, step.output.prompt_logprobs, offsets), own])
 
     def chunk_choice(self, choice: Choice, part: Part) -> JsonObject:
-        """`text`, `logprobs`, `finish_reason`."""
+        """`text`, `logprobs`, `finish_reason`; with the first chunk, facts of the prompt."""
+        facts = self.prompt_facts(choice) if choice.index not in self._opened else {}
+        self._opened.add(choice.index)
         return {
             "index": choice.index,
             "text": part.text,
             "logprobs": part.logprobs,
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
+            **_token_ids(part),
+            **facts,
         }
 
     def _lists(
@@ -192,9 +229,9 @@ class ChatFormat(ResponseFormat):
     id_prefix = "chatcmpl-"
 
     def __init__(self, body: ChatBody, tokenizer: Tokenizer) -> None:
+        super().__init__(body, tokenizer)
+        self._echo = body.echoed_text
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
-        self._tokenizer = tokenizer
-        self._label = labels_of(body, tokenizer)
         self._readers: dict[int, AnswerReader] = {}
         self._is_by_token = body.has_logprobs_of_text_alone and body.logprobs
         self._unread: dict[int, list[object]] = {}
@@ -202,15 +239,14 @@ class ChatFormat(ResponseFormat):
 
     def part(self, step: ChoiceStep) -> Part:
         """What a step says; where answers may hold calls or reasoning, they are told apart here."""
-        plan = step.choice.prompt.answer
+        part, plan = super().part(step), step.choice.prompt.answer
         if plan is None:
-            return super().part(step)
+            return part
         if step.choice.index not in self._readers:
             self._readers[step.choice.index] = plan.reader()
         reader, delta = self._readers[step.choice.index], step.delta
-        logprobs = self.logprobs(step)
-        if self._is_by_token and logprobs is not None:
-            reading, num_reasoning = self._read_by_token(reader, step, logprobs["content"])
+        if self._is_by_token and part.logprobs is not None:
+            reading, num_reasoning = self._read_by_token(reader, step, part.logprobs["content"])
         else:
             reading, num_reasoning = reader.read(delta.text, _cuts(delta))
         step.choice.reasoning_tokens += num_reasoning
@@ -221,14 +257,8 @@ class ChatFormat(ResponseFormat):
                 finish_reason = "length"
             elif finish_reason == "stop" and reader.num_calls:
                 finish_reason = "tool_calls"
-        return Part(
-            text=reading.content,
-            reasoning=reading.reasoning if plan.shows_reasoning else "",
-            calls=joined_calls(reading.calls),
-            logprobs=logprobs,
-            finish_reason=finish_reason,
-            stop_reason=delta.stop_reason,
-        )
+        reasoning, calls = reading.reasoning if plan.shows_reasoning else "", joined_calls(reading.calls)
+        return replace(part, text=reading.content, reasoning=reasoning, calls=calls, finish_reason=finish_reason)
 
     def _read_by_token(self, reader: AnswerReader, step: ChoiceStep, entries: list[object]) -> tuple[Reading, int]:
         """Read a step, and leave among the entries of its tokens those of text."""
@@ -270,7 +300,8 @@ class ChatFormat(ResponseFormat):
 
     def whole_choice(self, choice: Choice, part: Part) -> JsonObject:
         """`message`, `logprobs`, `finish_reason`."""
-        content = None if part.calls and not part.text else part.text
+        text = self._echo + part.text
+        content = None if part.calls and not text else text
         message: JsonObject = {"role": "assistant", "content": content, "refusal": None, **_reasoning(part)}
         if part.calls:
             message["tool_calls"] = [
@@ -279,13 +310,14 @@ class ChatFormat(ResponseFormat):
             ]
         return {"index": choice.index, "message": message, **self._end(part)}
 
+    def extras(self, choice: Choice) -> JsonObject:
+        """A chat has one prompt, so facts of it stand beside the choices."""
+        return self.prompt_facts(choice)
+
     def opening_choice(self, choice: Choice) -> JsonObject | None:
         """The chunk that says who speaks."""
-        return {
-            "index": choice.index,
-            "delta": {"role": "assistant", "content": ""},
-            **self._end(Part(text="")),
-        }
+        delta = {"role": "assistant", "content": self._echo}
+        return {"index": choice.index, "delta": delta, **self._end(Part(text=""))}
 
     def chunk_choice(self, choice: Choice, part: Part) -> JsonObject:
         """`delta`, `logprobs`, `finish_reason`."""
@@ -298,7 +330,8 @@ class ChatFormat(ResponseFormat):
 
     def _end(self, part: Part) -> JsonObject:
         logprobs = None if part.logprobs is None else {**part.logprobs, "refusal": None}
-        return {"logprobs": logprobs, "finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
+        why = {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
+        return {"logprobs": logprobs, **why, **_token_ids(part)}
 
 
 def _cuts(delta: TextDelta) -> list[int]:
@@ -306,6 +339,10 @@ def _cuts(delta: TextDelta) -> list[int]:
     start = delta.text_offsets[0] if delta.text_offsets else 0
     ends = [offset - start for offset in delta.text_offsets[1:]]
     return [*ends, len(delta.text)] if delta.token_ids else []
+
+
+def _token_ids(part: Part) -> JsonObject:
+    return {} if part.token_ids is None else {"token_ids": part.token_ids}
 
 
 def _reasoning(part: Part) -> JsonObject:

@@ -15,17 +15,15 @@ from fastapi.routing import APIRoute
 from weft.engine.request import FlowKey, GenerationRequest
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.text.text_stream import NONE_SHOWN, TextStream
-from weft.engine.text.tokenizer import Tokenizer
 from weft.errors import InvalidRequestError, WeftError
 from weft.server.auth.callers import Caller
 from weft.server.generation.chat_schemas import ChatBody, ChatView
 from weft.server.generation.choices import Choice, Generation
 from weft.server.generation.meter import Meter, Origin
-from weft.server.generation.openai_format import ChatFormat, CompletionFormat, JsonObject, ResponseFormat
+from weft.server.generation.openai_format import ChatFormat, CompletionFormat, JsonObject
 from weft.server.generation.prompts import Prompt, prompts_and_params
 from weft.server.generation.response import GenerationResponse, PlannedGeneration
 from weft.server.generation.schemas import CompletionBody, CompletionView, GenerationBody
-from weft.server.generation.vllm_fields import TokenFacts
 from weft.server.generation.writer import AnswerWriter, ChunkWriter
 from weft.server.grammar_check import turn_of
 from weft.server.http.json_body import INLINE_BYTES, BodyT, json_bytes, parsed
@@ -78,7 +76,7 @@ STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 )
 async def complete(request: Request, caller: GeneratingCaller) -> PlannedGeneration:
     """Continue one or many prompts."""
-    return await _planned(request, caller, CompletionBody)
+    return await plan_generation(*await received(request, caller, CompletionBody))
 
 
 @router.post(
@@ -89,7 +87,7 @@ async def complete(request: Request, caller: GeneratingCaller) -> PlannedGenerat
 )
 async def chat(request: Request, caller: GeneratingCaller) -> PlannedGeneration:
     """Answer a conversation."""
-    return await _planned(request, caller, ChatBody)
+    return await plan_generation(*await received(request, caller, ChatBody))
 
 
 def deadline_s(headers: Mapping[str, str]) -> float | None:
@@ -133,32 +131,21 @@ async def plan_generation(
         meter = Meter(origin, model)
         choices = _choices(origin, model, body, prompts, meter.ledger_id)
 
-        def may_grow(num_output: int) -> bool:
-            return reservation.grow(num_prompt + num_output)
-
-        shape = _shape(body, services.tokenizer)
+        tokenizer = services.tokenizer
+        shape = ChatFormat(body, tokenizer) if isinstance(body, ChatBody) else CompletionFormat(body, tokenizer)
         created, fingerprint = int(services.now().timestamp()), services.fingerprint
         head: JsonObject = {"created": created, "model": model.name, "system_fingerprint": fingerprint}
+        generation = Generation(
+            services.engine, choices, lambda num_output: reservation.grow(num_prompt + num_output), admission
+        )
         return PlannedGeneration(
-            generation=Generation(services.engine, choices, may_grow, admission),
+            generation=generation,
             body=body,
             shape=shape,
             writer=(writer or partial(ChunkWriter, body, shape))(meter, head),
             meter=meter,
             headers=model.headers,
         )
-
-
-def _shape(body: CompletionBody | ChatBody, tokenizer: Tokenizer) -> ResponseFormat:
-    is_chat, echo = isinstance(body, ChatBody), body.echoed_text if isinstance(body, ChatBody) else ""
-    shape = ChatFormat(body, tokenizer) if isinstance(body, ChatBody) else CompletionFormat(body, tokenizer)
-    if not (body.return_token_ids or body.prompt_logprobs is not None or echo):
-        return shape
-    return TokenFacts(shape, body, tokenizer, is_chat=is_chat, echo=echo)
-
-
-async def _planned(request: Request, caller: Caller, kind: type[CompletionBody | ChatBody]) -> PlannedGeneration:
-    return await plan_generation(*await received(request, caller, kind))
 
 
 async def received(request: Request, caller: Caller, kind: type[BodyT]) -> tuple[Origin, BodyT]:

@@ -1,25 +1,17 @@
-"""vLLM's own fields of completions and chats, and what they add to an answer. Knows neither engine nor sampler.
-
-An answer is changed by a shape around the usual one, so requests without these fields do not pay for them.
-"""
+"""vLLM's own fields of completions and chats, and what they add to an answer. Knows neither engine nor sampler."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import count
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
 
 from weft.errors import InvalidRequestError
-from weft.server.generation.openai_format import JsonObject, Part, ResponseFormat, finite
 from weft.server.http.bodies import Body, Token, View
 
 if TYPE_CHECKING:
-    from weft.engine.request import TokenLogprobs
     from weft.engine.text.tokenizer import Tokenizer
-    from weft.server.generation.choices import Choice, ChoiceStep
 
 MAX_BAD_WORDS = 128
 MAX_WORD_LENGTH = 256
@@ -135,88 +127,3 @@ def bad_word_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[i
         if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
             found[spaced] = None
     return tuple(found)
-
-
-class TokenFacts(ResponseFormat):
-    """Token ids, log-probabilities of the prompt and an echoed message, around the shape of an answer.
-
-    Args:
-        shape: The answer's own shape.
-        body: What is asked for.
-        tokenizer: Gives the text of tokens.
-        is_chat: A chat has one prompt, so the answer as a whole tells of it; else each choice does.
-        echo: Text before each answer of a chat.
-    """
-
-    def __init__(
-        self, shape: ResponseFormat, body: VllmFields, tokenizer: Tokenizer, *, is_chat: bool, echo: str = ""
-    ) -> None:
-        self.whole_object, self.chunk_object, self.id_prefix = shape.whole_object, shape.chunk_object, shape.id_prefix
-        self._shape = shape
-        self._body = body
-        self._tokenizer = tokenizer
-        self._is_chat = is_chat
-        self._echo = echo
-        self._prompt_logprobs: dict[int, list[JsonObject | None]] = {}
-        """By prompt."""
-        self._opened: set[int] = set()
-
-    def part(self, step: ChoiceStep) -> Part:
-        """The shape's part, with the step's tokens."""
-        found = step.output.prompt_logprobs
-        if self._body.prompt_logprobs is not None and found is not None:
-            places = [None if entry is None else self._place(entry) for entry in found]
-            self._prompt_logprobs[step.choice.prompt_index] = places
-        part = self._shape.part(step)
-        return replace(part, token_ids=step.delta.token_ids) if self._body.return_token_ids else part
-
-    def logprobs(self, step: ChoiceStep) -> dict[str, list[object]] | None:
-        """As the shape has them."""
-        return self._shape.logprobs(step)
-
-    def extras(self, choice: Choice) -> JsonObject:
-        """Of a chat: facts of the prompt."""
-        return self._shape.extras(choice) | (self._prompt(choice) if self._is_chat else {})
-
-    def whole_choice(self, choice: Choice, part: Part) -> JsonObject:
-        """The shape's choice, with the facts that belong to it."""
-        whole = self._shape.whole_choice(choice, part) | self._tokens(part)
-        message = whole.get("message")
-        if self._echo and isinstance(message, dict):
-            message["content"] = self._echo + (message["content"] or "")
-        return whole if self._is_chat else whole | self._prompt(choice)
-
-    def opening_choice(self, choice: Choice) -> JsonObject | None:
-        """The shape's opening, with the echoed message."""
-        opening = self._shape.opening_choice(choice)
-        if opening is not None and self._echo:
-            opening["delta"] = {"role": "assistant", "content": self._echo}
-        return opening
-
-    def chunk_choice(self, choice: Choice, part: Part) -> JsonObject:
-        """The shape's choice; facts of the prompt come with the first chunk."""
-        chunk = self._shape.chunk_choice(choice, part) | self._tokens(part)
-        is_first = choice.index not in self._opened
-        self._opened.add(choice.index)
-        return chunk | self._prompt(choice) if is_first and not self._is_chat else chunk
-
-    def _tokens(self, part: Part) -> JsonObject:
-        return {} if part.token_ids is None else {"token_ids": part.token_ids}
-
-    def _prompt(self, choice: Choice) -> JsonObject:
-        facts: JsonObject = {}
-        if self._body.return_token_ids:
-            facts["prompt_token_ids"] = choice.prompt.token_ids
-        if self._body.prompt_logprobs is not None:
-            facts["prompt_logprobs"] = self._prompt_logprobs.get(choice.prompt_index)
-        return facts
-
-    def _place(self, entry: TokenLogprobs) -> JsonObject:
-        """The token at a place of the prompt and the likeliest ones there, by id."""
-        ranked = zip(entry.top_ids, entry.top_logprobs, count(1), strict=False)
-        shown = [(entry.token_id, entry.logprob, entry.rank), *list(ranked)[: self._body.prompt_logprobs]]
-        text = self._tokenizer.token_text
-        return {
-            str(token_id): {"logprob": finite(logprob), "rank": rank, "decoded_token": text(token_id)}
-            for token_id, logprob, rank in shown
-        }

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import orjson
 
 from weft.server.errors import as_anthropic, error_body
-from weft.server.generation.items import Item, ItemWriter, Kind
+from weft.server.generation.items import Item, ItemWriter
 from weft.server.http import sse
 
 if TYPE_CHECKING:
     from weft.errors import WeftError
     from weft.server.generation.meter import Meter
-    from weft.server.generation.openai_format import JsonObject, Part
+    from weft.server.generation.openai_format import JsonObject
 
 _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
@@ -37,15 +37,10 @@ class MessageWriter(ItemWriter):
         self._id = f"msg_{secrets.token_hex(16)}"
         self._model = head["model"]
 
-    def new_id(self, kind: Kind) -> str:
-        """Blocks have none; a call has the id that the chat gave it."""
-        del kind
-        return ""
-
-    def answer(self, end: Part) -> JsonObject:
+    def answer(self) -> JsonObject:
         """The message. A call that was cut is not in it: nobody could make it."""
         blocks = [_block(item) for item in self.items if item.kind != "call" or _input(item) is not None]
-        return self._message(blocks, **self._stop(end))
+        return self._message(blocks, **self._stop())
 
     def begun(self) -> bytes:
         """The message as it is before its first block; then a ping, as Anthropic sends it."""
@@ -54,7 +49,7 @@ class MessageWriter(ItemWriter):
 
     def opened(self, item: Item) -> bytes:
         """The new block, empty."""
-        return _event("content_block_start", index=item.index, content_block=_block(item, is_new=True))
+        return _event("content_block_start", index=item.index, content_block=_block(item))
 
     def grown(self, item: Item, text: str, logprobs: list[object]) -> bytes:
         """The next characters."""
@@ -62,14 +57,13 @@ class MessageWriter(ItemWriter):
         kind, name = _DELTAS[item.kind]
         return _event("content_block_delta", index=item.index, delta={"type": kind, name: text})
 
-    def closed(self, item: Item, end: Part | None) -> bytes:
+    def closed(self, item: Item) -> bytes:
         """The end of a block."""
-        del end
         return _event("content_block_stop", index=item.index)
 
-    def ended(self, end: Part) -> bytes:
+    def ended(self) -> bytes:
         """Why it ended, and what is billed."""
-        delta = {**self._stop(end), "stop_details": None, "container": None}
+        delta = {**self._stop(), "stop_details": None, "container": None}
         return _event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop")
 
     def failure(self, error: WeftError) -> bytes:
@@ -89,7 +83,8 @@ class MessageWriter(ItemWriter):
             "usage": {**self._usage(), "cache_creation": None, "service_tier": "standard", "inference_geo": None},
         }
 
-    def _stop(self, end: Part) -> JsonObject:
+    def _stop(self) -> JsonObject:
+        end = self.end
         if end.finish_reason == "tool_calls":
             can_call = any(item.kind == "call" and _input(item) is not None for item in self.items)
             return {"stop_reason": "tool_use" if can_call else "end_turn", "stop_sequence": None}
@@ -113,14 +108,12 @@ def _event(kind: str, **fields: object) -> bytes:
     return sse.event({"type": kind, **fields}, kind)
 
 
-def _block(item: Item, *, is_new: bool = False) -> JsonObject:
-    text = "" if is_new else item.text
-    if item.kind == "text":
-        return {"type": "text", "text": text}
+def _block(item: Item) -> JsonObject:
+    if item.call is not None:
+        return {"type": "tool_use", "id": item.call.id, "name": item.call.name, "input": _input(item)}
     if item.kind == "reasoning":
-        return {"type": "thinking", "thinking": text, "signature": ""}
-    called: object = {} if is_new else _input(item)
-    return {"type": "tool_use", "id": item.call_id, "name": item.name, "input": called}
+        return {"type": "thinking", "thinking": item.text, "signature": ""}
+    return {"type": "text", "text": item.text}
 
 
 def _input(item: Item) -> orjson.Fragment | None:

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 from weft.errors import RateLimitError, RequestError
 from weft.server.errors import error_body
-from weft.server.generation.items import Item, ItemWriter, Kind
+from weft.server.generation.items import Item, ItemWriter
 from weft.server.generation.openai_format import JsonObject
 from weft.server.http import sse
 
 if TYPE_CHECKING:
     from weft.errors import WeftError
     from weft.server.generation.meter import Meter
-    from weft.server.generation.openai_format import Part
     from weft.server.responses.schemas import ResponsesBody
 
 _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
@@ -53,13 +52,9 @@ class ResponseWriter(ItemWriter):
         self._id = f"resp_{secrets.token_hex(16)}"
         self._number = 0
 
-    def new_id(self, kind: Kind) -> str:
-        """A prefix says the kind."""
-        return _PREFIXES[kind] + secrets.token_hex(16)
-
-    def answer(self, end: Part) -> JsonObject:
+    def answer(self) -> JsonObject:
         """The response, `completed` or `incomplete`."""
-        status = _status(end)
+        status = self._status()
         last = len(self.items) - 1
         items = [_item(item, status if item.index == last else "completed") for item in self.items]
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -68,40 +63,37 @@ class ResponseWriter(ItemWriter):
     def begun(self) -> bytes:
         """Events with the response as it is before its first item."""
         response = self._response("in_progress", [])
-        return self._event("response.created", response=response) + self._event(
-            "response.in_progress", response=response
-        )
+        kinds = "response.created", "response.in_progress"
+        return b"".join(self._event(kind, response=response) for kind in kinds)
 
     def opened(self, item: Item) -> bytes:
         """The new item, and its only part where it has parts."""
-        new = _item(item, "in_progress", is_new=True)
-        added = self._event("response.output_item.added", output_index=item.index, item=new)
+        added = self._event("response.output_item.added", output_index=item.index, item=_item(item, "in_progress"))
         if item.kind == "call":
             return added
-        return added + self._event("response.content_part.added", **_place(item), part=_part(item, is_new=True))
+        return added + self._event("response.content_part.added", **_place(item), part=_part(item))
 
     def grown(self, item: Item, text: str, logprobs: list[object]) -> bytes:
         """The next characters."""
         if item.kind == "call":
-            return self._event(f"{_ARGUMENTS}.delta", item_id=item.id, output_index=item.index, delta=text)
+            return self._event(f"{_ARGUMENTS}.delta", **_place(item), delta=text)
         extra = {"logprobs": logprobs} if item.kind == "text" else {}
         return self._event(f"{_TEXT_EVENTS[item.kind]}.delta", **_place(item), delta=text, **extra)
 
-    def closed(self, item: Item, end: Part | None) -> bytes:
+    def closed(self, item: Item) -> bytes:
         """The whole text, and the whole item."""
-        if item.kind == "call":
-            place: JsonObject = {"item_id": item.id, "output_index": item.index}
-            payload = self._event(f"{_ARGUMENTS}.done", **place, name=item.name, arguments=item.text)
+        if item.call is not None:
+            payload = self._event(f"{_ARGUMENTS}.done", **_place(item), name=item.call.name, arguments=item.text)
         else:
             extra = {"logprobs": item.logprobs} if item.kind == "text" else {}
             payload = self._event(f"{_TEXT_EVENTS[item.kind]}.done", **_place(item), text=item.text, **extra)
             payload += self._event("response.content_part.done", **_place(item), part=_part(item))
-        done = _item(item, "completed" if end is None else _status(end))
+        done = _item(item, self._status())
         return payload + self._event("response.output_item.done", output_index=item.index, item=done)
 
-    def ended(self, end: Part) -> bytes:
+    def ended(self) -> bytes:
         """The whole response."""
-        return self._event(f"response.{_status(end)}", response=self.answer(end))
+        return self._event(f"response.{self._status()}", response=self.answer())
 
     def failure(self, error: WeftError) -> bytes:
         """The response as far as it came, `failed`."""
@@ -112,6 +104,9 @@ class ResponseWriter(ItemWriter):
         items = [_item(item, "incomplete" if item is self.open_item else "completed") for item in self.items]
         reason = {"code": code, "message": told["message"], "param": told["param"], "type": told["code"]}
         return self._event("response.failed", response=self._response("failed", items, error=reason))
+
+    def _status(self) -> str:
+        return "incomplete" if self.end.finish_reason == "length" else "completed"
 
     def _event(self, kind: str, **fields: object) -> bytes:
         number = self._number
@@ -148,29 +143,27 @@ class ResponseWriter(ItemWriter):
         }
 
 
-def _status(end: Part) -> str:
-    return "incomplete" if end.finish_reason == "length" else "completed"
+def _id(item: Item) -> str:
+    return _PREFIXES[item.kind] + item.id
 
 
 def _place(item: Item) -> JsonObject:
-    return {"item_id": item.id, "output_index": item.index, "content_index": 0}
+    parts = {} if item.kind == "call" else {"content_index": 0}
+    return {"item_id": _id(item), "output_index": item.index, **parts}
 
 
-def _part(item: Item, *, is_new: bool = False) -> JsonObject:
-    text = "" if is_new else item.text
+def _part(item: Item) -> JsonObject:
     if item.kind == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": [] if is_new else item.logprobs}
+        return {"type": "reasoning_text", "text": item.text}
+    return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": item.logprobs}
 
 
-def _item(item: Item, status: str, *, is_new: bool = False) -> JsonObject:
-    own: JsonObject
-    if item.kind == "call":
-        arguments = "" if is_new else item.text
-        own = {"type": "function_call", "call_id": item.call_id, "name": item.name, "arguments": arguments}
-    elif item.kind == "reasoning":
-        content = [] if is_new else [_part(item)]
-        own = {"type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
-    else:
-        own = {"type": "message", "role": "assistant", "content": [] if is_new else [_part(item)]}
-    return {"id": item.id, "status": status, **own}
+def _item(item: Item, status: str) -> JsonObject:
+    head: JsonObject = {"id": _id(item), "status": status}
+    if item.call is not None:
+        call = {"call_id": item.call.id, "name": item.call.name, "arguments": item.text}
+        return {**head, "type": "function_call", **call}
+    content = [_part(item)] if item.pieces else []
+    if item.kind == "reasoning":
+        return {**head, "type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
+    return {**head, "type": "message", "role": "assistant", "content": content}

@@ -144,13 +144,16 @@ def test_a_stop_sequence_is_named_and_a_stop_token_is_not() -> None:
     assert (inside_a_call["stop_reason"], inside_a_call["stop_sequence"]) == ("stop_sequence", "END")
 
 
-def test_an_answer_without_a_text_has_an_empty_one() -> None:
-    told = events([Part(text="", finish_reason="length")])
+def test_an_answer_without_a_text_has_an_empty_one_and_one_that_was_cut_has_none() -> None:
+    told = events([Part(text="", finish_reason="stop")])
     assert [event["type"] for event in told[2:]] == [
         *("content_block_start", "content_block_stop", "message_delta", "message_stop"),
     ]
+    assert whole(Part(text="", finish_reason="stop"))["content"] == [{"type": "text", "text": ""}]
+    told = events([Part(text=""), Part(text="", finish_reason="length")])
+    assert [event["type"] for event in told[2:]] == ["message_delta", "message_stop"]
     body = whole(Part(text="", finish_reason="length"))
-    assert [block["text"] for block in body["content"]] == [""]
+    assert (body["content"], body["stop_reason"]) == ([], "max_tokens")
 
 
 @pytest.mark.parametrize(

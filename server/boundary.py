@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.errors import WeftError
 from weft.server.drain import Drain
-from weft.server.errors import error_response, internal_response
+from weft.server.errors import error_response
 from weft.server.http.public import PUBLIC_PATHS
 from weft.server.limits.reservation import LimitReservation
 from weft.server.status.metrics import Metrics
@@ -65,11 +65,11 @@ class Boundary:
             return  # the client is gone
         except WeftError as error:
             await error_response(error, scope["path"])(scope, receive, send_with_headers)
-        except Exception:
+        except Exception as error:
             log.exception("internal_error", request_id=request_id, path=scope["path"][:512])
             if has_started:
                 raise
-            await internal_response(scope["path"])(scope, receive, send_with_headers)
+            await error_response(WeftError(str(error)), scope["path"])(scope, receive, send_with_headers)
         finally:
             reservation.end()
 

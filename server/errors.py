@@ -111,11 +111,6 @@ def error_headers(error: WeftError) -> dict[str, str]:
     return headers
 
 
-def internal_response(path: str) -> Response:
-    """The constant answer to an internal error."""
-    return _response(500, _body(INTERNAL_MESSAGE, "server_error", None, "internal_error"), {}, path)
-
-
 def from_engine(error: engine_request.RequestError) -> WeftError:
     """The exception for an error that the engine reported."""
     if error.kind == "internal":
@@ -129,9 +124,9 @@ def from_engine(error: engine_request.RequestError) -> WeftError:
 
 def install(app: FastAPI) -> None:
     """Give every error that leaves a route its answer."""
-    app.add_exception_handler(WeftError, _on_weft_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.exception_handler(WeftError)(_on_weft_error)
+    app.exception_handler(HTTPException)(_on_http_exception)
+    app.exception_handler(RequestValidationError)(_on_validation_error)
 
 
 def _retry_headers(retry_after_s: float | None) -> dict[str, str]:
@@ -167,17 +162,13 @@ def _response(status: int, body: JsonBody, headers: dict[str, str], path: str) -
     return Response(content, status_code=status, headers=headers, media_type="application/json")
 
 
-async def _on_weft_error(request: Request, error: Exception) -> Response:
-    if not isinstance(error, WeftError):
-        raise error
+async def _on_weft_error(request: Request, error: WeftError) -> Response:
     if answer(error)[0] == 500:
         log.error("internal_error", request_id=request.state.request_id, path=request.url.path, exc_info=error)
     return error_response(error, request.url.path)
 
 
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    if not isinstance(error, HTTPException):
-        raise error
+async def _on_http_exception(request: Request, error: HTTPException) -> Response:
     path = request.url.path
 
     def has_route(other: str) -> bool:
@@ -199,9 +190,7 @@ def _matches(request: Request, changes: dict[str, str]) -> set[Match]:
     return {route.matches(scope)[0] for route in request.app.routes} - {Match.NONE}
 
 
-async def _on_validation_error(request: Request, error: Exception) -> Response:
-    if not isinstance(error, RequestValidationError):
-        raise error
+async def _on_validation_error(request: Request, error: RequestValidationError) -> Response:
     first = error.errors()[0]
     name = str(first["loc"][-1])
     told: WeftError = errors.InvalidRequestError(f"{name}: {first['msg']}.", param=name)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends
 from starlette.requests import Request
@@ -22,12 +22,12 @@ from weft.server.limits.windows import Accounts
 from weft.server.status.feed import EngineFeed
 
 if TYPE_CHECKING:
-    from weft.adapters.blobs.memory import MemoryBlobs, MemoryPlace
+    from weft.adapters.blobs.memory import MemoryBlobs
     from weft.adapters.blobs.store import BlobStore
     from weft.adapters.ref import AdapterRef
     from weft.config import Config
-    from weft.engine.request import GenerationRequest, RequestOutput
-    from weft.engine.status import EngineLoad, EngineReady, EngineStatus, PauseMode
+    from weft.engine.process.client import EngineClient
+    from weft.engine.status import EngineReady, EngineStatus
     from weft.engine.text.tokenizer import Tokenizer
     from weft.registry.db.models import TenantRow
     from weft.registry.registry import Registry
@@ -42,62 +42,13 @@ STATUS_S = 10.0
 """Longest wait in seconds for the engine's status."""
 
 
-class Engine(Protocol):
-    """What the server needs of an engine, in this process or another."""
-
-    @property
-    def ready(self) -> EngineReady | None:
-        """What the engine is; None while it starts or restarts."""
-
-    @property
-    def load(self) -> EngineLoad | None:
-        """The engine's load as it last said; None while it is down and before its first step."""
-
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of a request; closing the iterator aborts it. A refusal is an output with an error."""
-
-    def abort(self, request_id: str) -> None:
-        """End a request; its outputs end with `finish_reason` "abort". Unknown ids and a dead engine are fine."""
-
-    async def status(self, *, is_detailed: bool = False) -> EngineStatus:
-        """The engine's status, with `page_map` and `batches` if it is detailed."""
-
-    async def drop_adapter(self, digest: str) -> None:
-        """Forget an adapter once no request uses it."""
-
-    def uses(self, weights_sha256: str) -> bool:
-        """Whether a request that has not ended may still have to load these weights."""
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether the engine was told to pause."""
-
-    def pause(self, mode: PauseMode, *, is_ending: bool = False) -> None:
-        """Have the engine compute nothing until it is resumed; `is_ending` ends all its requests with an error."""
-
-    def resume(self) -> None:
-        """Have the engine go on."""
-
-    def reset_prefix_cache(self) -> None:
-        """Have the engine forget the cached KV that no request uses."""
-
-    async def take_weights(self, ref: AdapterRef, place: MemoryPlace) -> None:
-        """Have weights that are in no store, from where this process has them open, and bring them to host memory."""
-
-    async def drop_weights(self, weights_sha256: str) -> None:
-        """Let such weights go."""
-
-    async def pin_adapter(self, ref: AdapterRef, is_pinned: bool) -> None:
-        """Set whether an adapter is brought to the device and stays there."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
     """All that the routes need."""
 
     config: Config
     registry: Registry
-    engine: Engine
+    engine: EngineClient
     ready: EngineReady
     """What the engine was at the first start; a restart changes nothing in it but the boot id."""
     tokenizer: Tokenizer

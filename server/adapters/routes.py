@@ -33,13 +33,14 @@ from weft.server.auth.callers import (
 from weft.server.garbage import remove_unreferenced
 from weft.server.http.form import UploadForm
 from weft.server.http.json_body import json_body
-from weft.server.http.openapi import takes, takes_file, takes_form, takes_retries
+from weft.server.http.openapi import takes, takes_bytes, takes_form, takes_retries
 from weft.server.model_name import resolve_model
 from weft.server.pins import check_pinned_pages, sync_pins
 from weft.server.services import Services, Wired
 
 router = APIRouter(tags=["adapters"])
 Limit = Annotated[int, Query(ge=1, le=1000)]
+CONTENT_RANGE = "`bytes FIRST-LAST/SIZE` continues at byte FIRST; without it the file starts again at byte 0."
 PUBLISHES: dict[str, Any] = {
     "status_code": 201,
     "response_model": schemas.AdapterView,
@@ -163,7 +164,7 @@ async def get_upload(upload_id: str, services: Wired, caller: TenantReader) -> s
     return await show(services, await services.registry.uploads.get(caller.tenant_id, upload_id))
 
 
-@router.put("/v1/uploads/{upload_id}/files/{file}", openapi_extra=takes_file())
+@router.put("/v1/uploads/{upload_id}/files/{file}", openapi_extra=takes_bytes("Content-Range", CONTENT_RANGE))
 async def put_file(
     upload_id: str, file: str, request: Request, services: Wired, caller: TenantWriter
 ) -> schemas.UploadView:

@@ -36,6 +36,8 @@ from weft.server.generation.schemas import CompletionBody
 from weft.server.http.json_body import validate
 from weft.server.limits.rates import shares_of
 from weft.server.limits.reservation import LimitReservation
+from weft.server.responses.routes import plan_response
+from weft.server.responses.schemas import ResponsesBody
 from weft.server.services import Services
 
 log = structlog.get_logger("weft.server")
@@ -135,6 +137,8 @@ class LineRunner:
             session=name,
             line_id=name,
         )
+        if self.batch.endpoint == "/v1/responses":
+            return await plan_response(origin, validate(ResponsesBody, line.body))
         is_chat = self.batch.endpoint == "/v1/chat/completions"
         body = validate(ChatBody, line.body) if is_chat else validate(CompletionBody, line.body)
         return await plan_generation(origin, body)

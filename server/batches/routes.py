@@ -106,7 +106,7 @@ async def create_batch(request: Request, services: Wired, caller: InferTenant) -
     """Run the requests of a file within 24 hours, when interactive traffic leaves capacity."""
     body = await json_body(request, BatchBody, services.config.server.max_body_bytes, services.pace)
     batch = await services.registry.batches.create(
-        caller.tenant_id, caller.identity.key_id, body.input_file_id, body.endpoint, body.metadata or {}
+        caller.tenant_id, caller.identity.key_id, body.input_file_id, body.endpoint, body.metadata
     )
     services.batches_changed.set()
     return batch

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from weft.server.http.bodies import Body, View
-
-Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
+from weft.server.http.bodies import Body, Labels, View
 
 
 class BatchBody(Body):
     """POST /v1/batches."""
 
     input_file_id: str
-    endpoint: Endpoint
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     """The `url` of all lines."""
     completion_window: Literal["24h"]
-    metadata: Annotated[
-        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None, Field(max_length=16)
-    ] = None
+    metadata: Labels = Field(default_factory=dict)
     """Kept for the client."""
 
 

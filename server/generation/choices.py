@@ -1,6 +1,6 @@
 """One HTTP request's generations, run side by side and merged: n choices, many prompts, one stream of steps.
 
-Works on any `Engine`. Knows neither JSON nor usage.
+Knows neither JSON nor usage.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from weft.errors import EngineError, EngineUnavailableError
 from weft.server.errors import from_engine
 
 if TYPE_CHECKING:
+    from weft.engine.process.client import EngineClient
     from weft.engine.request import GenerationRequest, RequestOutput
     from weft.engine.text.text_stream import TextDelta, TextStream
     from weft.server.generation.prompts import Prompt
     from weft.server.limits.gate import Admission
-    from weft.server.services import Engine
 
 
 def best_choices(candidates: Sequence[Choice], steps: Iterable[ChoiceStep], n: int) -> list[Choice]:
@@ -101,7 +101,7 @@ class Generation:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineClient,
         choices: Sequence[Choice],
         may_grow: Callable[[int], bool] = lambda _: True,
         admission: Admission | None = None,

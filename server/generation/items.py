@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from pydantic import BeforeValidator
+
 from weft.errors import InvalidRequestError, RequestError, UnsupportedParameterError
 from weft.server.generation.openai_format import Part
 from weft.server.generation.writer import AnswerWriter
@@ -65,6 +67,17 @@ def kind_of(value: object, known: Collection[str], param: str, default: str = ""
         message = f"{param} takes the type {' or '.join(known)}, got {kind[:40]}."
         raise UnsupportedParameterError(f"{message} {TEXT_ONLY}", param=param)
     return kind
+
+
+def with_kinds(known: Collection[str], param: str, default: str = "") -> BeforeValidator:
+    """Checks the type of each entry of a list before all else, as `kind_of` does."""
+
+    def check(value: object) -> object:
+        for index, each in enumerate(value if isinstance(value, list) else []):
+            kind_of(each, known, f"{param}.{index}", default)
+        return value
+
+    return BeforeValidator(check)
 
 
 def text_of(value: object, kinds: Mapping[str, str], param: str, between: str = "") -> str:

@@ -26,6 +26,7 @@ from weft.server.generation.response import GenerationResponse, PlannedGeneratio
 from weft.server.generation.schemas import CompletionBody, CompletionView, GenerationBody
 from weft.server.generation.writer import AnswerWriter, ChunkWriter
 from weft.server.grammar_check import turn_of
+from weft.server.http.bodies import Body, View
 from weft.server.http.json_body import INLINE_BYTES, BodyT, json_bytes, parsed
 from weft.server.http.openapi import takes
 from weft.server.limits.gate import Admission
@@ -60,6 +61,7 @@ SESSION_HEADER = "x-session-id"
 DEADLINE_HEADERS = ("x-weft-ttft-ms", "x-slo-ttft-ms")
 """Headers with the client's deadline for the first token, in milliseconds. The first one present counts."""
 ResultT = TypeVar("ResultT")
+EndpointT = TypeVar("EndpointT", bound=Callable[..., Any])
 WriterOfAnswer = Callable[[Meter, JsonObject], AnswerWriter]
 """Makes the writer of an answer, of the tokens delivered so far and `created`, `model` and `system_fingerprint`."""
 OPEN_TOKENS = 1024
@@ -68,23 +70,19 @@ STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 """How the OpenAPI page describes an answer that is streamed."""
 
 
-@router.post(
-    "/v1/completions",
-    response_model=None,
-    responses={200: {"model": CompletionView, "content": STREAM}},
-    openapi_extra=takes(CompletionBody),
-)
+def post(router: APIRouter, path: str, body: type[Body], view: type[View]) -> Callable[[EndpointT], EndpointT]:
+    """Decorator of an endpoint that plans a generation; `body` and `view` are for the OpenAPI page."""
+    answers: dict[int | str, dict[str, Any]] = {200: {"model": view, "content": STREAM}}
+    return router.post(path, response_model=None, responses=answers, openapi_extra=takes(body))
+
+
+@post(router, "/v1/completions", CompletionBody, CompletionView)
 async def complete(request: Request, caller: GeneratingCaller) -> PlannedGeneration:
     """Continue one or many prompts."""
     return await plan_generation(*await received(request, caller, CompletionBody))
 
 
-@router.post(
-    "/v1/chat/completions",
-    response_model=None,
-    responses={200: {"model": ChatView, "content": STREAM}},
-    openapi_extra=takes(ChatBody),
-)
+@post(router, "/v1/chat/completions", ChatBody, ChatView)
 async def chat(request: Request, caller: GeneratingCaller) -> PlannedGeneration:
     """Answer a conversation."""
     return await plan_generation(*await received(request, caller, ChatBody))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from weft.server.errors import error_body
 from weft.server.generation.schemas import StreamOptions
 from weft.server.http import sse
 
@@ -89,7 +90,7 @@ class ChunkWriter(AnswerWriter):
 
     def failure(self, error: WeftError) -> bytes:
         """An event like the body of an error."""
-        return sse.error_event(error)
+        return sse.event(error_body(error))
 
     def _chunk(self, choices: list[JsonObject], extras: Mapping[str, object] = MappingProxyType({})) -> bytes:
         chunk: JsonObject = {**self._chunk_head, **extras, "choices": choices}

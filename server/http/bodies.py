@@ -125,6 +125,9 @@ ALL_LINEAR = "all-linear"
 MODULE_NAMES = tuple(path.rsplit(".", 1)[-1] for path in MODULE_PATHS)
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Scope = Literal["infer", "adapters", "usage"]
+Labels = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
 
 
 def _describe_what_is_let_pass(schema: dict[str, Any], model: type[Any]) -> None:
@@ -153,6 +156,8 @@ class Body(BaseModel):
         json_schema_extra=_describe_what_is_let_pass,
     )
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    hints: ClassVar[Mapping[str, str]] = {}
+    """What to do instead of sending fields that only their neutral values make pass."""
     ignored: ClassVar[frozenset[str]] = frozenset()
     takes_nul: ClassVar[bool] = False
     """Whether texts may hold NUL. Prompts may; what is stored in the database may not."""
@@ -168,7 +173,7 @@ class Body(BaseModel):
                 continue
             if name in cls.neutral_values and name not in cls.model_fields:
                 if value is not None and value not in cls.neutral_values[name]:
-                    raise UnsupportedParameterError(f"Weft does not support {name}.", param=name)
+                    raise UnsupportedParameterError(cls.hints.get(name, f"Weft does not support {name}."), param=name)
                 continue
             if value is not None or name not in cls.model_fields:
                 kept[name] = value

@@ -49,13 +49,6 @@ def takes_retries() -> dict[str, Any]:
     return _header(IDEMPOTENCY_KEY, schema, about)
 
 
-def takes_file() -> dict[str, Any]:
-    """`openapi_extra` of a route whose body is a file, or the next part of it."""
-    about = "`bytes FIRST-LAST/SIZE` continues at byte FIRST; without it the file starts again at byte 0."
-    body = _request_body("application/octet-stream", BINARY)
-    return {**body, **_header("Content-Range", TEXT, about)}
-
-
 def takes_bytes(header: str, about: str) -> dict[str, Any]:
     """`openapi_extra` of a route whose body is a file with this header."""
     return {**_request_body("application/octet-stream", BINARY), **_header(header, TEXT, about)}

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import orjson
 
-from weft.errors import WeftError
-from weft.server.errors import error_body
-
 DONE = b"data: [DONE]\n\n"
-HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
+HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 def event(content: object, name: str = "") -> bytes:
     """One event that carries JSON; without a name it is a message."""
     kind = f"event: {name}\n".encode() if name else b""
     return kind + b"data: " + orjson.dumps(content) + b"\n\n"
-
-
-def error_event(error: WeftError) -> bytes:
-    """The event that ends a stream in failure."""
-    return event(error_body(error))

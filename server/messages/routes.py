@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from weft.server.generation.items import named
 from weft.server.generation.prompts import rendered_chat
 from weft.server.generation.response import PlannedGeneration
-from weft.server.generation.routes import STREAM, GenerationRoute, off_loop, plan_generation, received
+from weft.server.generation.routes import GenerationRoute, off_loop, plan_generation, post, received
 from weft.server.http.json_body import json_body
 from weft.server.http.openapi import takes
 from weft.server.limits.rates import GeneratingCaller, TokenizingCaller
@@ -23,12 +23,7 @@ router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 count_router = APIRouter(tags=["tokens"])
 
 
-@router.post(
-    "/v1/messages",
-    response_model=None,
-    responses={200: {"model": MessageView, "content": STREAM}},
-    openapi_extra=takes(MessagesBody),
-)
+@post(router, "/v1/messages", MessagesBody, MessageView)
 async def message(request: Request, caller: GeneratingCaller) -> PlannedGeneration:
     """Answer a conversation, as Anthropic's clients ask."""
     origin, body = await received(request, caller, MessagesBody)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
 from weft.errors import InvalidRequestError
 from weft.server.generation.chat_schemas import MAX_MESSAGES
-from weft.server.generation.items import kind_of, text_of
+from weft.server.generation.items import kind_of, text_of, with_kinds
 from weft.server.generation.schemas import SamplingFields
 from weft.server.http.bodies import Body, View
 
@@ -25,15 +26,9 @@ class TextPart(BaseModel):
     text: str
 
 
-def _result(value: object) -> str:
-    return text_of(value, {"text": "text"}, "content", BETWEEN)
-
-
-def _system(value: object) -> str:
-    return text_of(value, {"text": "text"}, "system", BETWEEN)
-
-
-_Text = str | list[TextPart]
+def _text(param: str) -> BeforeValidator:
+    text = partial(text_of, kinds={"text": "text"}, param=param, between=BETWEEN)
+    return BeforeValidator(text, json_schema_input_type=str | list[TextPart])
 
 
 class Block(Body):
@@ -70,7 +65,7 @@ class ToolResultBlock(Block):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[str, BeforeValidator(_result, json_schema_input_type=_Text)] = ""
+    content: Annotated[str, _text("content")] = ""
 
 
 AnyBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
@@ -112,12 +107,6 @@ class ClientTool(Body):
     input_schema: dict[str, Any]
     """A JSON schema."""
     strict: bool | None = None
-
-
-def _tools(value: object) -> object:
-    for index, tool in enumerate(value if isinstance(value, list) else []):
-        kind_of(tool, ("custom",), f"tools.{index}", "custom")
-    return value
 
 
 class ToolChoice(Body):
@@ -163,10 +152,8 @@ class TokenCountBody(SamplingFields):
         min_length=1, max_length=MAX_MESSAGES
     )
     """An answer goes on with the last one if that is the assistant's."""
-    system: Annotated[str, BeforeValidator(_system, json_schema_input_type=_Text)] = ""
-    tools: Annotated[list[ClientTool], BeforeValidator(_tools, json_schema_input_type=list[ClientTool])] = Field(
-        default_factory=list
-    )
+    system: Annotated[str, _text("system")] = ""
+    tools: Annotated[list[ClientTool], with_kinds(("custom",), "tools", "custom")] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

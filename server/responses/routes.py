@@ -1,4 +1,4 @@
-"""POST /v1/responses."""
+"""POST /v1/responses; lines of batches are planned here too."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from functools import partial
 from fastapi import APIRouter, Request
 
 from weft.server.generation.items import named
+from weft.server.generation.meter import Origin
 from weft.server.generation.response import PlannedGeneration
-from weft.server.generation.routes import STREAM, GenerationRoute, off_loop, plan_generation, received
+from weft.server.generation.routes import GenerationRoute, off_loop, plan_generation, post, received
 from weft.server.http.json_body import validate
-from weft.server.http.openapi import takes
 from weft.server.limits.rates import GeneratingCaller
 from weft.server.responses.chat import NAMES, ResponsesChat, chat_of
 from weft.server.responses.schemas import ResponsesBody, ResponseView
@@ -19,15 +19,14 @@ from weft.server.responses.writer import ResponseWriter
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 
 
-@router.post(
-    "/v1/responses",
-    response_model=None,
-    responses={200: {"model": ResponseView, "content": STREAM}},
-    openapi_extra=takes(ResponsesBody),
-)
+@post(router, "/v1/responses", ResponsesBody, ResponseView)
 async def respond(request: Request, caller: GeneratingCaller) -> PlannedGeneration:
     """Answer a conversation item by item; nothing is stored."""
-    origin, body = await received(request, caller, ResponsesBody)
+    return await plan_response(*await received(request, caller, ResponsesBody))
+
+
+async def plan_response(origin: Origin, body: ResponsesBody) -> PlannedGeneration:
+    """Like `plan_generation`."""
     with named(NAMES):
         chat = await off_loop(lambda: validate(ResponsesChat, chat_of(body)), origin.num_bytes)
         return await plan_generation(origin, chat, partial(ResponseWriter, body))

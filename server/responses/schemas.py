@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from weft.errors import InvalidRequestError, UnsupportedParameterError
 from weft.server.generation.chat_schemas import MAX_MESSAGES
-from weft.server.generation.items import kind_of, text_of
+from weft.server.generation.items import kind_of, text_of, with_kinds
 from weft.server.generation.schemas import SamplingFields
-from weft.server.http.bodies import Body, View
+from weft.server.http.bodies import Body, Labels, View
 from weft.server.tools.schemas import ToolFunction
 
 KEPT_BY_CLIENTS = frozenset({"id", "status", "phase", "annotations", "logprobs", "caller", "parsed_arguments"})
@@ -35,11 +36,9 @@ class TextPart(BaseModel):
     text: str
 
 
-def _text(value: object) -> str:
-    return text_of(value, _TEXTS, "input")
-
-
-Text = Annotated[str, BeforeValidator(_text, json_schema_input_type=str | list[TextPart])]
+Text = Annotated[
+    str, BeforeValidator(partial(text_of, kinds=_TEXTS, param="input"), json_schema_input_type=str | list[TextPart])
+]
 
 
 class MessageItem(Body):
@@ -107,12 +106,6 @@ class FunctionTool(ToolFunction):
     type: Literal["function"]
 
 
-def _tools(value: object) -> object:
-    for index, tool in enumerate(value if isinstance(value, list) else []):
-        kind_of(tool, ("function",), f"tools.{index}")
-    return value
-
-
 class TextOptions(Body):
     """How the text looks."""
 
@@ -134,6 +127,7 @@ class ResponsesBody(SamplingFields):
     """Body of POST /v1/responses."""
 
     takes_nul = True
+    hints = UNSUPPORTED
     ignored = frozenset(
         {
             *("store", "service_tier", "safety_identifier", "max_tool_calls", "stream_options", "client_metadata"),
@@ -153,9 +147,7 @@ class ResponsesBody(SamplingFields):
     )
     instructions: str | None = None
     """What the model is told first, as its system."""
-    tools: Annotated[list[FunctionTool], BeforeValidator(_tools, json_schema_input_type=list[FunctionTool])] = Field(
-        default_factory=list
-    )
+    tools: Annotated[list[FunctionTool], with_kinds(("function",), "tools")] = Field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
     """auto, none, required, `{"type": "function", "name": ...}`, or some of the tools:
     `{"type": "allowed_tools", "mode": ..., "tools": [...]}`."""
@@ -163,21 +155,11 @@ class ResponsesBody(SamplingFields):
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
     include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = Field(default_factory=list)
-    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field(
-        default_factory=dict, max_length=16
-    )
+    metadata: Labels = Field(default_factory=dict)
     """The answer has it too."""
     max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     """Most tokens to generate, those of reasoning and calls too."""
     top_logprobs: int | None = Field(None, ge=0, le=100)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _say_what_to_do(cls, body: Any) -> Any:  # noqa: ANN401 - what a client sent
-        for name, message in UNSUPPORTED.items():
-            if body.get(name):
-                raise UnsupportedParameterError(message, param=name)
-        return body
 
 
 class OutputPartView(View):

@@ -13,6 +13,7 @@ from pathlib import Path
 from weft.adapters.blobs.memory import MemoryPlace
 from weft.adapters.ref import AdapterRef
 from weft.engine.model.spec import base_shape, read_spec
+from weft.engine.process.client import EngineClient
 from weft.engine.request import AdapterState, GenerationRequest, RequestError, RequestOutput, TokenLogprobs
 from weft.engine.status import (
     EngineLoad,
@@ -97,7 +98,7 @@ class Work:
             self.prompt_tokens = 0
 
 
-class FakeEngine:
+class FakeEngine(EngineClient):
     """Writes what `write` says, a token per turn of the event loop (or per `token_s` seconds), then stops."""
 
     def __init__(self, ready: EngineReady | None = None) -> None:

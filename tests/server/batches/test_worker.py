@@ -35,11 +35,11 @@ def lines_for(*models: str, **body: Any) -> bytes:
     return "\n".join(map(json.dumps, lines)).encode()
 
 
-async def start(api: Api, content: bytes) -> str:
+async def start(api: Api, content: bytes, url: str = URL) -> str:
     client = await api.tenant("acme")
     file = await client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", content)})
     assert file.status_code == 200, file.text
-    body = {"input_file_id": file.json()["id"], "endpoint": URL, "completion_window": "24h"}
+    body = {"input_file_id": file.json()["id"], "endpoint": url, "completion_window": "24h"}
     made = await client.post("/v1/batches", json=body)
     assert made.status_code == 200, made.text
     return str(made.json()["id"])
@@ -70,6 +70,18 @@ async def events(api: Api) -> list[dict[str, Any]]:
 
 def codes(found: dict[str, dict[str, Any]]) -> set[tuple[int, str]]:
     return {(each["response"]["status_code"], each["response"]["body"]["error"]["code"]) for each in found.values()}
+
+
+async def test_lines_may_be_responses(api: Api, worker: BatchWorker) -> None:
+    url = "/v1/responses"
+    bodies: list[dict[str, Any]] = [{"model": BASE, "input": "x"}, {"model": BASE, "input": "x", "background": True}]
+    lines = [{"custom_id": str(n), "method": "POST", "url": url, "body": body} for n, body in enumerate(bodies)]
+    ended = await run(api, worker, await start(api, "\n".join(map(json.dumps, lines)).encode(), url))
+    assert ended["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+    body = (await results(api, ended["output_file_id"]))["0"]["response"]["body"]
+    assert (body["object"], body["status"], body["output"][0]["type"]) == ("response", "completed", "message")
+    assert codes(await results(api, ended["error_file_id"])) == {(400, "unsupported_parameter")}
+    assert [(event["endpoint"], event["status"]) for event in await events(api)] == [(url, "stop")]
 
 
 async def test_lines_run_in_the_lane_of_batches_and_are_billed_as_such(

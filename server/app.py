@@ -73,7 +73,6 @@ def create_app(services: Services) -> FastAPI:
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=["*"],
-            allow_credentials=False,
         )
     app.openapi = openapi_of(app)  # type: ignore[method-assign]
     return app

@@ -19,8 +19,6 @@ def configure_logs() -> None:
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.StackInfoRenderer(),
-        structlog.processors.UnicodeDecoder(),
         _cut,
     ]
     structlog.configure(
@@ -28,18 +26,14 @@ def configure_logs() -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
     )
-    renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
-    )
+    rendered: list[structlog.typing.Processor] = [structlog.dev.ConsoleRenderer()]
+    if not sys.stderr.isatty():
+        rendered = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
-            processors=[
-                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                *([] if sys.stderr.isatty() else [structlog.processors.format_exc_info]),
-                renderer,
-            ],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendered],
         )
     )
     root = logging.getLogger()

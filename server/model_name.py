@@ -15,8 +15,6 @@ from weft.errors import AdapterUnavailableError, InvalidRequestError, NotFoundEr
 from weft.registry.names import DEFAULT_ALIAS, model_not_found, parse_selector
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from weft.adapters.ref import AdapterRef
     from weft.registry.records import AdapterIdentity, AdapterVersion
     from weft.registry.registry import Registry
@@ -58,13 +56,7 @@ class ResolvedModel:
 
 
 async def resolve_model(
-    registry: Registry,
-    caller: Caller,
-    base_names: Sequence[str],
-    model: str | None,
-    adapter_id: str | None = None,
-    *,
-    sticky: str = "",
+    services: Services, caller: Caller, model: str | None, adapter_id: str | None = None, *, sticky: str = ""
 ) -> ResolvedModel:
     """Find the model a request names; `sticky` chooses the version where an alias splits requests among several.
 
@@ -76,10 +68,10 @@ async def resolve_model(
     """
     if model is None and adapter_id is None:
         raise InvalidRequestError("model is required.", param="model", code="missing_required_parameter")
-    by_model = await _resolve_one(registry, caller, base_names, model, sticky) if model is not None else None
+    by_model = await _resolve_one(services, caller, model, sticky) if model is not None else None
     if adapter_id is None:
-        return by_model or ResolvedModel(name=base_names[0])
-    by_adapter = await _resolve_one(registry, caller, base_names, adapter_id, sticky)
+        return by_model or ResolvedModel(name=services.served_name)
+    by_adapter = await _resolve_one(services, caller, adapter_id, sticky)
     if by_model is None or by_model.adapter is None:
         return by_adapter
     if by_adapter.ref != by_model.ref:
@@ -112,20 +104,19 @@ def hold_weights(services: Services, model: ResolvedModel) -> Callable[[], None]
     return release
 
 
-async def _resolve_one(
-    registry: Registry, caller: Caller, base_names: Sequence[str], text: str, sticky: str
-) -> ResolvedModel:
-    if text == base_names[0]:
+async def _resolve_one(services: Services, caller: Caller, text: str, sticky: str) -> ResolvedModel:
+    registry, names = services.registry, services.base_names
+    if text == names[0]:
         return ResolvedModel(name=text)
     # Names of adapters have no colon.
-    selector = next((text.removeprefix(f"{base}:") for base in base_names if text.startswith(f"{base}:")), text)
+    selector = next((text.removeprefix(f"{base}:") for base in names if text.startswith(f"{base}:")), text)
     tenant_id = caller.tenant_id or await _tenant_of_selector(registry, selector)
     try:
         adapter, version = await registry.adapters.resolve(tenant_id, selector, sticky)
     except NotFoundError as error:
         if caller.tenant_id is None:
             raise
-        raise await _with_hint(registry, caller.tenant_id, base_names[0], selector, error) from error
+        raise await _with_hint(registry, caller.tenant_id, names[0], selector, error) from error
     return ResolvedModel(name=text, adapter=adapter, version=version)
 
 

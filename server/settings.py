@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -42,7 +42,7 @@ def load_config(overrides: SettingTree, environ: Mapping[str, str], config_file:
     Raises:
         ConfigError: A name is unknown, or a value is malformed or out of range; the message names the setting.
     """
-    check_environment(environ)
+    from_environment = _from_environment(environ)
     if config_file is None and environ.get("WEFT_CONFIG"):
         config_file = Path(environ["WEFT_CONFIG"])
     given = {
@@ -52,21 +52,9 @@ def load_config(overrides: SettingTree, environ: Mapping[str, str], config_file:
     from_file = read_yaml(config_file) if config_file else {}
     for tree, source in ((given, "the command line"), (from_file, str(config_file))):
         _check_names(tree, source)
-    merged = merge_trees(from_file, _from_environment(environ), given)
+    merged = merge_trees(from_file, from_environment, given)
     sections: dict[str, Any] = {name: _section(name, merged.get(name, {})) for name in SECTIONS}
     return Config(**sections)
-
-
-def check_environment(environ: Mapping[str, str]) -> None:
-    """Refuse unknown `WEFT_*` variables.
-
-    Raises:
-        ConfigError: The message gives the nearest name that exists.
-    """
-    known = {environment_name(name) for name in setting_names()} | PLAIN_NAMES
-    for name in environ:
-        if name.upper().startswith(PREFIX) and name.upper() not in known:
-            raise ConfigError(f"The environment variable {name} is not a setting.{_did_you_mean(name.upper(), known)}")
 
 
 def environment_name(setting: str) -> str:
@@ -131,14 +119,17 @@ def as_tree(config: Config) -> dict[str, dict[str, object]]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, dict[str, object]]:
-    """Settings by their variables; an empty variable counts as not set."""
-    by_name = {variable.upper(): value for variable, value in environ.items() if value}
+    """Settings by their variables; an empty variable counts as not set. Unknown `WEFT_*` variables are refused."""
+    settings = {environment_name(setting): setting.split(".") for setting in setting_names()}
     tree: dict[str, dict[str, object]] = {}
-    for setting in setting_names():
-        value = by_name.get(environment_name(setting))
-        if value is not None:
-            section, _, name = setting.partition(".")
+    for given, value in environ.items():
+        variable = given.upper()
+        if variable in settings and value:
+            section, name = settings[variable]
             tree.setdefault(section, {})[name] = None if value == "null" else value
+        elif variable.startswith(PREFIX) and variable not in {*settings, *PLAIN_NAMES}:
+            near = _did_you_mean(variable, [*settings, *PLAIN_NAMES])
+            raise ConfigError(f"The environment variable {given} is not a setting.{near}")
     return tree
 
 
@@ -160,7 +151,7 @@ def _check_names(tree: SettingTree, source: str) -> None:
                 raise ConfigError(message, param=setting)
 
 
-def _did_you_mean(name: str, known: Mapping[str, object] | set[str] | list[str] | frozenset[str]) -> str:
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {near[0]}?" if near else ""
 

@@ -238,7 +238,7 @@ async def _check_pin(services: Services, caller: TenantCaller, name: str, body: 
 
 async def _stored_item(services: Services, caller: Caller, selector: str, room: Room) -> schemas.AdapterFitItem:
     try:
-        model = await resolve_model(services.registry, caller, services.base_names, selector)
+        model = await resolve_model(services, caller, selector)
     except NotFoundError as error:
         raise NotFoundError(error.message, code=error.code, param="adapters") from error
     adapter, version = model.adapter, model.version

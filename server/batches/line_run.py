@@ -30,7 +30,7 @@ from weft.server.errors import answer, error_body
 from weft.server.generation.chat_schemas import ChatBody
 from weft.server.generation.meter import Origin
 from weft.server.generation.openai_format import JsonObject
-from weft.server.generation.response import PlannedGeneration, WholeAnswer
+from weft.server.generation.response import PlannedGeneration, whole_answer
 from weft.server.generation.routes import plan_generation
 from weft.server.generation.schemas import CompletionBody
 from weft.server.http.json_body import validate
@@ -165,14 +165,12 @@ class LineRunner:
 
     async def _generate(self, planned: PlannedGeneration) -> tuple[JsonObject, UsageEvent | None]:
         async with planned.generation as generation:
-            whole = WholeAnswer(planned)
             try:
-                await whole.collect(generation.steps())
+                body, ended, _ = await whole_answer(planned, generation.steps())
             except asyncio.CancelledError:
                 if self.is_ending:
                     await asyncio.shield(generation.abort())
                     planned.meter.take_computed(generation.choices)
                     await asyncio.shield(planned.meter.finish_quietly("aborted"))
                 raise
-            body, ended = whole.body()
         return body, planned.meter.close(ended)

@@ -30,12 +30,10 @@ After = Annotated[str | None, Query(max_length=64)]
 class FileForm(Form):
     """A file of requests, and what it is for."""
 
-    __slots__ = ()
     file = "file"
-    limits: ClassVar[Mapping[str, int]] = {"purpose": 64}
+    parts: ClassVar[Mapping[str, tuple[int, Mapping[str, object]]]] = {"purpose": (64, {"enum": ["batch"]})}
     required = ("file", "purpose")
     rule = "A file has the parts file and purpose, each once."
-    properties: ClassVar[Mapping[str, object]] = {"file": BINARY, "purpose": {"enum": ["batch"]}}
 
 
 @router.post("/v1/files", response_model=FileView, openapi_extra=takes_form(FileForm))

@@ -61,7 +61,7 @@ async def get_model(model_id: str, services: Wired, caller: AnyCaller) -> ModelV
     """Show one model, by any name that a request may use."""
     if not model_id:
         raise NotFoundError("The path names no model. GET /v1/models lists all, GET /v1/models/NAME shows one.")
-    model = await resolve_model(services.registry, caller, services.base_names, model_id)
+    model = await resolve_model(services, caller, model_id)
     return _view(services, model_id, model.adapter, model.version)
 
 

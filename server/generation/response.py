@@ -42,33 +42,27 @@ class PlannedGeneration:
     headers: dict[str, str]
 
 
-class WholeAnswer:
-    """All steps of a generation as one body."""
+async def whole_answer(
+    plan: PlannedGeneration, steps: AsyncIterator[list[ChoiceStep]]
+) -> tuple[JsonObject, str, dict[str, str]]:
+    """All steps of a generation as one body; raises what ends them early.
 
-    def __init__(self, plan: PlannedGeneration) -> None:
-        self.headers = dict(plan.headers)
-        """The state of the adapter is added with the first step."""
-        self._plan = plan
-        self._parts: dict[int, list[Part]] = {}
-        self._steps: list[ChoiceStep] = []
-
-    async def collect(self, steps: AsyncIterator[list[ChoiceStep]]) -> None:
-        """Take all steps; raises what ends them early."""
-        async for together in steps:
-            for step in together:
-                self._plan.meter.observe(step)
-                self._parts.setdefault(step.choice.index, []).append(self._plan.shape.part(step))
-                self.headers.update(_state_header(step))
-                self._steps.append(step)
-
-    def body(self) -> tuple[JsonObject, str]:
-        """The answer, which is counted as delivered, and the status that is recorded of it."""
-        plan = self._plan
-        for step in self._steps:
-            plan.meter.deliver(step)
-        best = best_choices(plan.generation.choices, self._steps, plan.body.n)
-        ends = [joined(self._parts[choice.index]) for choice in best]
-        return plan.writer.whole(list(zip(best, ends, strict=True))), _overall(ends)
+    Returns:
+        The body, which is counted as delivered; the status that is recorded of it; and the headers.
+    """
+    parts: dict[int, list[Part]] = {}
+    taken: list[ChoiceStep] = []
+    async for together in steps:
+        for step in together:
+            plan.meter.observe(step)
+            parts.setdefault(step.choice.index, []).append(plan.shape.part(step))
+        taken += together
+    for step in taken:
+        plan.meter.deliver(step)
+    best = best_choices(plan.generation.choices, taken, plan.body.n)
+    ends = [joined(parts[choice.index]) for choice in best]
+    body = plan.writer.whole(list(zip(best, ends, strict=True)))
+    return body, _overall(ends), plan.headers | _state_header(taken[0])
 
 
 class GenerationResponse(Response):
@@ -106,13 +100,11 @@ class GenerationResponse(Response):
                 self._generation.admission.end()
 
     async def _whole(self, steps: AsyncIterator[list[ChoiceStep]], send: Send, is_gone: Callable[[], bool]) -> None:
-        answer = WholeAnswer(self._plan)
-        await answer.collect(steps)
+        body, status, headers = await whole_answer(self._plan, steps)
         if is_gone():
             raise ClientDisconnect
-        body, status = answer.body()
         await self._meter.finish(status)
-        response = Response(orjson.dumps(body), media_type="application/json", headers=answer.headers)
+        response = Response(orjson.dumps(body), media_type="application/json", headers=headers)
         await _send_start(send, response.status_code, dict(response.headers))
         await send({"type": "http.response.body", "body": response.body, "more_body": False})
 

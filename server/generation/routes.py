@@ -172,9 +172,7 @@ async def received(request: Request, caller: Caller, kind: type[BodyT]) -> tuple
 async def _resolve(origin: Origin, body: GenerationBody) -> ResolvedModel:
     services = origin.services
     sticky = body.user or origin.session or secrets.token_hex(8)
-    model = await resolve_model(
-        services.registry, origin.caller, services.base_names, body.model, body.adapter_id, sticky=sticky
-    )
+    model = await resolve_model(services, origin.caller, body.model, body.adapter_id, sticky=sticky)
     if model.adapter is not None and model.version is not None:
         adapter, version = model.adapter, model.version
         services.metrics.learn_adapter(version.digest, adapter.tenant, adapter.name, version.rank)

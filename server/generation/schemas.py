@@ -79,13 +79,11 @@ MAX_BIASES = 300
 
 def _prompts(value: object) -> list[str] | list[list[int]]:
     """One or many prompts, as text or token ids, brought to a list."""
-    if isinstance(value, str):
-        return [value]
+    if isinstance(value, str) or (isinstance(value, list) and value and _are_tokens(value)):
+        value = [value]
     if isinstance(value, list) and value:
         if all(isinstance(part, str) for part in value):
             return value
-        if _are_tokens(value):
-            return [value]
         if all(isinstance(part, list) and part and _are_tokens(part) for part in value):
             return value
     raise InvalidRequestError(
@@ -211,13 +209,9 @@ class GenerationBody(SamplingFields, VllmFields, GrammarFields):
     )
 
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> GenerationBody:
+    def _fit_together(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream: true.", param="stream_options")
-        return self
-
-    @model_validator(mode="after")
-    def _candidates_can_be_compared(self) -> GenerationBody:
         if self.num_candidates < self.n:
             raise InvalidRequestError(f"best_of must be at least n = {self.n}, got {self.best_of}.", param="best_of")
         if self.stream and (self.use_beam_search or self.num_candidates > self.n):
@@ -227,10 +221,11 @@ class GenerationBody(SamplingFields, VllmFields, GrammarFields):
         if self.stream and self.prompt_logprobs is not None:
             message = "prompt_logprobs cannot be streamed. Send stream: false."
             raise InvalidRequestError(message, param="prompt_logprobs")
+        self._check_beam_search()
+        self.check_grammar(use_beam_search=self.use_beam_search, ignore_eos=self.ignore_eos)
         return self
 
-    @model_validator(mode="after")
-    def _beam_search_is_not_sampling(self) -> GenerationBody:
+    def _check_beam_search(self) -> None:
         for name in NOT_IN_BEAM_SEARCH if self.use_beam_search else ONLY_IN_BEAM_SEARCH:
             if name not in type(self).model_fields:
                 continue
@@ -241,12 +236,6 @@ class GenerationBody(SamplingFields, VllmFields, GrammarFields):
                 goes = "cannot be used" if self.use_beam_search else "can only be used"
                 message = f"{name} {goes} with use_beam_search: true; expected {default}, got {value}."
                 raise InvalidRequestError(message, param=name)
-        return self
-
-    @model_validator(mode="after")
-    def _a_grammar_holds_samples(self) -> GenerationBody:
-        self.check_grammar(use_beam_search=self.use_beam_search, ignore_eos=self.ignore_eos)
-        return self
 
     @property
     def num_candidates(self) -> int:
@@ -256,9 +245,10 @@ class GenerationBody(SamplingFields, VllmFields, GrammarFields):
     @property
     def beam(self) -> BeamParams | None:
         """The beam search that is asked for."""
-        width, penalty, stopping = self.num_candidates, self.length_penalty, self.early_stopping
-        search = BeamParams(width=width, length_penalty=penalty, early_stopping=stopping)
-        return search if self.use_beam_search else None
+        if not self.use_beam_search:
+            return None
+        width, penalty = self.num_candidates, self.length_penalty
+        return BeamParams(width=width, length_penalty=penalty, early_stopping=self.early_stopping)
 
 
 class CompletionBody(GenerationBody):

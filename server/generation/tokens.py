@@ -100,7 +100,7 @@ async def tokenizer_info(services: Wired, _: TokenizingCaller) -> Response:
 async def _check_model(services: Services, caller: Caller, model: str | None) -> None:
     """All adapters share the base's tokenizer; a name must still exist."""
     if model is not None:
-        await resolve_model(services.registry, caller, services.base_names, model)
+        await resolve_model(services, caller, model)
 
 
 def _encode(services: Services, body: TokenizeBody) -> list[int]:

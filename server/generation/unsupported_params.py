@@ -20,20 +20,13 @@ _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _ENGINE = ("cache_salt", "kv_transfer_params", "vllm_xargs", "lora_path")
 _OPENAI = ("audio", "prediction", "verbosity", "web_search_options")
 
-TOKENIZE: Neutral = {
-    "chat_template": (),
-    "mm_processor_kwargs": (),
-}
+TOKENIZE: Neutral = {"chat_template": (), "mm_processor_kwargs": ()}
 SHARED: Neutral = {
     **dict.fromkeys((*_GUIDED, *_ENGINE), ()),
     "spaces_between_special_tokens": (True,),
     "logits_processors": ([],),
 }
-COMPLETIONS: Neutral = {
-    **SHARED,
-    "suffix": ("",),
-    "prompt_embeds": (),
-}
+COMPLETIONS: Neutral = {**SHARED, "suffix": ("",), "prompt_embeds": ()}
 CHAT: Neutral = {
     **SHARED,
     **TOKENIZE,
@@ -43,8 +36,4 @@ CHAT: Neutral = {
     "modalities": (["text"],),
     "documents": (),
 }
-MESSAGE: Neutral = {
-    "function_call": (),
-    "refusal": ("",),
-    "audio": (),
-}
+MESSAGE: Neutral = {"function_call": (), "refusal": ("",), "audio": ()}

@@ -73,18 +73,14 @@ class VllmFields(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _allow_a_token(cls, body: dict[str, object]) -> dict[str, object]:
+    def _keep_some_tokens(cls, body: dict[str, object]) -> dict[str, object]:
         if body.get("allowed_token_ids") == []:
             message = "allowed_token_ids must have at least one token; leave it out to allow all."
             raise InvalidRequestError(message, param="allowed_token_ids")
-        return body
-
-    @model_validator(mode="after")
-    def _truncate_to_something(self) -> VllmFields:
-        if self.truncate_prompt_tokens == 0:
+        if body.get("truncate_prompt_tokens") == 0:
             message = "truncate_prompt_tokens must be -1 or at least 1, got 0."
             raise InvalidRequestError(message, param="truncate_prompt_tokens")
-        return self
+        return body
 
 
 class TemplateFields(Body):

@@ -14,16 +14,8 @@ from starlette.types import Scope
 
 STATIC = Path(__file__).resolve().parents[1] / "static"
 PAGES = (
-    "/",
-    "/usage",
-    "/adapters",
-    "/adapters/{name}",
-    "/live",
-    "/playground",
-    "/tenants",
-    "/tenants/{name}",
-    "/account",
-    "/audit",
+    *("/", "/usage", "/adapters", "/adapters/{name}", "/live", "/playground"),
+    *("/tenants", "/tenants/{name}", "/account", "/audit"),
 )
 """Paths of the one page. Its script reads from the address what to show."""
 HEADERS = {

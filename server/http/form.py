@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
 from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
+from python_multipart.multipart import MultipartParser, MultipartState, parse_options_header
 from starlette.requests import Request
 
 from weft.adapters.blobs.local import BlobWriter
@@ -31,66 +30,138 @@ MAX_HEADER_BYTES = 4096
 FormT = TypeVar("FormT", bound="Form")
 
 
-@dataclass(slots=True)
 class Form:
-    """The parts that came, except the bytes of the file. A subclass says which parts there are."""
+    """Splits multipart bytes into parts, and keeps all but the file's. A subclass says which parts there are.
+
+    Args:
+        boundary: Stands between two parts.
+        file_limit: Most bytes of the file.
+    """
 
     file: ClassVar[str]
     """The part with the file, which goes to a blob."""
-    limits: ClassVar[Mapping[str, int]]
-    """The other parts, and the most bytes of each."""
+    file_schema: ClassVar[Mapping[str, object]] = BINARY
+    """The file for the OpenAPI page."""
+    parts: ClassVar[Mapping[str, tuple[int, Mapping[str, object]]]]
+    """The other parts: the most bytes of each, and what it is for the OpenAPI page."""
     required: ClassVar[tuple[str, ...]]
     """The parts that must come."""
     rule: ClassVar[str]
     """The error message for any other part."""
-    properties: ClassVar[Mapping[str, object]]
-    """The parts for the OpenAPI page."""
 
-    texts: dict[str, bytearray] = field(default_factory=dict)
-    has_file: bool = False
-    filename: str = ""
-    """The file name that the client gave."""
+    def __init__(self, boundary: bytes, file_limit: int) -> None:
+        self.has_file = False
+        self.filename = ""
+        """The file name that the client gave."""
+        self.pending = bytearray()
+        """Bytes of the file that are to be written."""
+        self._texts: dict[str, bytearray] = {}
+        self._file_limit = file_limit
+        self._num_bytes = 0
+        self._name, self._value = bytearray(), bytearray()
+        """Of the header that is being read."""
+        self._part: str | None = None
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin_part,
+                "on_header_field": lambda chunk, start, end: self._name.extend(chunk[start:end]),
+                "on_header_value": lambda chunk, start, end: self._value.extend(chunk[start:end]),
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._check_part,
+                "on_part_data": self._part_bytes,
+            },
+            max_header_count=MAX_HEADERS,
+            max_header_size=MAX_HEADER_BYTES,
+        )
+        self.feed = self._parser.write
 
     def text(self, name: str) -> str | None:
         """A part's text; None where it did not come."""
-        raw = self.texts.get(name)
+        raw = self._texts.get(name)
         try:
             return None if raw is None else raw.decode()
         except UnicodeDecodeError as error:
             raise InvalidRequestError(f"{name} must be text in UTF-8.", param=name) from error
 
-    def has(self, name: str) -> bool:
-        """Whether a part came."""
-        return self.has_file if name == self.file else name in self.texts
+    def take(self) -> bytearray:
+        """The bytes of the file that have come since the last time."""
+        pending, self.pending = self.pending, bytearray()
+        return pending
+
+    def check_complete(self) -> None:
+        """Return if the last boundary and all required parts have come.
+
+        Raises:
+            InvalidRequestError: They have not.
+        """
+        if self._parser.state != MultipartState.END:
+            raise _malformed("The multipart body ends before its last boundary.")
+        for name in self.required:
+            if not self._has(name):
+                raise InvalidRequestError(f"The part {name} is missing.", param=name, code="upload.missing_part")
+
+    def _has(self, name: str) -> bool:
+        return self.has_file if name == self.file else name in self._texts
+
+    def _begin_part(self) -> None:
+        self._part = None
+
+    def _end_header(self) -> None:
+        if self._name.lower() == b"content-disposition":
+            options = parse_options_header(bytes(self._value))[1]
+            self._part = options.get(b"name", b"").decode("latin-1")
+            if self._part == self.file:
+                self.filename = options.get(b"filename", b"").decode("utf-8", "replace")
+        self._name.clear()
+        self._value.clear()
+
+    def _check_part(self) -> None:
+        part = self._part
+        if part is None or self._has(part) or (part != self.file and part not in self.parts):
+            raise InvalidRequestError(self.rule, code="upload.unexpected_part")
+        if part == self.file:
+            self.has_file = True
+        else:
+            self._texts[part] = bytearray()
+
+    def _part_bytes(self, chunk: bytes, start: int, end: int) -> None:
+        if self._part == self.file:
+            self._num_bytes += end - start
+            if self._num_bytes > self._file_limit:
+                raise PayloadTooLargeError(
+                    f"The part {self._part} exceeds the limit of {self._file_limit} bytes.", code="upload.too_large"
+                )
+            self.pending += memoryview(chunk)[start:end]
+        elif self._part is not None:
+            text, (limit, _) = self._texts[self._part], self.parts[self._part]
+            room = limit - len(text)
+            if end - start > room and self._part != "config":
+                raise InvalidRequestError(f"{self._part} exceeds {limit} bytes.", param=self._part)
+            text += memoryview(chunk)[start : min(end, start + room)]
 
 
 class UploadForm(Form):
     """The parts of an adapter's upload, except the weights."""
 
-    __slots__ = ()
     file = WEIGHTS
-    limits: ClassVar[Mapping[str, int]] = {
-        "name": 1024,
-        "tenant": 1024,
-        "description": 16 * 1024,
-        "activate": 16,
-        "sha256": 80,
-        "config": MAX_CONFIG_BYTES + 1,
+    file_schema: ClassVar[Mapping[str, object]] = {
+        **BINARY,
+        "description": "adapter_model.safetensors, or MLX's adapters.safetensors",
+    }
+    parts: ClassVar[Mapping[str, tuple[int, Mapping[str, object]]]] = {
+        "name": (1024, TEXT),
+        "config": (MAX_CONFIG_BYTES + 1, {**BINARY, "description": "adapter_config.json"}),
+        "tenant": (1024, {**TEXT, "description": "For admins."}),
+        "description": (16 * 1024, TEXT),
+        "activate": (16, {"enum": ["true", "false", "1", "0"], "default": "true"}),
+        "sha256": (80, {**TEXT, "description": "SHA-256 of the weights; other bytes are refused."}),
     }
     required = ("name", "config", WEIGHTS)
     rule = (
         "An upload has the parts name, config and weights, and may have tenant, description, activate and "
         "sha256 (of the weights), each once."
     )
-    properties: ClassVar[Mapping[str, object]] = {
-        "name": TEXT,
-        "config": {**BINARY, "description": "adapter_config.json"},
-        "weights": {**BINARY, "description": "adapter_model.safetensors, or MLX's adapters.safetensors"},
-        "tenant": {**TEXT, "description": "For admins."},
-        "description": TEXT,
-        "activate": {"enum": ["true", "false", "1", "0"], "default": "true"},
-        "sha256": {**TEXT, "description": "SHA-256 of the weights; other bytes are refused."},
-    }
 
     @property
     def activate(self) -> bool:
@@ -116,7 +187,7 @@ class UploadForm(Form):
     @property
     def config(self) -> bytes:
         """`adapter_config.json`. One over the limit is cut one byte after it, so that its reader refuses it."""
-        return bytes(self.texts["config"])
+        return bytes(self._texts["config"])
 
 
 async def read_form(request: Request, kind: type[FormT], file: BlobWriter, limit: int, pace: Pace) -> FormT:
@@ -136,20 +207,19 @@ async def read_form(request: Request, kind: type[FormT], file: BlobWriter, limit
         CapacityError: The disk is full.
         ClientDisconnect: The client is gone.
     """
-    form = kind()
-    reader = _FormReader(_boundary(request), form, limit)
+    form = kind(_boundary(request), limit)
     try:
         async for chunk in read_chunks(request, limit + FORM_BYTES, pace, "upload.too_large"):
             for start in range(0, len(chunk), WRITE_BYTES):
-                reader.feed(chunk[start : start + WRITE_BYTES])
-                if len(reader.pending) >= WRITE_BYTES:
-                    await in_thread(file.write, reader.take())
-        await in_thread(file.write, reader.take())
+                form.feed(chunk[start : start + WRITE_BYTES])
+                if len(form.pending) >= WRITE_BYTES:
+                    await in_thread(file.write, form.take())
+        await in_thread(file.write, form.take())
     except TimeoutExceededError as error:
         raise TimeoutExceededError(error.message, code="upload.timeout") from error
     except FormParserError as error:
         raise _malformed("The multipart body is broken.") from error
-    reader.check_complete()
+    form.check_complete()
     return form
 
 
@@ -159,93 +229,6 @@ def _boundary(request: Request) -> bytes:
     if kind != b"multipart/form-data" or not boundary or len(boundary) > 200:
         raise _malformed("Send the upload as multipart/form-data with a boundary.")
     return boundary
-
-
-class _FormReader:
-    """Splits multipart bytes into parts."""
-
-    def __init__(self, boundary: bytes, form: Form, file_limit: int) -> None:
-        self._form = form
-        self._file_limit = file_limit
-        self._num_bytes = 0
-        self.pending = bytearray()
-        """Bytes of the file that are to be written."""
-        self._header_name, self._header_value = bytearray(), bytearray()
-        self._part: str | None = None
-        self._has_ended = False
-        self._parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": self._begin_part,
-                "on_header_field": self._name_bytes,
-                "on_header_value": self._value_bytes,
-                "on_header_end": self._end_header,
-                "on_headers_finished": self._check_part,
-                "on_part_data": self._part_bytes,
-                "on_end": self._end,
-            },
-            max_header_count=MAX_HEADERS,
-            max_header_size=MAX_HEADER_BYTES,
-        )
-
-    def feed(self, chunk: bytes) -> None:
-        self._parser.write(chunk)
-
-    def take(self) -> bytearray:
-        pending, self.pending = self.pending, bytearray()
-        return pending
-
-    def check_complete(self) -> None:
-        if not self._has_ended:
-            raise _malformed("The multipart body ends before its last boundary.")
-        for name in self._form.required:
-            if not self._form.has(name):
-                raise InvalidRequestError(f"The part {name} is missing.", param=name, code="upload.missing_part")
-
-    def _begin_part(self) -> None:
-        self._part = None
-
-    def _name_bytes(self, chunk: bytes, start: int, end: int) -> None:
-        self._header_name += chunk[start:end]
-
-    def _value_bytes(self, chunk: bytes, start: int, end: int) -> None:
-        self._header_value += chunk[start:end]
-
-    def _end_header(self) -> None:
-        name, value = bytes(self._header_name), bytes(self._header_value)
-        self._header_name, self._header_value = bytearray(), bytearray()
-        if name.lower() == b"content-disposition":
-            options = parse_options_header(value)[1]
-            self._part = options.get(b"name", b"").decode("latin-1")
-            if self._part == self._form.file:
-                self._form.filename = options.get(b"filename", b"").decode("utf-8", "replace")
-
-    def _check_part(self) -> None:
-        part, form = self._part, self._form
-        if part is None or form.has(part) or (part != form.file and part not in form.limits):
-            raise InvalidRequestError(form.rule, code="upload.unexpected_part")
-        if part == form.file:
-            form.has_file = True
-        else:
-            form.texts[part] = bytearray()
-
-    def _part_bytes(self, chunk: bytes, start: int, end: int) -> None:
-        if self._part == self._form.file:
-            self._num_bytes += end - start
-            if self._num_bytes > self._file_limit:
-                raise PayloadTooLargeError(
-                    f"The part {self._part} exceeds the limit of {self._file_limit} bytes.", code="upload.too_large"
-                )
-            self.pending += memoryview(chunk)[start:end]
-        elif self._part is not None:
-            text, limit = self._form.texts[self._part], self._form.limits[self._part]
-            room = limit - len(text)
-            if end - start > room and self._part != "config":
-                raise InvalidRequestError(f"{self._part} exceeds {limit} bytes.", param=self._part)
-            text += memoryview(chunk)[start : min(end, start + room)]
-
-    def _end(self) -> None:
-        self._has_ended = True
 
 
 def digest_mismatch(file: str) -> AdapterFormatError:

@@ -38,8 +38,9 @@ def takes(model: type[BaseModel]) -> dict[str, Any]:
 
 def takes_form(kind: type[Form]) -> dict[str, Any]:
     """`openapi_extra` of a route that reads this form."""
-    parts = {"required": [*kind.required], "additionalProperties": False, "properties": {**kind.properties}}
-    return _request_body("multipart/form-data", {"type": "object", **parts})
+    parts = {kind.file: kind.file_schema, **{name: schema for name, (_, schema) in kind.parts.items()}}
+    form = {"type": "object", "required": [*kind.required], "additionalProperties": False, "properties": parts}
+    return _request_body("multipart/form-data", form)
 
 
 def takes_retries() -> dict[str, Any]:

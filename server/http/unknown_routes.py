@@ -9,7 +9,6 @@ from weft.errors import InvalidRequestError, NotFoundError, WeftError
 MAX_SHOWN = 100
 """Characters of an unknown path that the answer repeats."""
 _CHAT = "Use POST /v1/chat/completions"
-_TEXT_ONLY = "the model generates text only."
 NOT_SERVED = {
     "/v1/responses/": "stored responses, nor what is done with them. Send all items with each POST /v1/responses.",
     "/v1/messages/batches": "Anthropic's batches. Use POST /v1/batches.",
@@ -17,12 +16,10 @@ NOT_SERVED = {
     "/v1/assistants": f"assistants. {_CHAT}.",
     "/v1/threads": f"threads. {_CHAT} and send the whole history with each request.",
     "/v1/realtime": f"the Realtime API. {_CHAT} with stream=true.",
-    "/v1/embeddings": f"embeddings: {_TEXT_ONLY}",
-    "/v1/moderations": f"moderations: {_TEXT_ONLY}",
-    "/v1/images": f"images: {_TEXT_ONLY}",
-    "/v1/audio": f"audio: {_TEXT_ONLY}",
-    "/v1/videos": f"videos: {_TEXT_ONLY}",
-    "/v1/vector_stores": f"vector stores: {_TEXT_ONLY}",
+    **{
+        f"/v1/{name}": f"{name.replace('_', ' ')}: the model generates text only."
+        for name in ("embeddings", "moderations", "images", "audio", "videos", "vector_stores")
+    },
     "/v1/evals": "evals. Use a client that calls POST /v1/completions, such as lm-eval.",
     "/v1/fine_tuning": "training. Train the adapter with PEFT and upload it with POST /v1/adapters.",
 }

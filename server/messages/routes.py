@@ -37,7 +37,7 @@ async def message(request: Request, caller: GeneratingCaller) -> PlannedGenerati
 async def count_tokens(request: Request, services: Wired, caller: TokenizingCaller) -> TokenCountView:
     """Count the tokens of a conversation as the model reads it."""
     body = await json_body(request, TokenCountBody, services.config.server.max_body_bytes, services.pace)
-    await resolve_model(services.registry, caller, services.base_names, body.model)
+    await resolve_model(services, caller, body.model)
 
     def count() -> int:
         rendered = rendered_chat(chat_of(body, services.ready.max_model_len), services)

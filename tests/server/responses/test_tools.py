@@ -236,7 +236,7 @@ async def test_codex_runs_a_command_and_tells_of_it(hermes: Api, acme: Client) -
 
     given = json.dumps({"output": "README.md\n", "metadata": {"exit_code": 0, "duration_seconds": 0.1}})
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": given}
-    thought = {"type": "reasoning", "summary": [], "encrypted_content": None}
+    thought: dict[str, Any] = {"type": "reasoning", "summary": [], "encrypted_content": None}
     sent_back = {name: call[name] for name in ("type", "name", "arguments", "call_id")}
     more = {"reasoning": {"effort": "medium", "summary": "auto"}, "include": ["reasoning.encrypted_content"]}
     hermes.engine.write = lambda _: "It lists.</think>One file."

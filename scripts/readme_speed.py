@@ -211,6 +211,25 @@ def overhead_line(run: dict[str, Any]) -> str:
     )
 
 
+def push_line(run: dict[str, Any]) -> str:
+    """From a push to the first token of its version."""
+    idle, loaded = (run["phases"][name] for name in ("idle", "loaded"))
+    options, (first, last) = run["options"], run["sizes"]
+
+    def spread(found: dict[str, float]) -> str:
+        return f"**{found['median']:.0f} ms** ({found['min']:.0f} to {found['max']:.0f})"
+
+    return (
+        "From the push of a version of rank 16 (all linear layers, Qwen2-0.5B shape) to its first token: median"
+        f" {spread(idle['total_ms'])} on an idle server, {spread(loaded['total_ms'])} beside {options['in_flight']}"
+        f" running requests; of it the push itself {idle['push_ms']['median']:.0f} and"
+        f" {loaded['push_ms']['median']:.0f} ms. Over {options['versions']} versions, the server's memory changed by"
+        f" {last['rss_mib'] - first['rss_mib']:+.0f} MiB and its open files by"
+        f" {last['open_files'] - first['open_files']:+}"
+        f" ({machine(run)}; `{run['command']}`)."
+    )
+
+
 def speed_section() -> str:
     """The four rows of the README: the base and mixed adapters, in one process and over HTTP."""
     offline = result("offline-cpu")
@@ -241,6 +260,7 @@ def section() -> str:
         "A server alone": [
             *(f"- {serving_line(result(f'serve-demo-{kind}-cpu'))}" for kind in ("closed", "open")),
             f"- {overhead_line(result('overhead-cpu'))}",
+            f"- {push_line(result('push-cpu'))}",
         ],
         "Steps": step_table(result("step-cpu")),
         "The pool under pressure": pool_lines(),

@@ -72,9 +72,7 @@ class OwnServer:
 
         def one(index: int) -> str:
             name, files = originals[index % len(originals)]
-            # Finite in every dtype: what differs are bits of mantissas.
-            own = files["weights"][:-4] + struct.pack("<HH", 0x3C00 | index >> 7, 0x3C00 | index & 127)
-            _upload(client, f"{name}-{index}", {**files, "weights": own})
+            _upload(client, f"{name}-{index}", variant(files, index))
             return f"{name}-{index}"
 
         with self.client(key) as client, ThreadPoolExecutor(_UPLOADS) as threads:
@@ -162,6 +160,12 @@ def own_server(model: str, adapters: Sequence[Path], settings: Sequence[str]) ->
 def _upload(client: Client, name: str, files: dict[str, bytes]) -> None:
     """Upload an adapter from memory, in one request."""
     client.request("POST", "/v1/adapters", data={"name": name}, files=files)
+
+
+def variant(files: dict[str, bytes], number: int) -> dict[str, bytes]:
+    """A copy of an adapter with other last weights, which are finite in every dtype: bits of mantissas differ."""
+    own = struct.pack("<HH", 0x3C00 | number >> 7, 0x3C00 | number & 127)
+    return {**files, "weights": files["weights"][:-4] + own}
 
 
 def server_names(adapters: Sequence[Path]) -> list[str]:

@@ -15,22 +15,24 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import struct
 import time
 from pathlib import Path
 from typing import Any
 
 from weft.benchmarks.http.generator import Calls, Reply, check_replies, closed_loop
-from weft.benchmarks.http.own_server import OwnServer, plain_server, read_adapter
+from weft.benchmarks.http.own_server import OwnServer, plain_server, read_adapter, variant
 from weft.benchmarks.qwen_shape import make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, AddOption, goal, positive, spread
+from weft.benchmarks.report import DEFAULT_CACHE, SHOWN, AddOption, goal, positive, spread
 from weft.client import Client
-from weft.errors import WeftError
+from weft.errors import ConfigError, WeftError
 
 MAX_MS = {"idle": 300.0, "loaded": 1000.0}
 MAX_GROWTH_MIB = 64.0
 """Of all processes of the server, over the last pushes."""
+MAX_MORE_FILES = 8
 KEEP = 4
+FIRST_PROMPT = 1 << 21
+"""Number of the first prompt behind a push; the load does not use it."""
 ADAPTER = "policy"
 WARM_UP = 3
 SETTLE = 20
@@ -38,71 +40,78 @@ SETTLE = 20
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Idle, loaded, then the pushes that the memory is read over."""
+    """Idle, loaded, then the pushes that the memory is read over.
+
+    Raises:
+        ConfigError: A base without an adapter, or an adapter without its base.
+        WeftError: A push or a request failed.
+    """
+    if (options.model is None) != (options.adapter is None):
+        raise ConfigError("--model and --adapter go together: a base, and the adapter to push for it", param="adapter")
     if options.model is None:
         base, adapters = make_checkpoints(options.cache)
         options.model, options.adapter = base, adapters[1]
     with plain_server(options.model, options.set) as server:
-        key = server.add_tenant("trainer")
-        with server.client(key) as client:
-            trainer = Trainer(client, read_adapter(options.adapter))
-            return asyncio.run(_measure(options, server, key, trainer))
+        phases, sizes, num_load = asyncio.run(_measure(options, server))
+    figures = {name: {part: spread([run[part] for run in runs]) for part in runs[0]} for name, runs in phases.items()}
+    table = [
+        {"": name, "part": part, **{each: found[each] for each in SHOWN}}
+        for name, parts in figures.items()
+        for part, found in parts.items()
+    ]
+    goals = [
+        goal(f"{name}: push to first token, ms", figures[name]["total_ms"]["median"], MAX_MS[name]) for name in figures
+    ]
+    growth = {name: sizes[1][name] - sizes[0][name] for name in sizes[0]}
+    goals.append(goal("growth over the last pushes, MiB", growth["rss_mib"], MAX_GROWTH_MIB))
+    goals.append(goal("open files more than before", growth["open_files"], MAX_MORE_FILES))
+    return {"phases": figures, "sizes": sizes, "load_requests": num_load, "table": table, "goals": goals}
 
 
-class Trainer:
-    """Pushes versions that differ in their last weights."""
+async def _measure(
+    options: argparse.Namespace, server: OwnServer
+) -> tuple[dict[str, list[dict[str, float]]], list[dict[str, float]], int]:
+    """The times of the pushes of each phase, the sizes at the begin and at the end, and the requests of the load."""
+    key, files = server.add_tenant("trainer"), read_adapter(options.adapter)
+    calls, numbers, replies = server.calls(key, 0), itertools.count(), list[Reply]()
+    with server.client(key) as client, contextlib.closing(calls.client):
 
-    def __init__(self, client: Client, files: dict[str, bytes]) -> None:
-        self._client = client
-        self._files = files
-        self._numbers = itertools.count()
+        async def times(count: int) -> list[dict[str, float]]:
+            return [
+                await _one(options, client, calls, variant(files, number), number)
+                for number in itertools.islice(numbers, count)
+            ]
 
-    def push(self) -> tuple[float, str]:
-        """Push the next version; returns the seconds it took, and its digest."""
-        number = next(self._numbers)
-        own = struct.pack("<HH", 0x3C00 | number >> 7, 0x3C00 | number & 127)  # finite in every dtype
-        weights, config = self._files["weights"][:-4] + own, self._files["config"]
-        start_s = time.perf_counter()
-        body = self._client.push_ephemeral(ADAPTER, weights, config, keep=KEEP)
-        return time.perf_counter() - start_s, body["digest"]
-
-
-async def _measure(options: argparse.Namespace, server: OwnServer, key: str, trainer: Trainer) -> dict[str, Any]:
-    calls = server.calls(key, 0)
-    indices = itertools.count(1 << 20)
-    for _ in range(WARM_UP):
-        await _one(options, calls, trainer, next(indices))
-    phases = {"idle": [await _one(options, calls, trainer, next(indices)) for _ in range(options.pushes)]}
-    replies: list[Reply] = []
-    load = (calls.make(ADAPTER, options.input_tokens, options.output_tokens, index) for index in itertools.count())
-    loading = asyncio.create_task(closed_loop(load, options.in_flight, replies))
-    try:
-        await asyncio.sleep(options.settle_s)
-        phases["loaded"] = [await _one(options, calls, trainer, next(indices)) for _ in range(options.pushes)]
-    finally:
-        loading.cancel()
-        await asyncio.gather(loading, return_exceptions=True)
-    check_replies(replies)
-    await asyncio.to_thread(server.wait_idle)
-    sizes = []
-    for number in range(options.versions):
-        if number == SETTLE:
-            sizes.append(_size(server.pid))
-        await _one(options, calls, trainer, next(indices))
-    sizes.append(_size(server.pid))
-    return _result(phases, sizes, len(replies))
+        await times(WARM_UP)
+        phases = {"idle": await times(options.pushes)}
+        load = (calls.make(ADAPTER, options.input_tokens, options.output_tokens, index) for index in itertools.count())
+        loading = asyncio.create_task(closed_loop(load, options.in_flight, replies))
+        try:
+            await asyncio.sleep(options.settle_s)
+            phases["loaded"] = await times(options.pushes)
+        finally:
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+        check_replies(replies)
+        await asyncio.to_thread(server.wait_idle)
+        await times(SETTLE)
+        sizes = [_size(server.pid)]
+        await times(max(options.versions - SETTLE, 0))
+        return phases, [*sizes, _size(server.pid)], len(replies)
 
 
-async def _one(options: argparse.Namespace, calls: Calls, trainer: Trainer, index: int) -> dict[str, float]:
+async def _one(
+    options: argparse.Namespace, client: Client, calls: Calls, files: dict[str, bytes], number: int
+) -> dict[str, float]:
     """Push a version and ask for it, then ask again: what the same takes with an adapter that is on the device."""
     start_s = time.perf_counter()
-    push_s, digest = await asyncio.to_thread(trainer.push)
-    replies = []
-    for prompt in (2 * index, 2 * index + 1):
+    pushed = await asyncio.to_thread(client.push_ephemeral, ADAPTER, files["weights"], files["config"], keep=KEEP)
+    push_s, replies = time.perf_counter() - start_s, []
+    for prompt in (FIRST_PROMPT + 2 * number, FIRST_PROMPT + 2 * number + 1):
         replies.append(reply := Reply(ADAPTER, due_s=time.perf_counter()))
         await calls.make(ADAPTER, options.input_tokens, 2, prompt).send(reply)
         check_replies([reply])
-        if reply.headers.get(b"x-weft-adapter-digest") != digest.encode():
+        if reply.headers.get(b"x-weft-adapter-digest") != pushed["digest"].encode():
             raise WeftError("a request after a push was answered by another version")
     first, again = replies
     return {
@@ -111,23 +120,6 @@ async def _one(options: argparse.Namespace, calls: Calls, trainer: Trainer, inde
         "total_ms": (first.token_times_s[0] - start_s) * 1000,
         "ttft_again_ms": again.ttft_s * 1000,
     }
-
-
-def _result(phases: dict[str, list[dict[str, float]]], sizes: list[dict[str, float]], num_load: int) -> dict[str, Any]:
-    figures = {name: {part: spread([run[part] for run in runs]) for part in runs[0]} for name, runs in phases.items()}
-    table = [
-        {"": name, "part": part, **{each: found[each] for each in ("median", "min", "max")}}
-        for name, parts in figures.items()
-        for part, found in parts.items()
-    ]
-    goals = [
-        goal(f"{name}: push to first token, ms", figures[name]["total_ms"]["median"], MAX_MS[name]) for name in figures
-    ]
-    if len(sizes) == 2:
-        first, last = sizes
-        goals.append(goal("growth over the last pushes, MiB", last["rss_mib"] - first["rss_mib"], MAX_GROWTH_MIB))
-        goals.append(goal("open files more than before", last["open_files"] - first["open_files"], 8))
-    return {"phases": figures, "sizes": sizes, "load_requests": num_load, "table": table, "goals": goals}
 
 
 def _size(pid: int) -> dict[str, float]:
@@ -151,7 +143,7 @@ def add_options(add: AddOption) -> None:
     add("--input-tokens", type=positive, default=32)
     add("--output-tokens", type=positive, default=64)
     add("--settle-s", type=float, default=5.0, help="seconds of load before its first push")
-    add("--versions", type=positive, default=200, help="pushes that memory is read over")
+    add("--versions", type=positive, default=200, help=f"pushes that memory is read over, the first {SETTLE} not")
     add("--model", type=Path, default=None, help="folder of the base; Qwen2-0.5B's shape by default")
     add("--adapter", type=Path, default=None, help="folder of its adapter")
     add("--cache", type=Path, default=DEFAULT_CACHE)

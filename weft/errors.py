@@ -171,25 +171,16 @@ class AdapterError(WeftError):
 
     Args:
         message: What was expected, and what came.
-        code: Stable machine-readable name; the class's default when omitted.
-        param: What of the adapter is wrong.
         hint: What to do; the error's whole message ends with it.
         findings: Everything that is wrong with the adapter, this first; none where nobody looked into it.
+        named: `code` and `param` of every error; here `param` is what of the adapter is wrong.
     """
 
     code = "adapter_invalid"
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        hint: str = "",
-        findings: Sequence[Finding] = (),
-    ) -> None:
-        super().__init__(f"{message} {hint}" if hint else message, code=code, param=param)
-        self.finding = Finding(self.code, message, param, hint)
+    def __init__(self, message: str, *, hint: str = "", findings: Sequence[Finding] = (), **named: str | None) -> None:
+        super().__init__(f"{message} {hint}" if hint else message, **named)
+        self.finding = Finding(self.code, message, self.param, hint)
         self.findings = tuple(findings)
 
     @classmethod
@@ -212,15 +203,8 @@ class CapacityError(WeftError):
 
     code = "engine_overloaded"
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        retry_after_s: float = 1.0,
-        code: str | None = None,
-        param: str | None = None,
-    ) -> None:
-        super().__init__(message, code=code, param=param)
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, **named: str | None) -> None:
+        super().__init__(message, **named)
         self.retry_after_s = retry_after_s
 
 
@@ -271,12 +255,11 @@ class ClientError(WeftError):
 
     Args:
         message: What was expected, and what came.
-        code: Stable machine-readable name, as the server gave it.
-        param: The request field that is wrong, where there is one.
         hint: What to do, where more is known than the message says.
         status: The HTTP status; None where there was no answer, or one that Weft does not give.
         retry_after_s: After how many seconds the server wants to be asked again; None where it did not say.
         findings: Everything that is wrong with an adapter, each with `code`, `message`, `param` and `hint`.
+        named: `code` and `param` of every error, as the server gave them.
     """
 
     code = "client_error"
@@ -285,14 +268,13 @@ class ClientError(WeftError):
         self,
         message: str,
         *,
-        code: str | None = None,
-        param: str | None = None,
         hint: str = "",
         status: int | None = None,
         retry_after_s: float | None = None,
         findings: Sequence[Mapping[str, Any]] = (),
+        **named: str | None,
     ) -> None:
-        super().__init__(message, code=code, param=param)
+        super().__init__(message, **named)
         self.hint = hint
         self.status = status
         self.retry_after_s = retry_after_s

@@ -45,9 +45,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         torch.set_num_threads(options.threads)
     base, adapters = make_checkpoints(options.cache)
     cases = make_cases(options.requests, options.input_tokens, len(adapters))
-    contenders = {
+    plain = _load(base)
+    contenders: dict[str, Generate] = {
         "weft": _weft(options, base, adapters),
-        "transformers": _transformers(options, base),
+        "transformers": lambda prompts, _: _generate(plain, prompts, options.output_tokens),
         "transformers + PEFT": _peft(options, base, adapters),
     }
     turns = [(case, name) for case in cases for name in ("weft", PEERS[case])]
@@ -114,11 +115,6 @@ def _weft(options: argparse.Namespace, base: Path, folders: Sequence[Path]) -> G
         return [completion.token_ids for completion in llm.generate(prompts, params, adapter=chosen)]
 
     return generate
-
-
-def _transformers(options: argparse.Namespace, base: Path) -> Generate:
-    model = _load(base)
-    return lambda prompts, _adapters: _generate(model, prompts, options.output_tokens)
 
 
 def _peft(options: argparse.Namespace, base: Path, folders: Sequence[Path]) -> Generate:

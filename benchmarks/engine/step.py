@@ -133,10 +133,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run all cases, with a pass of the floor after each repeat."""
     base, adapters = make_checkpoints(options.cache)
     floor, found = LinearPass(), {}
-    with (
-        timed_parts() as clock,
-        step_engine(base, threads=options.threads, max_rows=max([1, *options.rows])) as engine,
-    ):
+    with timed_parts() as clock, step_engine(base, threads=options.threads, max_rows=max([1, *options.rows])) as engine:
         for case in make_cases(engine, adapters, options.rows, options.prefill):
             warm_up = WARM_UP_STEPS if any(case.adapters) and not case.is_prefill else 0
             timed_steps(engine, replace(case, is_prefill=False), warm_up, clock)

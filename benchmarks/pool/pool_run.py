@@ -120,12 +120,7 @@ class PoolEngine:
         self._runs = 0
 
     def run(
-        self,
-        load: Sequence[TimedRequest],
-        *,
-        in_flight: int = 0,
-        scale: float = 1.0,
-        admit: Admit | None = None,
+        self, load: Sequence[TimedRequest], *, in_flight: int = 0, scale: float = 1.0, admit: Admit | None = None
     ) -> PoolRun:
         """Put a load on the engine and wait for all of it. No two runs of an engine have the same prompts.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -68,34 +69,25 @@ class Metrics(Collector):
         own = self.registry
         self._requests = Counter("weft_requests", "Generation requests.", ["tenant", "adapter", "status"], registry=own)
         self._tokens = Counter("weft_tokens", "Tokens accounted.", ["tenant", "adapter", "kind"], registry=own)
-        self._ttft = Histogram("weft_ttft_seconds", "Time to the first token.", buckets=LATENCY_BUCKETS, registry=own)
+        of_request = partial(Histogram, buckets=LATENCY_BUCKETS, registry=own)
+        self._ttft = of_request("weft_ttft_seconds", "Time to the first token.")
+        self._whole = of_request("weft_request_seconds", "Time to the end of the answer.")
+        self._queue = of_request("weft_queue_seconds", "Time before the first step.")
         self._itl = Histogram("weft_itl_seconds", "Time between tokens.", buckets=STEP_BUCKETS, registry=own)
-        self._whole = Histogram(
-            "weft_request_seconds", "Time to the end of the answer.", buckets=LATENCY_BUCKETS, registry=own
-        )
-        self._queue = Histogram(
-            "weft_queue_seconds", "Time before the first step.", buckets=LATENCY_BUCKETS, registry=own
-        )
         self._step = Histogram("weft_step_seconds", "Length of a step.", buckets=STEP_BUCKETS, registry=own)
         self._batch = Histogram("weft_batch_adapters", "Adapters in a step.", buckets=ADAPTER_BUCKETS, registry=own)
-        self._limited = Counter(
-            "weft_limited",
-            "Requests refused by a tenant's or key's limit, and chats without max_tokens that it ended.",
-            ["limit"],
-            registry=own,
-        )
+        about_limits = "Requests refused by a tenant's or key's limit, and chats without max_tokens that it ended."
+        self._limited = Counter("weft_limited", about_limits, ["limit"], registry=own)
         for limit in TENANT_LIMITS:
             self._limited.labels(limit)
-        self._refused = Counter(
-            "weft_refused", "Requests that would have waited too long.", ["code", "tenant"], registry=own
-        )
+        about_refusals = "Requests that would have waited too long."
+        self._refused = Counter("weft_refused", about_refusals, ["code", "tenant"], registry=own)
         self._responses = Counter("weft_responses", "Answers to HTTP requests by class.", ["status"], registry=own)
         for hundreds in range(2, 6):
             self._responses.labels(f"{hundreds}xx")
         self._engine_up = Gauge("weft_engine_up", "1 while the engine answers, else 0.", registry=own)
         self._lag = Gauge("weft_usage_outbox_lag_seconds", "Age of the oldest usage event not in SQL.", registry=own)
-        build = Gauge("weft_build_info", "Always 1.", ["version"], registry=own)
-        build.labels(weft.__version__).set(1)
+        Gauge("weft_build_info", "Always 1.", ["version"], registry=own).labels(weft.__version__).set(1)
 
     def learn_adapter(self, digest: str, tenant: str, name: str, rank: int) -> None:
         """Remember the name of a digest: residents are shown by name."""
@@ -183,21 +175,19 @@ class Metrics(Collector):
         yield GaugeMetricFamily("weft_running_requests", "Requests that run.", status.running)
         yield GaugeMetricFamily("weft_waiting_requests", "Requests that wait.", status.waiting)
         yield GaugeMetricFamily("weft_engine_paused", "1 while the engine is paused, else 0.", status.pause is not None)
-        yield _labelled(GaugeMetricFamily("weft_pages", "Pages by kind.", labels=["kind"]), status.pages)
+        yield _labelled(GaugeMetricFamily, "weft_pages", "Pages by kind.", "kind", status.pages)
         yield _labelled(
-            GaugeMetricFamily("weft_host_pages", "Pages of the host slab by kind.", labels=["kind"]), status.host_pages
+            GaugeMetricFamily, "weft_host_pages", "Pages of the host slab by kind.", "kind", status.host_pages
         )
-        yield _labelled(
-            CounterMetricFamily("weft_preemptions", "Running requests that lost their pages.", labels=["how"]),
-            status.preemptions,
-        )
-        yield _labelled(
-            CounterMetricFamily("weft_evictions", "Adapters, and blocks of cached KV, dropped.", labels=["kind"]),
+        about = "Running requests that lost their pages."
+        yield _labelled(CounterMetricFamily, "weft_preemptions", about, "how", status.preemptions)
+        about, evictions = (
+            "Adapters, and blocks of cached KV, dropped.",
             {**dict.fromkeys(EVICTED, 0), **status.evictions},
         )
-        yield CounterMetricFamily(
-            "weft_prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", status.prefix_queries
-        )
+        yield _labelled(CounterMetricFamily, "weft_evictions", about, "kind", evictions)
+        about = "Prompt tokens looked up in the prefix cache."
+        yield CounterMetricFamily("weft_prefix_cache_queries", about, status.prefix_queries)
         yield CounterMetricFamily("weft_prefix_cache_hits", "Prompt tokens found there.", status.prefix_hits)
 
     def _engine_adapters(self, status: EngineStatus) -> Iterable[Metric]:
@@ -207,12 +197,8 @@ class Metrics(Collector):
             source, _, target = path.partition(">")
             loads.add_metric([source, target, result], count)
         yield loads
-        yield SummaryMetricFamily(
-            "weft_adapter_load_seconds",
-            "Time spent loading adapters.",
-            count_value=sum(status.loads.values()),
-            sum_value=status.load_seconds,
-        )
+        about, number = "Time spent loading adapters.", sum(status.loads.values())
+        yield SummaryMetricFamily("weft_adapter_load_seconds", about, count_value=number, sum_value=status.load_seconds)
         places = Counts((self._digests.get(r.digest, (OTHER,))[0], r.tier) for r in status.residents)
         residents = GaugeMetricFamily("weft_adapter_resident", "Adapters by place.", labels=["adapter", "tier"])
         for place, count in places.items():
@@ -220,10 +206,11 @@ class Metrics(Collector):
         yield residents
 
 
-def _labelled(family: FamilyT, counts: Mapping[str, int]) -> FamilyT:
-    """The family with one value for each value of its only label."""
-    for label, count in counts.items():
-        family.add_metric([label], count)
+def _labelled(kind: type[FamilyT], name: str, about: str, label: str, counts: Mapping[str, int]) -> FamilyT:
+    """A family with one value for each value of its only label."""
+    family = kind(name, about, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
     return family
 
 

@@ -28,16 +28,10 @@ WORLD_SIZE = 1
 """One engine process computes on one device."""
 
 
-class PausedView(View):
-    """Answer of POST /pause."""
+class StatusView(View):
+    """Answer of POST /pause and /resume."""
 
-    status: Literal["paused"] = "paused"
-
-
-class ResumedView(View):
-    """Answer of POST /resume."""
-
-    status: Literal["resumed"] = "resumed"
+    status: Literal["paused", "resumed"]
 
 
 class IsPausedView(View):
@@ -70,7 +64,7 @@ class ServerInfoView(View):
 
 
 @router.post("/pause")
-async def pause(services: Wired, admin: Admin, mode: Literal["abort", "wait", "keep"] = "abort") -> PausedView:
+async def pause(services: Wired, admin: Admin, mode: Literal["abort", "wait", "keep"] = "abort") -> StatusView:
     """Have the engine compute nothing until it is resumed; requests are taken, and wait.
 
     `keep` keeps running requests as they are, `wait` answers when they have ended, and `abort` ends all requests with
@@ -86,16 +80,16 @@ async def pause(services: Wired, admin: Admin, mode: Literal["abort", "wait", "k
             await asyncio.sleep(LOOK_S if state == "wait" else 0)
     if state is None:
         raise ConflictError("The engine was resumed while it waited for running requests to end.", code="resumed")
-    return PausedView()
+    return StatusView(status="paused")
 
 
 @router.post("/resume")
-async def resume(services: Wired, admin: Admin) -> ResumedView:
+async def resume(services: Wired, admin: Admin) -> StatusView:
     """Have the engine go on."""
     services.engine.resume()
     services.gate.pause(False)
     log.warning("engine_resumed", by=admin.key_id or admin.role)
-    return ResumedView()
+    return StatusView(status="resumed")
 
 
 @router.get("/is_paused")
@@ -120,12 +114,10 @@ async def get_world_size(_: Admin) -> WorldSizeView:
 @router.get("/server_info")
 async def server_info(services: Wired, _: Admin, config_format: Literal["text", "json"] = "text") -> ServerInfoView:
     """Tell what the server is."""
-    config = _config(services)
-    system = {"weft_version": weft.__version__, "torch_version": version("torch"), "os": platform.platform()}
-    system["python_version"] = platform.python_version()
-    return ServerInfoView(
-        vllm_config=config if config_format == "json" else str(config), vllm_env={}, system_env=system
-    )
+    config, versions = _config(services), {"weft_version": weft.__version__, "torch_version": version("torch")}
+    system = {**versions, "os": platform.platform(), "python_version": platform.python_version()}
+    told = config if config_format == "json" else str(config)
+    return ServerInfoView(vllm_config=told, vllm_env={}, system_env=system)
 
 
 def _config(services: Services) -> dict[str, Any]:
@@ -144,10 +136,7 @@ def _config(services: Services) -> dict[str, Any]:
             "num_gpu_blocks": ready.memory.num_pages,
             "enable_prefix_caching": services.config.memory.prefix_cache,
         },
-        "scheduler_config": {
-            "max_num_seqs": scheduler.max_running,
-            "max_num_batched_tokens": scheduler.step_tokens,
-        },
+        "scheduler_config": {"max_num_seqs": scheduler.max_running, "max_num_batched_tokens": scheduler.step_tokens},
         "parallel_config": {"world_size": WORLD_SIZE},
         "device_config": {"device": ready.device},
     }

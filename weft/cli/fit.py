@@ -117,8 +117,8 @@ def _show(found: AdapterFitView, planned: PlannedRoom, as_json: bool) -> None:
     page_bytes, memory = planned.room.geometry.page_bytes, planned.memory
     print_table([HEADER, *(_row(item, page_bytes) for item in found.adapters)], NUMBERS)
     name = str(planned.dtype).removeprefix("torch.")
-    typer.echo("")
-    typer.echo(f"{planned.config.model.path} on {planned.device.type} in {name}, weights {_size(memory.weight_bytes)}")
+    about = f"{planned.config.model.path} on {planned.device.type} in {name}"
+    typer.echo(f"\n{about}, weights {_size(memory.weight_bytes)}")
     typer.echo(
         f"pages  {memory.num_pages:,} of {page_bytes / 1024:,.0f} KiB ({_size(memory.arena_bytes)}): "
         f"{found.pages.needed:,} needed, {found.pages.left:,} left"
@@ -130,16 +130,9 @@ def _show(found: AdapterFitView, planned: PlannedRoom, as_json: bool) -> None:
 
 
 def _row(item: AdapterFitItem, page_bytes: int) -> tuple[str, ...]:
-    targets = ",".join(name.removesuffix("_proj") for name in item.target_modules)
-    return (
-        item.adapter or "(to come)",
-        str(item.rank),
-        targets,
-        f"{item.count:,}",
-        f"{item.pages:,}",
-        _size(item.pages * page_bytes),
-        f"{item.waste:.1%}",
-    )
+    name, targets = item.adapter or "(to come)", ",".join(name.removesuffix("_proj") for name in item.target_modules)
+    size, waste = _size(item.pages * page_bytes), f"{item.waste:.1%}"
+    return name, str(item.rank), targets, f"{item.count:,}", f"{item.pages:,}", size, waste
 
 
 def _advice(found: AdapterFitView, planned: PlannedRoom) -> str:

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from weft.client import Client
 
 URL = Annotated[
-    str | None,
-    typer.Option("--url", envvar="WEFT_URL", help="Address of the server. [default: http://127.0.0.1:8000]"),
+    str | None, typer.Option("--url", envvar="WEFT_URL", help="Address of the server. [default: http://127.0.0.1:8000]")
 ]
 KEY = Annotated[str | None, typer.Option("--key", envvar="WEFT_KEY", help="API key.")]
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

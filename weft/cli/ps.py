@@ -35,13 +35,8 @@ def ps(url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
 
 
 def _row(resident: Mapping[str, Any]) -> tuple[str, ...]:
-    counts = (resident[name] for name in ("pages", "prefix_pages", "running", "holds", "uses"))
-    return (
-        adapter_name(resident),
-        resident["tier"],
-        *(f"{count:,}" for count in counts),
-        "yes" if resident["pinned"] else "",
-    )
+    counts = (f"{resident[name]:,}" for name in ("pages", "prefix_pages", "running", "holds", "uses"))
+    return adapter_name(resident), resident["tier"], *counts, "yes" if resident["pinned"] else ""
 
 
 def adapter_name(resident: Mapping[str, Any]) -> str:

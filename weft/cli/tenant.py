@@ -18,12 +18,7 @@ app = typer.Typer(help="Create, list, change and delete tenants; needs the admin
 
 @app.command()
 def create(
-    name: str,
-    limit: LIMIT = None,
-    weight: WEIGHT = None,
-    url: URL = None,
-    key: KEY = None,
-    as_json: JSON = False,
+    name: str, limit: LIMIT = None, weight: WEIGHT = None, url: URL = None, key: KEY = None, as_json: JSON = False
 ) -> None:
     """Create a tenant. Limits that are not given are the server's defaults; NAME=none is no limit."""
     show(connect(url, key).create_tenant(name, limits_of(limit or ()), weight), as_json, COLUMNS)

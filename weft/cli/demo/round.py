@@ -76,13 +76,10 @@ def play(url: str, admin_key: str) -> Round:
         texts, shared = _ask_together(admin, clients, speakers, recorded["question"])
         for client in clients.values():
             client.close()
+    expected = {**recorded["answers"], BASE_NAME: recorded["answers"]["base"]}
     answers = [
         Answer(
-            model=model,
-            tenant=tenant,
-            detail=details.get(model, ""),
-            text=text,
-            is_expected=text == recorded["answers"]["base" if model == BASE_NAME else model],
+            model=model, tenant=tenant, detail=details.get(model, ""), text=text, is_expected=text == expected[model]
         )
         for (model, tenant), text in zip(speakers, texts, strict=True)
     ]
@@ -116,9 +113,8 @@ def _ask_together(
     with ThreadPoolExecutor(len(speakers)) as threads:
         for _ in range(MAX_ROUNDS):
             before = max((step["step"] for step in admin.engine()["last_steps"]), default=0)
-            texts = list(
-                threads.map(lambda speaker: _ask(clients[speaker[1]], speaker[0], question, MAX_TOKENS), speakers)
-            )
+            asked = [threads.submit(_ask, clients[tenant], model, question, MAX_TOKENS) for model, tenant in speakers]
+            texts = [answer.result() for answer in asked]
             shared = _shared_step(admin.engine(), before)
             best = max((step for step in (best, shared) if step), key=lambda step: step["adapters"], default=None)
             if best and holds_everybody(best):

@@ -208,11 +208,8 @@ async def _send(http: httpx.AsyncClient, key: str, request_id: str, planned: Pla
             elif not is_whole and usage.get("completion_tokens", 0) >= (planned.leaves_after or math.inf):
                 end = LEFT
                 break
-    tokens = {
-        "prompt_tokens": usage.get("prompt_tokens", 0),
-        "cached_tokens": usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),
-        "completion_tokens": usage.get("completion_tokens", 0),
-    }
+    usage = {**usage, **usage.get("prompt_tokens_details", {})}
+    tokens = {figure: usage.get(figure, 0) for figure in FIGURES[1:]}
     return Told(request_id=request_id, end=end, is_whole=is_whole, tokens=tokens)
 
 
@@ -258,7 +255,7 @@ def check_usage(url: str, admin_key: str, traffic: Traffic, wait_s: float = WAIT
         from_csv = _sum(list(table))
     by_id = {event["request_id"]: event for event in events}
     of_events = _sum([{**event, "requests": 1} for event in events])
-    sums = {figure: totals[figure] for figure in FIGURES}
+    sums = _sum([totals])
     differences = [
         f"{name}: {found}, but the API's totals: {sums}"
         for name, found in (("sum of the CSV", from_csv), ("sum of the events", of_events))

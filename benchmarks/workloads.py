@@ -75,8 +75,8 @@ def assign_adapters(pattern: str, num_requests: int, num_adapters: int, seed: in
 def slora_trace(
     num_adapters: int,
     num_requests: int,
-    input_range: Sequence[int],
-    output_range: Sequence[int],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
     *,
     alpha: float = 1.0,
     seed: int,
@@ -88,16 +88,16 @@ def slora_trace(
     Args:
         num_adapters: Adapters there are.
         num_requests: Requests in all.
-        input_range: Prompt tokens, upper end excluded.
-        output_range: Output tokens, upper end excluded.
+        inputs: Prompt tokens, upper end excluded.
+        outputs: Output tokens, upper end excluded.
         alpha: Popularity, `P(i) = ((i + 1) / n) ** alpha - (i / n) ** alpha`. 1 is uniform, smaller favours adapter 0.
         seed: Of all draws.
     """
     random = np.random.RandomState(seed)
     adapters = (random.power(alpha, num_requests) * num_adapters).astype(int)
-    inputs, outputs = (random.randint(low, high, num_requests) for low, high in (input_range, output_range))
+    lengths = [random.randint(low, high, num_requests) for low, high in (inputs, outputs)]
     arrivals = np.cumsum(random.gamma(1, 1, num_requests))
-    columns = (each.tolist() for each in (arrivals, adapters, inputs, outputs))
+    columns = (each.tolist() for each in (arrivals, adapters, *lengths))
     return [TimedRequest(*values) for values in zip(*columns, strict=True)]
 
 

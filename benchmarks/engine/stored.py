@@ -26,13 +26,9 @@ def store_blob(blobs: LocalBlobs, content: bytes) -> str:
 
 def adapter_ref(name: str, spec: LoraSpec, weights_sha256: str) -> AdapterRef:
     """Refer to a version; each spec makes another version of the same weights."""
+    digest = content_digest(spec, weights_sha256)
     return AdapterRef(
-        tenant_id="benchmark",
-        adapter_id=name,
-        version=1,
-        digest=content_digest(spec, weights_sha256),
-        weights_sha256=weights_sha256,
-        config=spec,
+        tenant_id="benchmark", adapter_id=name, version=1, digest=digest, weights_sha256=weights_sha256, config=spec
     )
 
 

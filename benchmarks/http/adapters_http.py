@@ -31,7 +31,7 @@ from weft.benchmarks.http.generator import Calls, Reply, check_replies, closed_l
 from weft.benchmarks.http.own_server import BASE_NAME, OwnServer, add_demo_options, plain_server
 from weft.benchmarks.metrics import percentile
 from weft.benchmarks.qwen_shape import make_checkpoints, make_small_adapters
-from weft.benchmarks.report import DEFAULT_CACHE, AddOption, counts, goal, positive, ratios, spread
+from weft.benchmarks.report import DEFAULT_CACHE, AddOption, counts, goal, positive, ratios, spread, take_turns
 from weft.benchmarks.workloads import zipf_adapters
 from weft.errors import WeftError
 
@@ -62,18 +62,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for (name, arm), span in itertools.product(arms.items(), MIN_RATIO):
         served, control = (arm["runs"][kind][span] for kind in ("served", "control"))
         ratio = arm["ratio"][span]["median"]
-        table.append(
-            {
-                "adapters": name,
-                "": span,
-                "tokens/s": served["tokens_per_s"]["median"],
-                "control": control["tokens_per_s"]["median"],
-                "ratio": ratio,
-                "TTFT p99, ms": served["ttft_p99_ms"],
-                "control's": control["ttft_p99_ms"],
-                **{state: served["states"].get(state, 0.0) for state in ("device", "host", "stored")},
-            }
-        )
+        rates = {
+            "tokens/s": served["tokens_per_s"]["median"],
+            "control": control["tokens_per_s"]["median"],
+            "ratio": ratio,
+        }
+        times = {"TTFT p99, ms": served["ttft_p99_ms"], "control's": control["ttft_p99_ms"]}
+        states = {state: served["states"].get(state, 0.0) for state in ("device", "host", "stored")}
+        table.append({"adapters": name, "": span, **rates, **times, **states})
         least = MIN_TIGHT_RATIO if name == "tight" else MIN_RATIO[span]
         goals.append(goal(f"{name}: tokens/s over the control's, {span}", ratio, least, is_least=True))
         if name != "tight" and (span == "warm" or options.shape == "demo"):
@@ -161,10 +157,7 @@ def _load_in_turns(
             "states": Counter(reply.headers.get(b"x-weft-adapter-state", b"none").decode() for reply in replies),
         }
 
-    turns: dict[str, list[dict[str, Any]]] = {kind: [] for kind in servers}
-    for index in range(2 * num_turns):
-        kind = ("served", "control")[(index + index // 2) % 2]  # a b b a
-        turns[kind].append(uvloop.run(turn(kind)))
+    turns = take_turns(("served", "control"), num_turns, lambda kind, _: uvloop.run(turn(kind)), first=1)
     count = min(max(round(options.span_s / turn_s), 1), num_turns)
     return {kind: {"cold": each[:count], "warm": each[-count:]} for kind, each in turns.items()}
 

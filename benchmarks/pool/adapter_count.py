@@ -11,26 +11,19 @@ within a round. Prints a table and, last, one JSON line.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from weft.benchmarks.pool.pool_run import PoolRun, add_pool_options, mean_facts, pool_engine
+from weft.benchmarks.pool.pool_run import PoolRun, add_pool_options, mean_facts, pool_engine, run_in_turns
 from weft.benchmarks.pool.pool_shape import RANKS, make_pool_shape
-from weft.benchmarks.report import AddOption, ratios, spread, take_turns
-from weft.benchmarks.workloads import slora_trace
+from weft.benchmarks.report import AddOption, ratios, spread
+from weft.benchmarks.workloads import TimedRequest, slora_trace
 
-SHOWN_FACTS = (
-    "adapters_per_step",
-    "step_ms",
-    "share_of_time_in_steps",
-    "loads per request, host>device:ok",
-    "loads per request, stored>device:ok",
-    "load_ms",
-)
+LOADS = tuple(f"loads per request, {origin}>device:ok" for origin in ("host", "stored"))
+SHOWN_FACTS = ("adapters_per_step", "step_ms", "share_of_time_in_steps", *LOADS, "load_ms")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -38,19 +31,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     shape = make_pool_shape(options.cache, options.files)
     kv_pages = options.max_running * shape.geometry.pages(options.lengths[1])
     memory = shape.memory(options.room * shape.mean_pages + kv_pages, options.host_room * shape.mean_pages)
-    with contextlib.ExitStack() as stack:
-        engines = {
-            count: stack.enter_context(pool_engine(shape, count, memory, options.max_running))
-            for count in options.counts
-        }
+    engines = {count: pool_engine(shape, count, memory, options.max_running) for count in options.counts}
 
-        def run(count: int, round_: int) -> PoolRun:
-            lengths = options.lengths
-            load = slora_trace(count, options.requests, lengths, lengths, alpha=options.alpha, seed=42 + round_)
-            return engines[count].run(load, in_flight=options.in_flight)
+    def load(count: int, round_: int) -> list[TimedRequest]:
+        lengths = options.lengths
+        return slora_trace(count, options.requests, lengths, lengths, alpha=options.alpha, seed=42 + round_)
 
-        runs = take_turns(engines, options.repeats, run)
-    rates = {count: [run.output_tokens_per_s for run in each] for count, each in runs.items()}
+    runs, rates = run_in_turns(options, engines, load)
     facts = {str(count): mean_facts(each) for count, each in runs.items()}
     return {
         "load": {"model": shape.kind.about, "ranks": list(RANKS), "pages": shape.mean_pages},
@@ -62,11 +49,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "facts": facts,
         "decode_step_ms": {str(count): decode_steps(each, options.max_running) for count, each in runs.items()},
         "table": [
-            {
-                "adapters": count,
-                "tokens/s": statistics.median(values),
-                **{name: facts[str(count)].get(name, 0.0) for name in SHOWN_FACTS},
-            }
+            {"adapters": count, "tokens/s": statistics.median(values)}
+            | {name: facts[str(count)].get(name, 0.0) for name in SHOWN_FACTS}
             for count, values in rates.items()
         ],
     }

@@ -5,13 +5,15 @@ Closed loop: a fixed number of requests in flight. Open loop: requests are submi
 
 from __future__ import annotations
 
+import argparse
 import bisect
 import contextlib
 import functools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from weft.benchmarks.engine.own_engine import OwnEngine, own_engine
 from weft.benchmarks.engine.stored import greedy_request
 from weft.benchmarks.metrics import RequestRecord
 from weft.benchmarks.pool.pool_shape import DTYPE, NUM_FILES, VOCAB_SIZE, PoolShape
-from weft.benchmarks.report import DEFAULT_CACHE, AddOption
+from weft.benchmarks.report import DEFAULT_CACHE, AddOption, N, take_turns
 from weft.benchmarks.workloads import TimedRequest
 from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from weft.engine.build import EngineParts, build_engine
@@ -96,6 +98,29 @@ class PoolRun:
                 for kind, count in sorted(counter.items())
             },
         }
+
+
+def run_in_turns(
+    options: argparse.Namespace,
+    engines: Mapping[N, AbstractContextManager[PoolEngine]],
+    load: Callable[[N, int], Sequence[TimedRequest]],
+) -> tuple[dict[N, list[PoolRun]], dict[N, list[float]]]:
+    """Put a closed loop on each engine in each round, after one round that is not counted.
+
+    Args:
+        options: Their `repeats` and `in_flight` count.
+        engines: By name; they are closed at the end.
+        load: The requests for an engine in a round.
+
+    Returns:
+        The runs by name, and their output tokens per second.
+    """
+    with contextlib.ExitStack() as stack:
+        ready = {name: stack.enter_context(engine) for name, engine in engines.items()}
+        runs = take_turns(
+            ready, options.repeats, lambda name, i: ready[name].run(load(name, i), in_flight=options.in_flight)
+        )
+    return runs, {name: [run.output_tokens_per_s for run in each] for name, each in runs.items()}
 
 
 def mean_facts(runs: Sequence[PoolRun]) -> dict[str, float]:

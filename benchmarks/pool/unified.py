@@ -13,17 +13,16 @@ table and, last, one JSON line.
 from __future__ import annotations
 
 import argparse
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 from weft.adapters.residency.residency import Residency
-from weft.benchmarks.pool.pool_run import PoolRun, add_pool_options, mean_facts, pool_engine
+from weft.benchmarks.pool.pool_run import add_pool_options, mean_facts, pool_engine, run_in_turns
 from weft.benchmarks.pool.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
-from weft.benchmarks.report import SHOWN, AddOption, ratios, spread, take_turns
-from weft.benchmarks.workloads import slora_trace
+from weft.benchmarks.report import SHOWN, AddOption, ratios, spread
+from weft.benchmarks.workloads import TimedRequest, slora_trace
 from weft.config import Config
 from weft.engine import build
 from weft.memory.eviction import Evictor, PageCosts, eviction_policy
@@ -105,18 +104,15 @@ def measure_load(options: argparse.Namespace, load: Load) -> dict[str, Any]:
     shape = make_pool_shape(options.cache, options.files, load.model)
     num_pages = shared_pages(options, shape, load)
     memory = shape.memory(num_pages, 3 * options.adapters * shape.mean_pages, prefix_cache=False)
-    with contextlib.ExitStack() as stack:
-        engines = {
-            name: stack.enter_context(pool_engine(shape, options.adapters, memory, options.max_running, build=builder))
-            for name, builder in ENGINES.items()
-        }
+    engines = {
+        name: pool_engine(shape, options.adapters, memory, options.max_running, build=builder)
+        for name, builder in ENGINES.items()
+    }
 
-        def run(name: str, round_: int) -> PoolRun:
-            trace = slora_trace(options.adapters, options.requests, load.lengths, load.lengths, seed=42 + round_)
-            return engines[name].run(trace, in_flight=options.in_flight)
+    def trace(_name: str, round_: int) -> list[TimedRequest]:
+        return slora_trace(options.adapters, options.requests, load.lengths, load.lengths, seed=42 + round_)
 
-        runs = take_turns(ENGINES, options.repeats, run)
-    rates = {name: [run.output_tokens_per_s for run in each] for name, each in runs.items()}
+    runs, rates = run_in_turns(options, engines, trace)
     return {
         "model": load.model.about,
         "tokens": list(load.lengths),

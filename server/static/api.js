@@ -47,10 +47,7 @@ export async function send(method, path, { params, body, signal, headers } = {})
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(0, {
-      code: "unreachable",
-      message: "The server does not answer. Is it still running? This page goes on when it is back.",
-    });
+    throw new ApiError(0, { code: "unreachable", message: "The server does not answer. Is it still running? This page goes on when it is back." });
   }
   if (!response.ok) throw await errorOf(response);
   return response;
@@ -123,9 +120,8 @@ export function useApi(path, params = {}, { all = false, everyS, about } = {}) {
       clearTimeout(timer);
     };
   }, [key, asked, all, everyS]);
-  const { data, about: answered, at, error } = state;
   const isStale = state.key !== key;
-  return { data, about: answered, at, error, isLoading: state.isLoading || isStale, isStale, reload };
+  return { ...state, isLoading: state.isLoading || isStale, isStale, reload };
 }
 
 /** Changes that may be refused: `send` makes one and returns whether it worked; `error` is the last refusal. */

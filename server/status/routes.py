@@ -70,15 +70,11 @@ async def _while_known(
 
 async def _snapshot(services: Services) -> dict[str, Any]:
     status = await services.engine_status(is_detailed=True)
-    shown = status.batches.adapters if status.batches else []
-    names = await services.registry.adapters.version_names(
-        {*shown, *(resident.digest for resident in status.residents)}
-    )
-    admission = services.gate.snapshot()
-    tenant_names = {
-        "": ADMIN,
-        **await services.registry.tenants.tenant_names({*status.tenants, *status.service_tokens, *admission}),
-    }
+    admission, batches = services.gate.snapshot(), status.batches
+    digests = {*(batches.adapters if batches else ()), *(resident.digest for resident in status.residents)}
+    names = await services.registry.adapters.version_names(digests)
+    tenants = {*status.tenants, *status.service_tokens, *admission}
+    tenant_names = {"": ADMIN, **await services.registry.tenants.tenant_names(tenants)}
     return {
         "object": "engine",
         "model": services.served_name,
@@ -92,10 +88,10 @@ async def _snapshot(services: Services) -> dict[str, Any]:
         "service_tokens": _by_name(status.service_tokens, tenant_names),
         "admission": _by_name(admission, tenant_names),
         "residents": [{**asdict(r), "adapters": names.get(r.digest, ())} for r in status.residents],
-        "batches": status.batches
+        "batches": batches
         and {
-            "adapters": [{"digest": digest, "adapters": names.get(digest, ())} for digest in shown],
-            "steps": status.batches.steps,
+            "adapters": [{"digest": digest, "adapters": names.get(digest, ())} for digest in batches.adapters],
+            "steps": batches.steps,
         },
     }
 
@@ -155,6 +151,5 @@ async def metrics_response(services: Services) -> Response:
         status = await services.engine_status()
     except EngineUnavailableError:
         status = None
-    return Response(
-        services.metrics.render(status, services.registry.usage.lag_s()), headers={"content-type": metrics.CONTENT_TYPE}
-    )
+    page = services.metrics.render(status, services.registry.usage.lag_s())
+    return Response(page, headers={"content-type": metrics.CONTENT_TYPE})

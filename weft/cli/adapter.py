@@ -21,16 +21,20 @@ COLUMNS = (
     *("pages", "residency", "pinned", "aliases"),
 )
 Folder = Annotated[Path, typer.Argument(help="Folder that PEFT or mlx-lm saved the adapter to.", show_default=False)]
+Base = Annotated[str | None, typer.Option(help="Folder of the base model to check against.")]
+MaxRank = Annotated[int, typer.Option(help="Largest rank that the server takes.")]
+Meanings = Annotated[
+    list[str],
+    typer.Argument(metavar="ALIAS=MEANING...", help="prod=2, a canary as prod=2:90,3:10, or prod= to remove it."),
+]
+Grantee = Annotated[str, typer.Argument(help="Id of the other tenant; admins may give its name.")]
+OnlyVersion = Annotated[int | None, typer.Option("--version", help="Only this version.")]
+Withdraw = Annotated[bool, typer.Option("--withdraw", help="Take the grant back.")]
 app = typer.Typer(help="Check, upload, list and remove adapters.", no_args_is_help=True)
 
 
 @app.command()
-def validate(
-    folder: Folder,
-    model: Annotated[str | None, typer.Option(help="Folder of the base model to check against.")] = None,
-    max_rank: Annotated[int, typer.Option(help="Largest rank that the server takes.")] = 64,
-    as_json: JSON = False,
-) -> None:
+def validate(folder: Folder, model: Base = None, max_rank: MaxRank = 64, as_json: JSON = False) -> None:
     """Check an adapter as an upload would, without a server."""
     from weft.adapters.checkpoint.folder import adapter_files
     from weft.adapters.checkpoint.reader import read_checkpoint
@@ -79,9 +83,7 @@ def push(  # noqa: PLR0913 - one parameter per option
 
     name = name or folder.resolve().name
     if not is_name(name):
-        fail(
-            f"{name!r} cannot name an adapter: use lower-case letters, digits, '.', '_' and '-'; give one with --name."
-        )
+        fail(f"{name!r} names no adapter: use lower-case letters, digits, '.', '_' and '-'; give one with --name.")
     if not ephemeral and (keep is not None or ttl is not None):
         fail("--keep and --ttl are for --ephemeral.")
     if ephemeral and description is not None:
@@ -132,15 +134,7 @@ def show_adapter(name: str, tenant: TENANT = None, url: URL = None, key: KEY = N
 
 @app.command("alias")
 def set_aliases(
-    name: str,
-    aliases: Annotated[
-        list[str],
-        typer.Argument(metavar="ALIAS=MEANING...", help="prod=2, a canary as prod=2:90,3:10, or prod= to remove it."),
-    ],
-    tenant: TENANT = None,
-    url: URL = None,
-    key: KEY = None,
-    as_json: JSON = False,
+    name: str, aliases: Meanings, tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False
 ) -> None:
     """Say which version an alias means; the name without @ means `default`, so default=1 rolls back to 1."""
     meanings = dict(_alias(text) for text in aliases)
@@ -150,9 +144,9 @@ def set_aliases(
 @app.command()
 def grant(
     name: str,
-    grantee: Annotated[str, typer.Argument(help="Id of the other tenant; admins may give its name.")],
-    version: Annotated[int | None, typer.Option(help="Only this version.")] = None,
-    withdraw: Annotated[bool, typer.Option("--withdraw", help="Take the grant back.")] = False,
+    grantee: Grantee,
+    version: OnlyVersion = None,
+    withdraw: Withdraw = False,
     tenant: TENANT = None,
     url: URL = None,
     key: KEY = None,
@@ -168,13 +162,7 @@ def grant(
 
 
 @app.command("rm")
-def remove(
-    name: str,
-    version: Annotated[int | None, typer.Option(help="Only this version.")] = None,
-    tenant: TENANT = None,
-    url: URL = None,
-    key: KEY = None,
-) -> None:
+def remove(name: str, version: OnlyVersion = None, tenant: TENANT = None, url: URL = None, key: KEY = None) -> None:
     """Delete an adapter, or one version of it."""
     connect(url, key, tenant).delete_adapter(_own_name(name), version)
     typer.echo(f"deleted {name}" if version is None else f"deleted {name}@{version}")

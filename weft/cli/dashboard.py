@@ -28,11 +28,10 @@ def _admin_key(data_dir: Path) -> str:
     from weft.config import environment
     from weft.server.auth.admin_key import FILE, VARIABLE
 
-    given = environment().get(VARIABLE)
-    if given:
+    place = data_dir / FILE
+    if given := environment().get(VARIABLE):
         return given
     try:
-        return (data_dir / FILE).read_text(encoding="ascii").strip()
+        return place.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
-        place = data_dir / FILE
         fail(f"no key: set --key or WEFT_KEY, or name the server's folder with --data-dir (there is no {place}).")

@@ -11,6 +11,7 @@ from weft.cli.options import JSON, KEY, LIMIT, URL, connect, fail, limits_of
 from weft.cli.table import show
 
 COLUMNS = ("id", "tenant", "name", "prefix", "scopes", "limits", "expires_at", "created_at")
+Grace = Annotated[int, typer.Option("--grace-s", help="Seconds that the old key still works.")]
 app = typer.Typer(help="Create, list, rotate and revoke API keys; needs the admin key.", no_args_is_help=True)
 
 
@@ -44,13 +45,7 @@ def list_keys(tenant: str, url: URL = None, key: KEY = None, as_json: JSON = Fal
 
 
 @app.command()
-def rotate(
-    key_id: str,
-    grace_s: Annotated[int, typer.Option(help="Seconds that the old key still works.")] = 0,
-    url: URL = None,
-    key: KEY = None,
-    as_json: JSON = False,
-) -> None:
+def rotate(key_id: str, grace_s: Grace = 0, url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
     """Replace a key by a new one of the same rights, and print its secret, which is never shown again."""
     made = connect(url, key).rotate_key(key_id, grace_s)
     show(made, as_json, (*COLUMNS[:3], "scopes", "expires_at", "key"))

@@ -44,7 +44,7 @@ function modelsShown(names) {
 }
 
 /** What the fields for tools and schema say, each with its error. */
-function extrasOf(tools, schema) {
+function extrasOf({ tools, schema }) {
   return {
     tools: parsed(tools, (value) => Array.isArray(value) && value.every((one) => isObject(one?.function)), 'Tools are a JSON array of {"type": "function", "function": {"name": …, "parameters": …}}.'),
     schema: parsed(schema, isObject, "A JSON schema is an object."),
@@ -72,11 +72,9 @@ function Asking() {
   const found = useModels();
   const models = modelsShown(found.names);
   const talks = useTalks(models);
-  const [prompt, setPrompt] = useState(chosen("prompt"));
-  const [system, setSystem] = useState(chosen("system"));
-  const [tools, setTools] = useState(chosen("tools"));
-  const [schema, setSchema] = useState(chosen("schema"));
-  const extras = extrasOf(tools, schema);
+  const [texts, setTexts] = useState(() => Object.fromEntries(["prompt", "system", "tools", "schema"].map((name) => [name, chosen(name)])));
+  const { prompt, system } = texts;
+  const extras = extrasOf(texts);
   const isWrong = chosen("mode") === "chat" && Boolean(extras.tools.error || extras.schema.error);
   const next = (index, asked = [{ role: "user", content: prompt }]) => requestOf(models[index], asked, system, extras, talks[index].exchanges.value);
   const isBusy = talks.some((talk) => talk.isBusy.value);
@@ -95,18 +93,19 @@ function Asking() {
     event.preventDefault();
     sendAll();
   };
+  /** What makes a field for one of the texts, which goes into the address when it is left. */
+  const field = (name) => ({ name, value: texts[name], onInput: ({ target }) => setTexts((before) => ({ ...before, [name]: target.value })), onChange: ({ target }) => choose(name, target.value) });
   const free = found.names.find((name) => !models.includes(name)) ?? found.names[0];
   return html`<datalist id="models">${found.names.map((name) => html`<option key=${name} value=${name} />`)}</datalist>
     <${Card}>
       <form class="composer" onSubmit=${(event) => event.preventDefault()} onKeyDown=${onKey}>
         ${chosen("mode") === "chat" && html`<details open=${chosen("system") !== ""}><summary>System prompt</summary>
-          <textarea aria-label="System prompt" name="system" value=${system} onInput=${(event) => setSystem(event.target.value)} onChange=${(event) => choose("system", event.target.value)} /></details>
+          <textarea aria-label="System prompt" ...${field("system")} /></details>
           <details class="extras" open=${chosen("tools") + chosen("schema") !== ""}><summary>Tools and schema</summary><div>
-            <${Json} name="tools" label="Tools" value=${tools} of=${extras.tools} onInput=${setTools} placeholder='[{"type": "function", "function": {"name": "where_is", "parameters": …}}]' />
-            <${Json} name="schema" label="Schema of the answer" value=${schema} of=${extras.schema} onInput=${setSchema} placeholder='{"type": "object", "properties": …}' />
+            <${Json} label="Tools" of=${extras.tools} ...${field("tools")} placeholder='[{"type": "function", "function": {"name": "where_is", "parameters": …}}]' />
+            <${Json} label="Schema of the answer" of=${extras.schema} ...${field("schema")} placeholder='{"type": "object", "properties": …}' />
           </div></details>`}
-        <${Field} label="Prompt">${(id) => html`<textarea id=${id} name="prompt" value=${prompt} placeholder="Ask something…"
-          onInput=${(event) => setPrompt(event.target.value)} onChange=${(event) => choose("prompt", event.target.value)} />`}<//>
+        <${Field} label="Prompt">${(id) => html`<textarea id=${id} placeholder="Ask something…" ...${field("prompt")} />`}<//>
         <div class="parameters">
           <div class="field"><span class="label">Call</span><${Segmented} label="Kind of call" value=${chosen("mode")} onChange=${(mode) => choose("mode", mode)} options=${[["chat", "Chat"], ["completion", "Completion"]]} /></div>
           <${Parameter} name="max_tokens" label="Max tokens" min="1" step="1" />
@@ -136,8 +135,8 @@ function Asking() {
 const Parameter = ({ name, label, ...rest }) => html`<${Field} label=${label} type="number" name=${name} value=${chosen(name)} ...${rest} onChange=${(event) => choose(name, event.target.value)} />`;
 
 /** A field for JSON; what is wrong with it stands below. */
-const Json = ({ name, label, value, of: { error }, onInput, ...rest }) => html`<${Field} label=${label} error=${error}>${(id) => html`<textarea id=${id} name=${name} value=${value} spellcheck="false"
-  aria-invalid=${error ? "true" : undefined} aria-describedby=${error ? `${id}-hint` : undefined} onInput=${(event) => onInput(event.target.value)} onChange=${(event) => choose(name, event.target.value)} ...${rest} />`}<//>`;
+const Json = ({ label, of: { error }, ...rest }) => html`<${Field} label=${label} error=${error}>${(id) => html`<textarea id=${id} spellcheck="false" aria-invalid=${error ? "true" : undefined}
+  aria-describedby=${error ? `${id}-hint` : undefined} ...${rest} />`}<//>`;
 
 /** A conversation for each column. It stays with its model when columns move, and stops when the model is gone. */
 function useTalks(models) {

@@ -8,6 +8,7 @@ import {
   Badge, Button, Card, ChangeDialog, Code, Confirm, Copy, Dialog, Empty, Facts, Field, Loaded, PageHead, Problem, Select, Stat, Table, numbers, openDialog, say,
 } from "../ui.js";
 import { NAME_RULE, isName } from "../upload_files.js";
+import { METRICS } from "../usage_rows.js";
 
 /** All tenants. */
 export default function Tenants() {
@@ -84,10 +85,7 @@ export function Tenant({ name }) {
 }
 
 const Totals = ({ usage, tenant }) => html`<${Loaded} of=${usage} lines=${1}>${({ totals, currency }) => html`<div class="stats" aria-label=${`Usage of ${tenant}`}>
-  <${Stat} label="Requests" value=${count(totals.requests)} />
-  <${Stat} label="Prompt tokens" value=${count(totals.prompt_tokens)} />
-  <${Stat} label="Cached tokens" value=${count(totals.cached_tokens)} />
-  <${Stat} label="Completion tokens" value=${count(totals.completion_tokens)} />
+  ${["requests", "prompt_tokens", "cached_tokens", "completion_tokens"].map((name) => html`<${Stat} key=${name} label=${METRICS[name].label} value=${count(totals[name])} />`)}
   ${currency && html`<${Stat} label="Cost" value=${money(totals.cost, currency)} />`}
 </div>`}<//>`;
 
@@ -140,7 +138,7 @@ function Keys({ tenant, range }) {
     { key: "scopes", label: "Allowed to", isFixed: true, cell: (key) => html`<${Scopes} of=${key} />` },
     { key: "limits", label: "Limits", isFixed: true, cell: (key) => html`<${Limits} limits=${key.limits} />` },
     numbers("requests", "Requests", compact, (key) => used.get(key.id)?.requests ?? 0),
-    numbers("tokens", "Tokens", compact, (key) => tokensOf(used.get(key.id))),
+    numbers("tokens", "Tokens", compact, (key) => (used.has(key.id) ? METRICS.total_tokens.of(used.get(key.id)) : 0)),
     { key: "expires_at", label: "Expires", cell: (key) => html`<span class="date">${key.expires_at ? timeShown(key.expires_at).slice(0, 10) : "never"}</span>
       <br /><span class="quiet" title=${timeShown(key.created_at)}>made ${ago(key.created_at)}</span>` },
     { key: "actions", label: "", isFixed: true, cell: (key) => html`<div class="actions">
@@ -153,7 +151,6 @@ function Keys({ tenant, range }) {
 }
 
 const nameOf = (key) => key.name ?? `${key.prefix}…`;
-const tokensOf = (row) => (row ? row.prompt_tokens + row.completion_tokens : 0);
 
 function KeyDialog({ tenant, before, onClose, save }) {
   const [name, setName] = useState(before?.name ?? "");

@@ -15,7 +15,8 @@ Reset = Annotated[
 Port = Annotated[
     int | None, typer.Option(min=1, max=65535, help="Port to listen on; 8000, or a free one if that is in use.")
 ]
-DataDir = Annotated[Path, typer.Option(help="Folder of the demo's database, adapters and log.")]
+FOLDER = Path("weft-demo")
+Dir = Annotated[Path, typer.Option(help="Folder of the demo's database, adapters and log.")]
 
 
 def demo(
@@ -23,7 +24,7 @@ def demo(
     no_traffic: NoTraffic = False,
     reset: Reset = False,
     port: Port = None,
-    data_dir: DataDir = Path("weft-demo"),
+    data_dir: Dir = FOLDER,
 ) -> None:
     """Show a base model and five adapters answering one question in one batch, then keep serving.
 

@@ -17,13 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from weft import demo
+from weft.cli.demo import FOLDER
 from weft.cli.demo.round import ADAPTERS, BASE_NAME, Round, holds_everybody, play
 from weft.cli.demo.traffic import DURATION_S, KEY_NAME, MAX_AT_ONCE, Traffic, UsageCheck, check_usage, plan, replay
 from weft.client import Client
 from weft.errors import WeftError
 from weft.server.server_process import server_process
 
-DEFAULT_FOLDER = Path("weft-demo")
 SNIPPET_QUESTION = "How much is the scarf?"
 SERVE_OPTIONS = (
     *("--model", str(demo.MODEL), "--served-model-name", BASE_NAME, "--dtype", "float32", "--memory-gib", "0.25"),
@@ -134,7 +134,7 @@ def dashboard_link(url: str, admin_key: str) -> str:
 
 def show_traffic_begins(console: Console, data_dir: Path) -> None:
     """What runs from now on, and how to be rid of it."""
-    folder = "" if data_dir == DEFAULT_FOLDER else f" --data-dir {shlex.quote(str(data_dir))}"
+    folder = "" if data_dir == FOLDER else f" --data-dir {shlex.quote(str(data_dir))}"
     console.print(
         f"Demo traffic now runs for {DURATION_S:.0f} s, to fill the charts: {len(plan())} requests, at most "
         f'{MAX_AT_ONCE} at once, by a key of each tenant named "{KEY_NAME}". Once the server has ended, '

@@ -150,8 +150,7 @@ def _follow(client: Client, seen: _Seen) -> None:
                 return seen.stop(error)
         lost_s = lost_s or time.monotonic()
         if time.monotonic() - lost_s >= GIVE_UP_S:
-            return seen.stop(
-                ClientError(f"{client.url} has been away for {GIVE_UP_S:.0f} s: {why}", code="unreachable")
-            )
+            message = f"{client.url} has been away for {GIVE_UP_S:.0f} s: {why}"
+            return seen.stop(ClientError(message, code="unreachable"))
         seen.trouble = f"The server is away, trying for {GIVE_UP_S:.0f} s: {why}"
         time.sleep(RETRY_S)

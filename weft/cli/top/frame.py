@@ -87,11 +87,9 @@ def frame(body: Mapping[str, Any], age_s: float, size: ConsoleDimensions, troubl
 def line(body: Mapping[str, Any], age_s: float) -> str:
     """A snapshot in one line, for a file or a pipe."""
     generated, prompt = token_rates(body, age_s)
-    return (
-        f"{_running(body)}, {body['waiting']:,} waiting; step "
-        f"{_step_times(body)}; {generated:,.0f} generated + {prompt:,.0f} prompt tokens/s; pages "
-        f"{counts_text(body['pages'])}"
-    )
+    rates = f"{generated:,.0f} generated + {prompt:,.0f} prompt tokens/s"
+    requests = f"{_running(body)}, {body['waiting']:,} waiting"
+    return f"{requests}; step {_step_times(body)}; {rates}; pages {counts_text(body['pages'])}"
 
 
 def token_rates(body: Mapping[str, Any], age_s: float) -> tuple[float, float]:
@@ -185,7 +183,8 @@ def _facts(body: Mapping[str, Any], age_s: float) -> Iterator[tuple[str, str]]:
     yield "steps", f"{_step_times(body)}; {body['num_steps']:,} since start{idle}"
     yield "tokens/s", f"{generated:,.0f} generated, {prompt:,.0f} of prompts"
     yield "pages", f"{sum(body['pages'].values()):,}: {counts_text(body['pages'])}"
-    yield "loads", _loads(body)
+    p95 = (f"{path} p95 {seconds_text(seconds)}" for path, seconds in body["load_p95_s"].items())
+    yield "loads", "; ".join([counts_text(body["loads"]), *p95])
     on_device = sum(resident["tier"] == "device" for resident in body["residents"])
     yield "adapters", f"{on_device:,} of {body['slots']:,} slots in use, {len(body['residents']):,} in memory"
 
@@ -199,11 +198,6 @@ def _step_times(body: Mapping[str, Any]) -> str:
 
 def _running(body: Mapping[str, Any]) -> str:
     return f"{body['running']:,} running ({body['base_running']:,} base, {num_paused(body):,} paused)"
-
-
-def _loads(body: Mapping[str, Any]) -> str:
-    p95 = (f"{path} p95 {seconds_text(seconds)}" for path, seconds in body["load_p95_s"].items())
-    return "; ".join([counts_text(body["loads"]), *p95])
 
 
 def _bar(pages: Mapping[str, int], width: int) -> Text:

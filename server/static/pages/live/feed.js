@@ -53,16 +53,10 @@ function listen(update, change) {
     fading = setTimeout(() => change({ newest: { ...snapshot, lately: [] } }), LATELY_MS);
     update((before) => {
       const moments = [...before.moments, { at, pages: snapshot.pages }];
+      const kept = moments.filter((_, index) => index === moments.length - 1 || moments[index + 1].at >= at - KEPT_MS);
       const isAnother = before.newest !== null && before.newest.boot_id !== snapshot.boot_id;
-      return {
-        ...before,
-        newest: { ...snapshot, lately: [...seenAt.keys()] },
-        state: "live",
-        problem: null,
-        restartedAt: isAnother ? at : before.restartedAt,
-        heardAt: at,
-        moments: moments.filter((_, index) => index === moments.length - 1 || moments[index + 1].at >= at - KEPT_MS),
-      };
+      const newest = { ...snapshot, lately: [...seenAt.keys()] };
+      return { ...before, newest, state: "live", problem: null, restartedAt: isAnother ? at : before.restartedAt, heardAt: at, moments: kept };
     });
   }
 

@@ -42,18 +42,14 @@ class ModelShape:
 
     def config_fields(self) -> dict[str, Any]:
         """Fields of config.json for a generated checkpoint of these sizes."""
-        return {
+        sizes = {
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
             "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "max_position_embeddings": 2048,
-            "tie_word_embeddings": True,
-            "bos_token_id": None,
-            "eos_token_id": 1,
-            "pad_token_id": 0,
         }
+        heads = {"num_attention_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads}
+        ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+        return {**sizes, **heads, "max_position_embeddings": 2048, "tie_word_embeddings": True, **ids}
 
     def geometry(self, dtype_bytes: int = DTYPE_BYTES) -> PageGeometry:
         """Pages of an arena for it."""

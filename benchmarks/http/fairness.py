@@ -253,24 +253,16 @@ def make_result(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     table, goals = [], []
     for name, arm in arms.items():
         ttft, step_ms = arm["ttft_ms"], arm["flood_step_ms"]
-        table.append(
-            {
-                "arm": name,
-                **{f"TTFT {key}, ms": value for key, value in ttft.items()},
-                "p95 / alone": ttft["p95"] / alone,
-                "client late p99, ms": arm["client_delay_ms"]["p99"],
-                "flood step, ms": step_ms,
-                "flood tokens/s": arm["tokens_per_s"],
-                "kept": arm["kept"] and arm["kept"]["median"],
-            }
-        )
+        kept = arm["kept"] and arm["kept"]["median"]
+        times = {f"TTFT {key}, ms": value for key, value in ttft.items()} | {"p95 / alone": ttft["p95"] / alone}
+        flooding = {"flood step, ms": step_ms, "flood tokens/s": arm["tokens_per_s"], "kept": kept}
+        table.append({"arm": name, **times, "client late p99, ms": arm["client_delay_ms"]["p99"], **flooding})
         if name == "weights":
             ratio = arm["rates"][0] / arm["rates"][1] / (WEIGHTS["heavy"] / WEIGHTS["light"])
             goals.append(goal("weights 3:1: error of the ratio of tokens/s", abs(ratio - 1), MAX_WEIGHT_ERROR))
         elif name != "alone":
             limit = MAX_SAME_RATIO * alone if name == "same" else max(MAX_RATIO * alone, MAX_STEPS * step_ms)
             goals.append(goal(f"{name}: quiet TTFT p95, ms", ttft["p95"], limit))
-            kept = arm["kept"]["median"]
             goals.append(goal(f"{name}: part of its tokens/s that the flood keeps", kept, MIN_KEPT, is_least=True))
             goals.append(goal(f"{name}: quiet requests refused", arm["refused"], 0))
     return {"arms": arms, "table": table, "goals": goals}

@@ -56,14 +56,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def server_settings(requests: int) -> list[str]:
     """The server's settings, as the engine in this process has them."""
-    return [
-        "model.dtype=bfloat16",
-        "memory.gib=1",
-        "memory.host_gib=0.75",
-        "memory.prefix_cache=false",
-        f"scheduler.max_running={requests}",
-        f"scheduler.step_tokens={max(2048, requests * PROMPT_TOKENS)}",
-    ]
+    model = ["model.dtype=bfloat16", "memory.gib=1", "memory.host_gib=0.75", "memory.prefix_cache=false"]
+    step_tokens = max(2048, requests * PROMPT_TOKENS)
+    return [*model, f"scheduler.max_running={requests}", f"scheduler.step_tokens={step_tokens}"]
 
 
 def in_process(engine: OwnEngine, options: argparse.Namespace) -> dict[str, float]:

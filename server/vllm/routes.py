@@ -122,14 +122,10 @@ async def server_info(services: Wired, _: Admin, config_format: Literal["text", 
 
 def _config(services: Services) -> dict[str, Any]:
     ready, scheduler = services.ready, services.config.scheduler
+    model = {"model": ready.model_path, "served_model_name": services.served_name}
+    limits = {"max_model_len": ready.max_model_len, "max_logprobs": services.config.server.max_logprobs}
     return {
-        "model_config": {
-            "model": ready.model_path,
-            "served_model_name": services.served_name,
-            "dtype": ready.dtype,
-            "max_model_len": ready.max_model_len,
-            "max_logprobs": services.config.server.max_logprobs,
-        },
+        "model_config": {**model, "dtype": ready.dtype, **limits},
         "lora_config": {"max_loras": ready.memory.slots, "max_lora_rank": ready.max_rank},
         "cache_config": {
             "block_size": ready.geometry.page_tokens,

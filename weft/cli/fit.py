@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 HEADER = ("ADAPTER", "RANK", "TARGETS", "COUNT", "PAGES", "SIZE", "WASTE")
 NUMBERS = ("RANK", "COUNT", "PAGES", "SIZE", "WASTE")
 DOES_NOT_FIT = 1
+Targets = Annotated[str, typer.Option(help="Modules of the --rank adapters: all, or some of q,k,v,o,gate,up,down.")]
 
 
 def fit(  # noqa: PLR0913 - one parameter per option
@@ -33,9 +34,7 @@ def fit(  # noqa: PLR0913 - one parameter per option
         typer.Option("--rank", help="Plan for adapters of this rank that do not exist yet; repeat for more."),
     ] = None,
     count: Annotated[int, typer.Option(help="How many adapters of each --rank.")] = 1,
-    targets: Annotated[
-        str, typer.Option(help="Modules of the --rank adapters: all, or some of q,k,v,o,gate,up,down.")
-    ] = "all",
+    targets: Targets = "all",
     device: Device = None,
     dtype: Dtype = None,
     memory_gib: Annotated[float | None, typer.Option(help="Size of the page pool in GiB.")] = None,

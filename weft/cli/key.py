@@ -11,6 +11,8 @@ from weft.cli.options import JSON, KEY, LIMIT, URL, connect, fail, limits_of
 from weft.cli.table import show
 
 COLUMNS = ("id", "tenant", "name", "prefix", "scopes", "limits", "expires_at", "created_at")
+Scopes = Annotated[list[str] | None, typer.Option(help="infer, adapters or usage; repeat for more. [default: all]")]
+Expiry = Annotated[str | None, typer.Option(help="When it stops working, as 2027-01-01T00:00:00Z. [default: never]")]
 Grace = Annotated[int, typer.Option("--grace-s", help="Seconds that the old key still works.")]
 app = typer.Typer(help="Create, list, rotate and revoke API keys; needs the admin key.", no_args_is_help=True)
 
@@ -19,12 +21,8 @@ app = typer.Typer(help="Create, list, rotate and revoke API keys; needs the admi
 def create(  # noqa: PLR0913 - one parameter per option
     tenant: str,
     name: Annotated[str | None, typer.Option(help="What the key is for.")] = None,
-    scope: Annotated[
-        list[str] | None, typer.Option(help="infer, adapters or usage; repeat for more. [default: all]")
-    ] = None,
-    expires_at: Annotated[
-        str | None, typer.Option(help="When it stops working, as 2027-01-01T00:00:00Z. [default: never]")
-    ] = None,
+    scope: Scopes = None,
+    expires_at: Expiry = None,
     limit: LIMIT = None,
     url: URL = None,
     key: KEY = None,

@@ -59,7 +59,5 @@ def _summary(body: Mapping[str, Any]) -> list[str]:
         f"pages       {ready['memory']['num_pages']:,}: {counts_text(body['pages'])}",
         f"host pages  {ready['memory']['host_pages']:,}: {counts_text(body['host_pages'])}",
         f"prefix      {hits:,} of {queries:,} prompt tokens found{share}",
-        f"evictions   {counts_text(body['evictions'])}",
-        f"preemptions {counts_text(body['preemptions'])}",
-        f"loads       {counts_text(body['loads'])}",
+        *(f"{name:11} {counts_text(body[name])}" for name in ("evictions", "preemptions", "loads")),
     ]

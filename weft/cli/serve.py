@@ -17,6 +17,7 @@ Model = Annotated[str | None, typer.Option(help="Folder or hub id of the base mo
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16. [default: auto]")]
 Config = Annotated[Path | None, typer.Option(help="Settings in YAML. [env: WEFT_CONFIG]")]
+DataDir = Annotated[Path | None, typer.Option(help="Folder of the database, adapters and keys. [default: weft-data]")]
 Setting = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.NAME=VALUE", help="Any setting of `weft config init`; repeat for more."),
@@ -32,9 +33,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
     auth: Annotated[
         str | None, typer.Option(help="off lets everybody in as admin, on a loopback address only. [default: on]")
     ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the database, adapters and keys. [default: weft-data]")
-    ] = None,
+    data_dir: DataDir = None,
     database_url: Annotated[
         str | None, typer.Option(help="sqlite:///FILE or postgresql://... [default: SQLite in the data folder]")
     ] = None,

@@ -16,25 +16,23 @@ SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 NAMELESS = {"tenant": "(admin)", "adapter": "(base)"}
 EVENT = ("at", "tenant", "adapter", "version", "status", *SUMS[1:], "duration_s", "key", "request_id")
 
+By = Annotated[str, typer.Option(help="Columns to sum up by: tenant, adapter, version, key, status; with commas.")]
+Start = Annotated[
+    str | None, typer.Option(help="First time, as 2026-11-01 or 2026-11-01T08:00Z. [default: 30 days ago]")
+]
+Zone = Annotated[str | None, typer.Option(help="Time zone of days and of times without offset, as Europe/Berlin.")]
+Top = Annotated[int | None, typer.Option(help="Only so many groups, the largest; all others are one row per bucket.")]
+Adapters = Annotated[list[str] | None, typer.Option(help="Only this adapter, '' for the base; repeat for more.")]
+
 
 def usage(  # noqa: PLR0913 - one parameter per option
-    by: Annotated[
-        str, typer.Option(help="Columns to sum up by: tenant, adapter, version, key, status; with commas.")
-    ] = "tenant,adapter",
+    by: By = "tenant,adapter",
     bucket: Annotated[str | None, typer.Option(help="A row for each minute, hour or day: 1m, 1h or 1d.")] = None,
-    start: Annotated[
-        str | None, typer.Option(help="First time, as 2026-11-01 or 2026-11-01T08:00Z. [default: 30 days ago]")
-    ] = None,
+    start: Start = None,
     end: Annotated[str | None, typer.Option(help="Time after the last, of the same form. [default: now]")] = None,
-    tz: Annotated[
-        str | None, typer.Option(help="Time zone of days and of times without offset, as Europe/Berlin.")
-    ] = None,
-    top: Annotated[
-        int | None, typer.Option(help="Only so many groups, the largest; all others are one row per bucket.")
-    ] = None,
-    adapter: Annotated[
-        list[str] | None, typer.Option(help="Only this adapter, '' for the base; repeat for more.")
-    ] = None,
+    tz: Zone = None,
+    top: Top = None,
+    adapter: Adapters = None,
     status: Annotated[
         list[str] | None,
         typer.Option(help="Only requests that ended so: stop, length, aborted, error or interrupted; repeat for more."),

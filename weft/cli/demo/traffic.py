@@ -120,17 +120,14 @@ async def replay(url: str, admin_key: str, duration_s: float = DURATION_S) -> Tr
     started = loop.time()
 
     async def send(http: httpx.AsyncClient, number: int, planned: Planned) -> None:
-        try:
+        async with places:
             traffic.told.append(await _send(http, keys[planned.tenant]["key"], f"demo-{number:04}", planned))
-        finally:
-            places.release()
 
     lost: ExceptionGroup[httpx.TransportError] | None = None
     try:
         async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http, asyncio.TaskGroup() as clients:
             for number, planned in enumerate(plan(duration_s), 1):
                 await asyncio.sleep(max(started + planned.at_s - loop.time(), 0))
-                await places.acquire()
                 clients.create_task(send(http, number, planned))
     except* httpx.TransportError as errors:
         lost = errors

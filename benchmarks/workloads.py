@@ -73,13 +73,7 @@ def assign_adapters(pattern: str, num_requests: int, num_adapters: int, seed: in
 
 
 def slora_trace(
-    num_adapters: int,
-    num_requests: int,
-    inputs: Sequence[int],
-    outputs: Sequence[int],
-    *,
-    alpha: float = 1.0,
-    seed: int,
+    num_adapters: int, num_requests: int, inputs: Sequence[int], outputs: Sequence[int], *, alpha: float = 1, seed: int
 ) -> list[TimedRequest]:
     """Requests as S-LoRA's generator draws them: the same calls in the same order of numpy's legacy generator.
 

@@ -130,12 +130,8 @@ class AdapterConfig:
     with the scope adapters may load all that is below them; when empty, the route loads nothing."""
 
     def __post_init__(self) -> None:
-        _require(
-            8 <= self.max_rank <= MAX_RANK_LIMIT and self.max_rank % 8 == 0,
-            "adapter.max_rank",
-            f"a multiple of 8, from 8 to {MAX_RANK_LIMIT}",
-            self.max_rank,
-        )
+        is_rank = 8 <= self.max_rank <= MAX_RANK_LIMIT and self.max_rank % 8 == 0
+        _require(is_rank, "adapter.max_rank", f"a multiple of 8, from 8 to {MAX_RANK_LIMIT}", self.max_rank)
         _check_bounds("adapter", self, slots=(1, MAX_SLOTS), load_threads=(1, 64), load_share=(0.01, 1))
         _check_bounds("adapter", self, push_gib=(0, 4096))
         for root in self.roots:
@@ -179,12 +175,9 @@ class SchedulerConfig:
         _check_bounds("scheduler", self, max_running=(1, 4096), max_waiting=(1, 1 << 20), max_wait_s=(0.1, 3600))
         _check_bounds("scheduler", self, itl_target_ms=(0.1, 60_000), batch_stretch=(1.1, 100))
         _check_choices("scheduler", self, policy=Policy, inner=Inner)
-        _require(
-            self.max_running <= self.step_tokens <= 1 << 20,
-            "scheduler.step_tokens",
-            f"from scheduler.max_running ({self.max_running}) to 1048576",
-            self.step_tokens,
-        )
+        holds_all = self.max_running <= self.step_tokens <= 1 << 20
+        expected = f"from scheduler.max_running ({self.max_running}) to 1048576"
+        _require(holds_all, "scheduler.step_tokens", expected, self.step_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,12 +221,8 @@ class ServerConfig:
         for origin in self.allowed_origins:
             is_origin = origin == "*" or re.fullmatch(r"\w+://[^/\s*]+", origin) is not None
             _require(is_origin, "server.cors_origins", "origins such as https://chat.example.org", origin)
-        _require(
-            self.auth == "on" or is_loopback(self.host),
-            "server.auth",
-            f"on when server.host is not a loopback address ({self.host})",
-            self.auth,
-        )
+        is_safe = self.auth == "on" or is_loopback(self.host)
+        _require(is_safe, "server.auth", f"on when server.host is not a loopback address ({self.host})", self.auth)
         _require(0 <= self.drain_s < math.inf, "server.drain_s", ">= 0", self.drain_s)
 
     @property

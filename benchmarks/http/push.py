@@ -114,12 +114,9 @@ async def _one(
         if reply.headers.get(b"x-weft-adapter-digest") != pushed["digest"].encode():
             raise WeftError("a request after a push was answered by another version")
     first, again = replies
-    return {
-        "push_ms": push_s * 1000,
-        "ttft_ms": first.ttft_s * 1000,
-        "total_ms": (first.token_times_s[0] - start_s) * 1000,
-        "ttft_again_ms": again.ttft_s * 1000,
-    }
+    total_s = first.token_times_s[0] - start_s
+    times_s = {"push": push_s, "ttft": first.ttft_s, "total": total_s, "ttft_again": again.ttft_s}
+    return {f"{part}_ms": 1000 * seconds for part, seconds in times_s.items()}
 
 
 def _size(pid: int) -> dict[str, float]:

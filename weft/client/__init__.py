@@ -36,6 +36,8 @@ SILENCE_S = 20.0
 """After so long without a byte a stream of events is dead: comments come every few seconds."""
 PAUSES_S = (0, 1, 1, 2, 4, 8, 15, 30)
 """Seconds before each try to send a file of an adapter."""
+USAGE = ("/v1/usage", "/v1/usage/events")
+"""Of sums and of events."""
 PIECE_BYTES = 1 << 18
 LONGEST_WAIT_S = 60.0
 """A push does not try again where the server asks for a longer wait, in seconds."""
@@ -317,7 +319,7 @@ class Client:
             filters: `start`, `end`, `adapter`, `status` and the others of `GET /v1/usage`; a list where several are
                 meant. Of sums also `group_by`, `bucket`, `tz` and `top`.
         """
-        pages = [*self._pages(_usage_path(events), filters)]
+        pages = [*self._pages(USAGE[events], filters)]
         return {**pages[-1], "data": [row for page in pages for row in page["data"]]}
 
     def usage_csv(self, *, events: bool = False, **filters: Any) -> Iterator[str]:  # noqa: ANN401 - parameters
@@ -325,7 +327,7 @@ class Client:
         after = None
         while True:
             params = {**filters, "format": "csv", "after": after}
-            answer = self._answer("GET", _usage_path(events), params=params)
+            answer = self._answer("GET", USAGE[events], params=params)
             self._check_type(answer, "text/csv")
             header, _, rows = answer.text.replace("\r\n", "\n").partition("\n")
             yield rows if after else f"{header}\n{rows}"
@@ -410,10 +412,6 @@ class Client:
 
 def _path(*parts: str) -> str:
     return "/".join(("/v1", *(quote(part, safe="") for part in parts)))
-
-
-def _usage_path(events: bool) -> str:
-    return "/v1/usage/events" if events else "/v1/usage"
 
 
 def _files(path: Path) -> tuple[Path, Path]:

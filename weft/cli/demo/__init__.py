@@ -20,11 +20,7 @@ Dir = Annotated[Path, typer.Option(help="Folder of the demo's database, adapters
 
 
 def demo(
-    once: Once = False,
-    no_traffic: NoTraffic = False,
-    reset: Reset = False,
-    port: Port = None,
-    data_dir: Dir = FOLDER,
+    once: Once = False, no_traffic: NoTraffic = False, reset: Reset = False, port: Port = None, data_dir: Dir = FOLDER
 ) -> None:
     """Show a base model and five adapters answering one question in one batch, then keep serving.
 

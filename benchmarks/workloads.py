@@ -7,6 +7,7 @@ Popularity patterns follow Punica (arXiv:2310.18547, section 7), arrivals follow
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -112,12 +113,9 @@ def zipf_adapters(num_adapters: int, *, seed: int) -> Iterator[int]:
 
 
 def _zipf_base(pattern: str) -> float:
-    name, _, number = pattern.partition(":")
-    try:
-        base = float(number)
-    except ValueError:
-        base = math.nan
-    if name != "zipf" or not base > 1:
+    found = re.fullmatch(r"zipf:(\d+(\.\d+)?)", pattern, re.ASCII)
+    base = float(found[1]) if found else 0.0
+    if base <= 1:
         known = ", ".join(PATTERNS)
         raise ConfigError(f"popularity must be one of {known} (zipf with a base above 1), got {pattern!r}")
     return base

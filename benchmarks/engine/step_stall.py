@@ -42,20 +42,19 @@ SETTLE_STEPS = 40
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run both phases in turns; the memory holds the steady batch and a few more adapters."""
-    if options.shape == "demo":
-        base, folders = demo.MODEL, sorted(demo.ADAPTERS.iterdir())
-        memory, phase_steps = MemoryConfig(gib=0.03125, host_gib=0.03125), 200
-    else:
-        base, folders = make_checkpoints(options.cache)
-        memory, phase_steps = MemoryConfig(gib=1.0, host_gib=0.5), 60
-    dtype: Dtype = "float32" if options.shape == "demo" else "bfloat16"
+    is_demo = options.shape == "demo"
+    base, folders = (demo.MODEL, sorted(demo.ADAPTERS.iterdir())) if is_demo else make_checkpoints(options.cache)
+    memory = MemoryConfig(gib=0.03125, host_gib=0.03125) if is_demo else MemoryConfig(gib=1.0, host_gib=0.5)
+    dtype: Dtype = "float32" if is_demo else "bfloat16"
     model = ModelConfig(path=str(base), device="cpu", dtype=dtype, threads=options.threads)
     scheduler = SchedulerConfig(max_running=options.requests)
     with own_engine(Config(model=model, memory=memory, scheduler=scheduler)) as engine:
         refs = store_adapters(engine.parts.ready, engine.blob_dir, folders, 2 * options.adapters)
         swaps = Swaps(engine, refs[options.adapters :])
         swaps.load_idle(options.requests)
-        step_s = time_steps(options, engine, refs[: options.adapters], swaps, options.phase_steps or phase_steps)
+        step_s = time_steps(
+            options, engine, refs[: options.adapters], swaps, options.phase_steps or (200 if is_demo else 60)
+        )
     return make_result(step_s, swaps.load_s)
 
 

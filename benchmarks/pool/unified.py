@@ -66,13 +66,7 @@ def build_split_engine(config: Config, *, notify: Callable[[], None], costs: Pag
             evictor = Evictor(pool, eviction_policy(config.memory.eviction))
             super().__init__(loader, copier, pool, images, tables, evictor, costs, **options)
 
-        @property
-        def reserve_pages(self) -> int:
-            return 0
-
-        @reserve_pages.setter
-        def reserve_pages(self, value: int) -> None:
-            pass
+        reserve_pages = property(lambda _: 0, lambda *_: None)
 
     with patch.object(build, "PagePool", kv_half), patch.object(build, "Residency", HalfResidency):
         return build.build_engine(config, notify=notify, costs=costs)

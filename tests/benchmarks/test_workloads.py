@@ -44,7 +44,7 @@ def test_counts_always_sum_to_the_requests(pattern: str, num_adapters: int) -> N
 
 
 def test_an_unknown_pattern_and_one_that_needs_two_adapters_are_refused() -> None:
-    for pattern in ("zipf", "zipf:1", "zipf:x", "pareto", ""):
+    for pattern in ("zipf", "zipf:1", "zipf:x", "zipf:inf", "zipf:nan", "pareto", ""):
         with pytest.raises(ConfigError, match="popularity must be one of"):
             adapter_counts(pattern, 8, 8)
     with pytest.raises(ConfigError, match="two"):

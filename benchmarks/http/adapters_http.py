@@ -100,12 +100,8 @@ def measure_arm(options: argparse.Namespace, count: int, *, is_tight: bool) -> d
     runs = [run(repeat) for repeat in range(1, options.repeats + 1)]
     merged = {kind: {span: _figures([each[kind][span] for each in runs]) for span in MIN_RATIO} for kind in settings}
     rates = {kind: {span: merged[kind][span]["tokens_per_s"]["repeats"] for span in MIN_RATIO} for kind in merged}
-    return {
-        "adapters": count,
-        "settings": settings,
-        "runs": merged,
-        "ratio": {span: ratios(rates["served"][span], rates["control"][span]) for span in MIN_RATIO},
-    }
+    ratio = {span: ratios(rates["served"][span], rates["control"][span]) for span in MIN_RATIO}
+    return {"adapters": count, "settings": settings, "runs": merged, "ratio": ratio}
 
 
 def register(options: argparse.Namespace, folder: Path, count: int) -> dict[str, Any]:

@@ -43,17 +43,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         done_beside = client.request("GET", f"/v1/batches/{batch_id}")["request_counts"]["completed"]
         ended = _until(client, batch_id, "completed")
     counts, seconds = ended["request_counts"], max(1, ended["finalizing_at"] - ended["in_progress_at"])
+    lines_per_s = counts["completed"] / seconds
+    rates = {"lines_per_s": lines_per_s, "output_tokens_per_s": lines_per_s * options.line_tokens}
     loads = {"alone": _figures(alone), "beside": _figures(beside)}
     failed = {**{name: found["errors"] for name, found in loads.items()}, "batch": counts["failed"]}
     return {
         **loads,
-        "batch": {
-            **counts,
-            "seconds": seconds,
-            "lines_per_s": counts["completed"] / seconds,
-            "output_tokens_per_s": counts["completed"] * options.line_tokens / seconds,
-            "done_when_the_load_ended": done_beside,
-        },
+        "batch": {**counts, "seconds": seconds, **rates, "done_when_the_load_ended": done_beside},
         "table": [{"interactive": name, **found} for name, found in loads.items()],
         "goals": _goals(loads, options.set),
         "failures": [f"{name}: {count} requests failed" for name, count in failed.items() if count],

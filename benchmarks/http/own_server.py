@@ -186,10 +186,8 @@ def read_adapter(folder: Path) -> dict[str, bytes]:
     Raises:
         ConfigError: A file is missing.
     """
+    names = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
     try:
-        return {
-            "config": (folder / "adapter_config.json").read_bytes(),
-            "weights": (folder / "adapter_model.safetensors").read_bytes(),
-        }
+        return {part: (folder / name).read_bytes() for part, name in names.items()}
     except OSError as error:
         raise ConfigError(f"{folder} is no folder of an adapter: {error.filename}: {error.strerror}") from error

@@ -90,12 +90,9 @@ def run_mode(options: argparse.Namespace, engine: PoolEngine, mode: str, rate: f
         for record in batch:
             record.done_s = end_s  # all are answered together
     latency_ms = [1e3 * record.latency_s for record in run.records]
-    return {
-        "requests/s": rate,
-        "output tokens/s": sum(record.completion_tokens for record in run.records) / run.seconds,
-        "mean latency, ms": sum(latency_ms) / len(latency_ms),
-        "p95 latency, ms": percentile(latency_ms, 95),
-    }
+    rates = {"requests/s": rate, "output tokens/s": sum(each.completion_tokens for each in run.records) / run.seconds}
+    times = {"mean latency, ms": sum(latency_ms) / len(latency_ms), "p95 latency, ms": percentile(latency_ms, 95)}
+    return rates | times
 
 
 def add_options(add: AddOption) -> None:

@@ -176,9 +176,8 @@ class Metrics(Collector):
         yield GaugeMetricFamily("weft_waiting_requests", "Requests that wait.", status.waiting)
         yield GaugeMetricFamily("weft_engine_paused", "1 while the engine is paused, else 0.", status.pause is not None)
         yield _labelled(GaugeMetricFamily, "weft_pages", "Pages by kind.", "kind", status.pages)
-        yield _labelled(
-            GaugeMetricFamily, "weft_host_pages", "Pages of the host slab by kind.", "kind", status.host_pages
-        )
+        about = "Pages of the host slab by kind."
+        yield _labelled(GaugeMetricFamily, "weft_host_pages", about, "kind", status.host_pages)
         about = "Running requests that lost their pages."
         yield _labelled(CounterMetricFamily, "weft_preemptions", about, "how", status.preemptions)
         about, evictions = (

@@ -118,10 +118,8 @@ def _show(found: AdapterFitView, planned: PlannedRoom, as_json: bool) -> None:
     name = str(planned.dtype).removeprefix("torch.")
     about = f"{planned.config.model.path} on {planned.device.type} in {name}"
     typer.echo(f"\n{about}, weights {_size(memory.weight_bytes)}")
-    typer.echo(
-        f"pages  {memory.num_pages:,} of {page_bytes / 1024:,.0f} KiB ({_size(memory.arena_bytes)}): "
-        f"{found.pages.needed:,} needed, {found.pages.left:,} left"
-    )
+    pages = f"{memory.num_pages:,} of {page_bytes / 1024:,.0f} KiB ({_size(memory.arena_bytes)})"
+    typer.echo(f"pages  {pages}: {found.pages.needed:,} needed, {found.pages.left:,} left")
     typer.echo(f"slots  {planned.room.slots:,}: {found.slots.needed:,} needed, {found.slots.left:,} left")
     typer.echo(found.message)
     if advice:

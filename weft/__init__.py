@@ -6,7 +6,6 @@ The parts stand at the top of the repository and are imported from here: `weft.e
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import ClientError
@@ -18,11 +17,19 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Client", "ClientError", "SamplingParams", "__version__"]
-_MODULES = {"LLM": "weft.engine.llm", "SamplingParams": "weft.engine.sampling_params", "Client": "weft.client"}
-"""Where each name that is loaded on first use comes from."""
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - the module protocol (PEP 562)
-    if name not in _MODULES:
-        raise AttributeError(f"module 'weft' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    if name == "LLM":
+        from weft.engine.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from weft.engine.sampling_params import SamplingParams
+
+        return SamplingParams
+    if name == "Client":
+        from weft.client import Client
+
+        return Client
+    raise AttributeError(f"module 'weft' has no attribute {name!r}")

@@ -56,7 +56,7 @@ def client(server: WeftServer) -> httpx.Client:
 
 @pytest.fixture(scope="module")
 def good(server: WeftServer, client: httpx.Client) -> Expense:
-    """What a good upload costs: most of it is the child that checks it."""
+    """What the first good upload costs: most of it is the start of the process that checks it."""
     with measured(server) as expense:
         upload_good(client)
     return expense

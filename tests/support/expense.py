@@ -15,6 +15,7 @@ import psutil
 from weft_server import DEMO_MODEL, WeftServer, engines
 
 POLL_S = 0.002
+WORKER = b"weft.server.adapters.validation_worker"
 
 
 @dataclass
@@ -25,36 +26,69 @@ class Expense:
     server_bytes: int = 0
     """By how much the server's memory grew at its peak."""
     check_cpu_s: float = 0.0
+    """Of the processes that check uploads, of their forks, and of starting them."""
     check_peaks: dict[int, int] = field(default_factory=dict)
-    """Peak memory in bytes of each child that came and went."""
+    """Peak memory in bytes of each of them."""
 
 
 @contextlib.contextmanager
 def measured(server: WeftServer) -> Iterator[Expense]:
     """Measure what happens within the block."""
     process = psutil.Process(server.process.pid)
-    lasting = {child.pid for child in process.children()}
     expense, ended = Expense(), threading.Event()
-    watcher = threading.Thread(target=_watch, args=(process.pid, lasting, expense, ended))
+    watcher = threading.Thread(target=_watch, args=(process.pid, expense, ended))
     Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # the peak starts anew
-    memory, cpu = process.memory_info().rss, process.cpu_times()
+    memory, cpu_s, check_s = process.memory_info().rss, _own_cpu_s(process), _check_cpu_s(process)
     watcher.start()
     try:
         yield expense
     finally:
         ended.set()
         watcher.join()
-        after = process.cpu_times()
-        expense.server_cpu_s = after.user + after.system - cpu.user - cpu.system
-        expense.check_cpu_s = after.children_user + after.children_system - cpu.children_user - cpu.children_system
+        expense.server_cpu_s = _own_cpu_s(process) - cpu_s
+        expense.check_cpu_s = _check_cpu_s(process) - check_s
         expense.server_bytes = (_peak(process.pid) or 0) - memory
 
 
-def _watch(pid: int, lasting: set[int], expense: Expense, ended: threading.Event) -> None:
+def _own_cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _ended_cpu_s(process: psutil.Process) -> float:
+    """Of children that have ended, and of theirs."""
+    times = process.cpu_times()
+    return float(times.children_user + times.children_system)
+
+
+def _check_cpu_s(server: psutil.Process) -> float:
+    """Of all processes that checked uploads so far. What one used is its parent's once it has ended."""
+    workers = [psutil.Process(worker) for worker in _workers(server.pid)]
+    return _ended_cpu_s(server) + sum(_own_cpu_s(worker) + _ended_cpu_s(worker) for worker in workers)
+
+
+def _watch(pid: int, expense: Expense, ended: threading.Event) -> None:
     while not ended.wait(POLL_S):
-        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-            if child not in lasting and (peak := _peak(child)):
-                expense.check_peaks[child] = peak
+        for worker in _workers(pid):
+            for checking in (worker, *_children(worker)):
+                if peak := _peak(checking):
+                    expense.check_peaks[checking] = peak
+
+
+def _workers(pid: int) -> list[int]:
+    """The kept processes of a server that fork one for each upload."""
+    workers = []
+    for child in _children(pid):
+        with contextlib.suppress(OSError):
+            if WORKER in Path(f"/proc/{child}/cmdline").read_bytes():
+                workers.append(child)
+    return workers
+
+
+def _children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    return []
 
 
 def _peak(pid: int) -> int | None:

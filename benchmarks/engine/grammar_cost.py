@@ -18,6 +18,7 @@ import argparse
 import itertools
 import math
 import random
+import statistics
 import string
 import tempfile
 import time
@@ -30,7 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from weft import demo
 from weft.benchmarks.engine.own_engine import OwnEngine, own_engine
-from weft.benchmarks.metrics import distribution
+from weft.benchmarks.metrics import distribution, percentile
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
 from weft.benchmarks.report import DEFAULT_CACHE, AddOption, goal
 from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig
@@ -53,7 +54,7 @@ MAX_STEP_RATIO = 1.05
 MAX_FIRST_TOKEN_RATIO = 1.1
 MAX_REFUSAL_MS = 100.0
 MAX_GROWTH_MIB = 16.0
-FLOOD_ROUNDS = 4
+FLOOD_ROUNDS = 8
 """Of each phase."""
 
 
@@ -65,7 +66,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         folder = Path(config.model.path)
         refused = {name: _refusal_ms(name, schema, folder) for name, schema in _hostile().items()}
     step_ratio = steps["held"]["p50"] / steps["free"]["p50"]
-    first_ratio = flood["flooded"]["p99"] / flood["quiet"]["p99"]
+    first_ratio = flood["flooded"]["p99 of a turn"] / flood["quiet"]["p99 of a turn"]
     half_mib, end_mib = flood["memory_mib"]
     return {
         "step_ms": steps,
@@ -74,7 +75,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "refused_ms": refused,
         "goals": [
             goal("step held / free, p50", step_ratio, MAX_STEP_RATIO),
-            goal("first token of others, flooded / quiet, p99", first_ratio, MAX_FIRST_TOKEN_RATIO),
+            goal("first token of others, flooded / quiet, p99 of a turn", first_ratio, MAX_FIRST_TOKEN_RATIO),
             goal("growth over the second half of the flood, MiB", end_mib - half_mib, MAX_GROWTH_MIB),
             goal("longest refusal, ms", max(refused.values()), MAX_REFUSAL_MS),
         ],
@@ -139,16 +140,23 @@ def _steps(engine: OwnEngine, options: argparse.Namespace) -> dict[str, dict[str
 
 
 def _flood(engine: OwnEngine, options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds to the first token of tenants who ask freely, and MiB half way through the flood and after it."""
-    first_s: dict[str, list[float]] = {"quiet": [], "flooded": []}
+    """Milliseconds to the first token of tenants who ask freely, and MiB half way through the flood and after it.
+
+    The 99th percentile is also given as the median of those of the turns: a stall of the machine is in one of them.
+    """
+    first_s: dict[str, list[list[float]]] = {"quiet": [], "flooded": []}
     memory = []
     schemas = map(_schema_number, itertools.count())
     for round_ in range(2 * FLOOD_ROUNDS):
         phase = ("quiet", "flooded", "flooded", "quiet")[round_ % 4]
-        first_s[phase] += _flood_round(engine, f"{phase}-{round_}", schemas if phase == "flooded" else None, options)
+        asking = schemas if phase == "flooded" else None
+        first_s[phase].append(_flood_round(engine, f"{phase}-{round_}", asking, options))
         if round_ + 1 in (FLOOD_ROUNDS, 2 * FLOOD_ROUNDS):
             memory.append(_resident_mib())
-    return {**{phase: distribution(found, 1e3) for phase, found in first_s.items()}, "memory_mib": memory}
+    found = {phase: distribution([*itertools.chain(*turns)], 1e3) for phase, turns in first_s.items()}
+    for phase, turns in first_s.items():
+        found[phase]["p99 of a turn"] = statistics.median(percentile(turn, 99) for turn in turns) * 1e3
+    return {**found, "memory_mib": memory}
 
 
 def _flood_round(
@@ -234,7 +242,7 @@ def add_options(add: AddOption) -> None:
     add("--requests", type=int, default=32, help="rows of a step")
     add("--rounds", type=int, default=4, help="how often free and held steps take turns")
     add("--steps", type=int, default=60, help="timed steps of each phase in a round")
-    add("--seconds", type=float, default=60.0, help="of each phase of the flood")
+    add("--seconds", type=float, default=120.0, help="of each phase of the flood")
     add("--schemas-per-minute", type=float, default=1000.0, help="of the flood")
     add("--threads", type=int, default=0, help="of the engine; 0 lets it choose")
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")

@@ -19,6 +19,7 @@ from weft.errors import (
     EngineUnavailableError,
     ForbiddenError,
     RateLimitError,
+    RequestError,
     WeftError,
 )
 from weft.registry.batches import LineResult
@@ -169,8 +170,10 @@ class LineRunner:
                 body, ended, _ = await whole_answer(planned, generation.steps())
             except asyncio.CancelledError:
                 if self.is_ending:
-                    await asyncio.shield(generation.abort())
-                    planned.meter.take_computed(generation.choices)
+                    await asyncio.shield(planned.bill_computed())
                     await asyncio.shield(planned.meter.finish_quietly("aborted"))
+                raise
+            except RequestError:
+                await planned.bill_computed()
                 raise
         return body, planned.meter.close(ended)

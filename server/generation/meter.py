@@ -1,7 +1,8 @@
 """What one HTTP request is billed: exactly one usage event, durable before the client sees the end.
 
 1. A request that ends by itself is billed its prompt and its output.
-2. A request that its client cuts is billed what the engine had computed for it when the cut reached the engine.
+2. A request that its client cuts, or that ends by what it asked for (its grammar leaves no token), is billed what the
+   engine had computed for it when the cut reached the engine.
 3. A request that Weft breaks is billed the tokens handed to the socket.
 
 Tokens computed again after a preemption, and tokens behind a stop string, are not billed. A prompt counts once however
@@ -104,7 +105,7 @@ class Meter:
 
     @property
     def usage(self) -> Usage:
-        """What is billed so far: the tokens delivered, or those computed for a client that left."""
+        """What is billed so far: the tokens delivered, or those computed, by the rule above."""
         return Usage(
             prompt_tokens=sum(self._prompt_tokens.values()),
             cached_tokens=self._cached_tokens,
@@ -137,7 +138,7 @@ class Meter:
             self._reasoning_tokens[choice.index] = choice.reasoning_tokens
 
     def take_computed(self, choices: Iterable[Choice]) -> None:
-        """Count what was computed for the choices instead of what was delivered: the client has cut the request."""
+        """Count what was computed for the choices instead of what was delivered."""
         self._prompt_tokens, self._cached_tokens = {}, 0
         for choice in choices:
             known = self._prompt_tokens.get(choice.prompt_index, 0)

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from weft.errors import EngineError, WeftError
+from weft.errors import EngineError, RequestError, WeftError
 from weft.server.generation.choices import ChoiceStep, Generation, best_choices
 from weft.server.generation.openai_format import JsonObject, Part, ResponseFormat, joined
 from weft.server.http import sse
@@ -40,6 +40,11 @@ class PlannedGeneration:
     writer: AnswerWriter
     meter: Meter
     headers: dict[str, str]
+
+    async def bill_computed(self) -> None:
+        """End what still runs, and bill what was computed instead of what was delivered."""
+        await self.generation.abort()
+        self.meter.take_computed(self.generation.choices)
 
 
 async def whole_answer(
@@ -90,8 +95,10 @@ class GenerationResponse(Response):
                         await answer(generation.steps(), send, lambda: watcher.done() or is_closing())
                     except ClientDisconnect:
                         status = "aborted"
-                        await generation.abort()
-                        self._meter.take_computed(generation.choices)
+                        await self._plan.bill_computed()
+                    except RequestError:
+                        await self._plan.bill_computed()
+                        raise
                     finally:
                         await asyncio.shield(self._meter.finish_quietly(status))
         finally:
@@ -116,6 +123,8 @@ class GenerationResponse(Response):
         except ClientDisconnect:
             raise
         except WeftError as error:
+            if isinstance(error, RequestError):
+                await self._plan.bill_computed()
             await self._end_badly(error, send)
         except Exception as error:
             await self._end_badly(EngineError(str(error)), send)

@@ -13,6 +13,7 @@ import pytest
 
 from api_adapters import upload
 from api_server import BASE, Api, Client, eventually
+from weft.engine.request import RequestError
 from weft.server.batches import line_run
 from weft.server.batches.worker import BatchWorker
 
@@ -154,6 +155,14 @@ async def test_a_line_that_the_engine_always_dies_under_fails_at_last(
     ended = await run(api, worker, await start(api, lines_for(BASE)))
     assert codes(await results(api, ended["error_file_id"])) == {(503, "engine_restarted")}
     assert len(api.engine.requests) == 2
+
+
+async def test_a_line_that_ends_by_what_it_asked_for_is_billed_what_was_computed(api: Api, worker: BatchWorker) -> None:
+    api.engine.refusal, api.engine.refusal_after = RequestError(code="grammar_dead_end", message="No token fits."), 2
+    ended = await run(api, worker, await start(api, lines_for(BASE)))
+    assert codes(await results(api, ended["error_file_id"])) == {(400, "grammar_dead_end")}
+    (event,) = await events(api)
+    assert (event["status"], event["prompt_tokens"], event["completion_tokens"]) == ("error", 2, 2)
 
 
 async def test_a_batch_whose_window_is_over_keeps_its_results(api: Api, worker: BatchWorker) -> None:

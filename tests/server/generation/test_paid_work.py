@@ -26,11 +26,13 @@ from weft.server.limits.windows import Account
 pytestmark = pytest.mark.anyio
 NUM_ENDS = 3_000
 AT_ONCE = 25
-ENDS = ("stop", "length", "aborted", "error")
+ENDS = ("stop", "length", "aborted", "error", "own fault")
 ABORTED = ("cut in the queue", "cut in the prompt", "cut in the output")
 STOPS = (None, "speaks", ["a", "zz"])
 WORDS = "the base speaks plainly and says as much as anybody would want to hear of it"
 BROKEN = RequestError(kind="capacity", code="engine_overloaded", message="The engine is full.")
+OWN_FAULT = RequestError(code="grammar_dead_end", message="No token can come next.")
+"""Of a request that ends by what it asked for."""
 
 
 @dataclass(kw_only=True)
@@ -193,13 +195,14 @@ class Books:
             return
         bill = event.prompt_tokens, event.cached_tokens, event.completion_tokens
         work = computed(self.engine, visit, event.id)
-        assert bill == (told(visit) if event.status == "error" else work), (visit, event, work)
+        is_told = event.status == "error" and self.engine.refusal != OWN_FAULT
+        assert bill == (told(visit) if is_told else work), (visit, event, work)
         assert all(ours <= theirs for ours, theirs in zip(bill, work, strict=True))
         if event.status in ("stop", "length"):
             assert bill == told(visit)
         if event.status == "aborted":
             self.ends[ABORTED[(bill[0] > 0) + (bill[2] > 0)]] += 1
-        self.ends[event.status] += 1
+        self.ends[event.status if is_told or event.status != "error" else "own fault"] += 1
         self.billed += event.prompt_tokens + event.completion_tokens
 
     def check_limits(self, now_s: float) -> None:
@@ -218,6 +221,8 @@ def break_at_random(engine: WatchedEngine, rng: random.Random) -> None:
             engine.failure_after = rng.randint(0, 12)
         case 1:
             engine.refusal, engine.refusal_after = BROKEN, rng.randint(0, 12)
+        case 2:
+            engine.refusal, engine.refusal_after = OWN_FAULT, rng.randint(0, 12)
 
 
 @pytest.mark.slow

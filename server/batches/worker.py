@@ -19,7 +19,7 @@ from weft.registry.db.models import BatchRow
 from weft.server.batches.input_lines import check_input, input_error, parse_line, read_lines
 from weft.server.batches.line_run import LineRunner
 from weft.server.batches.results import ResultCommits, write_files
-from weft.server.drain import first_of
+from weft.server.drain import cancel_all, first_of
 from weft.server.services import Services
 
 log = structlog.get_logger("weft.server")
@@ -58,9 +58,7 @@ class BatchWorker:
         """Cancel all lines that run, and let other servers have the batches."""
         tasks = [task for _, task in self._runs.values()]
         self._runs.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
         await self._commits.settle()
         with suppress(WeftError):  # then other servers wait until this server's claim ends
             await self._services.registry.batches.release(self._owner)

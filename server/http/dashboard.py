@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -51,13 +52,11 @@ def add_dashboard(app: FastAPI) -> None:
     """Serve the dashboard from this app."""
     files = DashboardFiles(directory=STATIC)
 
-    async def page(request: Request) -> Response:
-        return await files.get_response("index.html", request.scope)
-
-    async def icon(request: Request) -> Response:
-        return await files.get_response("weft.svg", request.scope)
+    async def send(name: str, request: Request) -> Response:
+        return await files.get_response(name, request.scope)
 
     for path in PAGES:
-        app.add_route(path, page, include_in_schema=False)
-    app.add_route("/favicon.ico", icon, include_in_schema=False)  # browsers ask for it, whatever the page says
+        app.add_route(path, partial(send, "index.html"), include_in_schema=False)
+    # Browsers ask for it, whatever the page says.
+    app.add_route("/favicon.ico", partial(send, "weft.svg"), include_in_schema=False)
     app.mount("/static", files)

@@ -6,9 +6,8 @@ Knows no HTTP: each piece of work is registered with a function that cuts it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from weft.errors import DrainingError
 
@@ -108,14 +107,6 @@ async def first_of(seconds: float, *events: asyncio.Event) -> None:
     await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
-
-
-async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel the tasks, and wait until they have ended."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _refusal() -> DrainingError:

@@ -9,9 +9,9 @@ import structlog
 
 from weft.errors import CapacityError, EngineUnavailableError, WeftError
 from weft.registry.records import Removed
-from weft.server.drain import cancel_all
 from weft.server.pins import sync_pins
 from weft.server.services import Services
+from weft.server.threads import cancel_all
 
 log = structlog.get_logger("weft.server")
 IN_USE_POLL_S = 0.5

@@ -9,14 +9,17 @@ import difflib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from weft.adapters.ref import AdapterRef
 from weft.errors import AdapterUnavailableError, InvalidRequestError, NotFoundError
 from weft.registry.names import DEFAULT_ALIAS, model_not_found, parse_selector
 from weft.registry.records import AdapterIdentity, AdapterVersion
-from weft.registry.registry import Registry
 from weft.server.auth.callers import Caller
 from weft.server.services import Services
+
+if TYPE_CHECKING:
+    from weft.registry.registry import Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from weft.server.adapters.validation import AdapterValidator
 from weft.server.app import create_app, metrics_app
 from weft.server.auth.admin_key import AdminKey, admin_key, given_pepper
 from weft.server.batches.worker import BatchWorker, owner_name
-from weft.server.drain import Drain, cancel_all
+from weft.server.drain import Drain
 from weft.server.garbage import Sweeper, end_removals
 from weft.server.http.wire import BoundedReads
 from weft.server.limits.gate import Gate
@@ -42,6 +42,7 @@ from weft.server.pins import sync_pins
 from weft.server.services import Services, base_names
 from weft.server.status.metrics import Metrics
 from weft.server.status.vllm_names import VllmNames
+from weft.server.threads import cancel_all
 from weft.server.tools.formats import check_format_name
 from weft.server.usage.price_file import read_prices
 

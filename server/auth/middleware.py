@@ -19,7 +19,7 @@ from weft.registry.registry import Registry
 from weft.registry.sessions import LINK_PREFIX
 from weft.server.auth.browser import check_own_page, session_token
 from weft.server.errors import error_response
-from weft.server.http.public import is_public
+from weft.server.http.dashboard import is_public
 
 SIGN_IN = "/v1/session"
 SESSION_CREATE_PATHS = frozenset({SIGN_IN, f"{SIGN_IN}/links"})

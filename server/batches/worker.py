@@ -19,8 +19,9 @@ from weft.registry.db.models import BatchRow
 from weft.server.batches.input_lines import check_input, input_error, parse_line, read_lines
 from weft.server.batches.line_run import LineRunner
 from weft.server.batches.results import ResultCommits, write_files
-from weft.server.drain import cancel_all, first_of
+from weft.server.drain import first_of
 from weft.server.services import Services
+from weft.server.threads import cancel_all
 
 log = structlog.get_logger("weft.server")
 LOOK_S = 2.0

@@ -10,16 +10,19 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-from weft.engine.process.client import EngineClient
 from weft.engine.process.inbox import Inbox
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.text.text_stream import TextDelta, TextStream
 from weft.errors import EngineError, EngineUnavailableError
-from weft.server.drain import cancel_all
 from weft.server.errors import from_engine
 from weft.server.generation.prompts import Prompt
 from weft.server.limits.gate import Admission
+from weft.server.threads import cancel_all
+
+if TYPE_CHECKING:
+    from weft.engine.process.client import EngineClient
 
 
 def best_choices(candidates: Sequence[Choice], steps: Iterable[ChoiceStep], n: int) -> list[Choice]:

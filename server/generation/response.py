@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import orjson
 from starlette.datastructures import Headers
@@ -18,15 +19,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import EngineError, WeftError
-from weft.server.drain import Drain
 from weft.server.generation.choices import ChoiceStep, Generation, best_choices
-from weft.server.generation.items import ItemWriter
 from weft.server.generation.meter import Meter
 from weft.server.generation.openai_format import JsonObject, Part, ResponseFormat, joined
 from weft.server.generation.schemas import GenerationBody
 from weft.server.generation.writer import ChunkWriter
 from weft.server.http import sse
 from weft.server.http.wire import IS_CLOSING
+
+if TYPE_CHECKING:
+    from weft.server.drain import Drain
+    from weft.server.generation.items import ItemWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
@@ -18,7 +18,6 @@ from weft.errors import InvalidRequestError, WeftError
 from weft.server.auth.callers import Caller
 from weft.server.generation.chat_schemas import ChatBody, ChatView
 from weft.server.generation.choices import Choice, Generation
-from weft.server.generation.items import ItemWriter
 from weft.server.generation.meter import Meter, Origin
 from weft.server.generation.openai_format import ChatFormat, CompletionFormat, JsonObject
 from weft.server.generation.prompts import Prompts, prompts_and_params
@@ -35,6 +34,9 @@ from weft.server.limits.rates import GeneratingCaller, admit_generation, reserva
 from weft.server.limits.reservation import LimitReservation
 from weft.server.model_name import ResolvedModel, hold_weights, resolve_model
 from weft.server.services import services_of
+
+if TYPE_CHECKING:
+    from weft.server.generation.items import ItemWriter
 
 
 class GenerationRoute(APIRoute):
@@ -62,7 +64,7 @@ DEADLINE_HEADERS = ("x-weft-ttft-ms", "x-slo-ttft-ms")
 """Headers with the client's deadline for the first token, in milliseconds. The first one present counts."""
 ResultT = TypeVar("ResultT")
 EndpointT = TypeVar("EndpointT", bound=Callable[..., Any])
-WriterOfAnswer = Callable[[Meter, JsonObject], ItemWriter]
+WriterOfAnswer = Callable[[Meter, JsonObject], "ItemWriter"]
 """Makes the writer of an answer in items: of the tokens delivered, and `created`, `model` and `system_fingerprint`."""
 OPEN_TOKENS = 1024
 """Reserved first per choice if the client gives no length. A whole context would leave nothing to others."""

@@ -1,4 +1,7 @@
-"""The dashboard's files: one page for every path of it, and modules, styles and pictures below /static."""
+"""What is answered without a key: the dashboard's files, and a few paths.
+
+The dashboard is one page for every path of it, and modules, styles and pictures below /static.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
+PUBLIC_PATHS = frozenset({"/health", "/ready", "/version", "/openapi.json"})
+"""Answered without a key, to GET and HEAD."""
 STATIC = Path(__file__).resolve().parents[1] / "static"
 PAGES = (
     *("/", "/usage", "/adapters", "/adapters/{name}", "/live", "/playground"),
@@ -43,9 +48,10 @@ class DashboardFiles(StaticFiles):
         return response
 
 
-def is_dashboard(scope: Scope) -> bool:
-    """Whether a request asks for a file of the dashboard. These files are public."""
-    return scope["method"] in ("GET", "HEAD") and _OPEN.fullmatch(scope["path"]) is not None
+def is_public(scope: Scope) -> bool:
+    """Whether a request needs no key."""
+    path = scope["path"]
+    return scope["method"] in ("GET", "HEAD") and (path in PUBLIC_PATHS or _OPEN.fullmatch(path) is not None)
 
 
 def add_dashboard(app: FastAPI) -> None:

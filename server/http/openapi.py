@@ -13,7 +13,7 @@ from pydantic.json_schema import models_json_schema
 
 import weft
 from weft.server.http.bodies import AnthropicErrorView, ErrorView, is_anthropic
-from weft.server.http.public import PUBLIC_PATHS
+from weft.server.http.dashboard import PUBLIC_PATHS
 
 if TYPE_CHECKING:
     from weft.server.http.form import Form

@@ -59,11 +59,7 @@ class Metrics(Collector):
         self._digests: dict[str, tuple[str, int]] = {}
         """Names and ranks of adapters, those asked for last at the end."""
         self._last_step = ("", 0)
-        self._declare()
         self._status: EngineStatus | None = None
-        self.registry.register(self)
-
-    def _declare(self) -> None:
         own = self.registry
         self._requests = Counter("weft_requests", "Generation requests.", ["tenant", "adapter", "status"], registry=own)
         self._tokens = Counter("weft_tokens", "Tokens accounted.", ["tenant", "adapter", "kind"], registry=own)
@@ -86,6 +82,7 @@ class Metrics(Collector):
         self._engine_up = Gauge("weft_engine_up", "1 while the engine answers, else 0.", registry=own)
         self._lag = Gauge("weft_usage_outbox_lag_seconds", "Age of the oldest usage event not in SQL.", registry=own)
         Gauge("weft_build_info", "Always 1.", ["version"], registry=own).labels(weft.__version__).set(1)
+        own.register(self)
 
     def learn_adapter(self, digest: str, tenant: str, name: str, rank: int) -> None:
         """Remember the name of a digest: residents are shown by name."""
@@ -157,11 +154,9 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """The figures of the engine's last status; called by `registry`."""
-        if self._status is not None:
-            yield from self._engine_requests(self._status)
-            yield from self._engine_adapters(self._status)
-
-    def _engine_requests(self, status: EngineStatus) -> Iterable[Metric]:
+        status = self._status
+        if status is None:
+            return
         yield GaugeMetricFamily("weft_running_requests", "Requests that run.", status.running)
         yield GaugeMetricFamily("weft_waiting_requests", "Requests that wait.", status.waiting)
         yield GaugeMetricFamily("weft_engine_paused", "1 while the engine is paused, else 0.", status.pause is not None)
@@ -175,8 +170,6 @@ class Metrics(Collector):
         about = "Prompt tokens looked up in the prefix cache."
         yield CounterMetricFamily("weft_prefix_cache_queries", about, status.prefix_queries)
         yield CounterMetricFamily("weft_prefix_cache_hits", "Prompt tokens found there.", status.prefix_hits)
-
-    def _engine_adapters(self, status: EngineStatus) -> Iterable[Metric]:
         loads = CounterMetricFamily("weft_adapter_loads", "Adapter loads.", labels=["from", "to", "result"])
         for key, count in {**dict.fromkeys(LOADED, 0), **status.loads}.items():
             path, _, result = key.partition(":")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
+
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -14,16 +16,14 @@ from weft.server.auth import browser as routes_session
 from weft.server.auth.middleware import AuthMiddleware
 from weft.server.batches import routes as routes_batches
 from weft.server.boundary import Boundary
-from weft.server.generation import models as routes_models
+from weft.server.generation import models, tokens
 from weft.server.generation import routes as routes_generation
-from weft.server.generation import tokens as routes_tokens
 from weft.server.http.dashboard import add_dashboard
-from weft.server.http.openapi import openapi_of
+from weft.server.http.openapi import openapi_page
 from weft.server.messages import routes as routes_messages
 from weft.server.responses import routes as routes_responses
 from weft.server.services import Services
 from weft.server.status import routes as routes_status
-from weft.server.tenants import grants as routes_grants
 from weft.server.tenants import routes as routes_tenants
 from weft.server.usage import routes as routes_usage
 from weft.server.vllm import routes as routes_vllm
@@ -34,15 +34,15 @@ ROUTERS = (
     routes_messages.router,
     routes_messages.count_router,
     routes_batches.router,
-    routes_models.router,
+    models.router,
     routes_adapters.router,
     routes_push.router,
-    routes_grants.router,
+    routes_tenants.grants_router,
     routes_tenants.router,
     routes_tenants.audit_router,
     routes_session.router,
     routes_usage.router,
-    routes_tokens.router,
+    tokens.router,
     routes_status.router,
     routes_vllm.router,
     routes_status.health_router,
@@ -68,13 +68,9 @@ def create_app(services: Services) -> FastAPI:
     if origins := services.config.server.allowed_origins:
         # Without credentials, so no cookie: a page of another origin needs a key of its own.
         app.add_middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["*"],
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
         )
-    app.openapi = openapi_of(app)  # type: ignore[method-assign]
+    app.openapi = cache(partial(openapi_page, app))  # type: ignore[method-assign]
     return app
 
 

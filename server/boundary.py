@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weft.errors import WeftError
 from weft.server.drain import Drain
 from weft.server.errors import error_response
-from weft.server.http.public import PUBLIC_PATHS
+from weft.server.http.dashboard import PUBLIC_PATHS
 from weft.server.limits.reservation import LimitReservation
 from weft.server.status.metrics import Metrics
 

@@ -11,6 +11,7 @@ from weft.errors import CapacityError, EngineUnavailableError, WeftError
 from weft.registry.records import Removed
 from weft.server.pins import sync_pins
 from weft.server.services import Services
+from weft.server.threads import cancel_all
 
 log = structlog.get_logger("weft.server")
 IN_USE_POLL_S = 0.5
@@ -57,16 +58,17 @@ async def delete_blobs(services: Services, weights: Iterable[str]) -> None:
 
 def in_background(services: Services, removal: Coroutine[None, None, None]) -> None:
     """Let a removal run by itself; what it does not get to, the next sweep does."""
-    task = asyncio.create_task(_quietly(removal))
+    task = asyncio.create_task(_quietly(removal, "removal_failed"))
     services.removals.add(task)
     task.add_done_callback(services.removals.discard)
 
 
-async def _quietly(removal: Coroutine[None, None, None]) -> None:
+async def _quietly(work: Coroutine[None, None, object], failure: str) -> None:
+    """Log as `failure` what goes wrong: the next sweep does the rest."""
     try:
-        await removal
+        await work
     except (WeftError, OSError) as error:
-        log.warning("removal_failed", exc_info=error)
+        log.warning(failure, exc_info=error)
 
 
 async def _delete_some(services: Services, weights: list[str]) -> tuple[list[str], list[str]]:
@@ -103,10 +105,7 @@ async def _delete_later(services: Services, weights: Iterable[str]) -> None:
 
 async def end_removals(services: Services) -> None:
     """Stop waiting for requests to end; the next start deletes what is left."""
-    tasks = list(services.removals)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await cancel_all(services.removals)
 
 
 class Sweeper:
@@ -124,14 +123,13 @@ class Sweeper:
 
     async def start(self) -> None:
         """Sweep once, then go on in the background."""
-        await self._try(is_start=True)
+        await _quietly(self.sweep(is_start=True), "sweep_failed")
         self._task = asyncio.create_task(self._go_on())
 
     async def stop(self) -> None:
         """Stop sweeping; the next start sweeps what is left."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel_all([self._task])
 
     async def sweep(self, is_start: bool = False) -> dict[str, int]:
         """Delete leftovers.
@@ -168,13 +166,7 @@ class Sweeper:
     async def _go_on(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            await self._try()
-
-    async def _try(self, is_start: bool = False) -> None:
-        try:
-            await self.sweep(is_start)
-        except (WeftError, OSError) as error:  # the next sweep finds the rest
-            log.warning("sweep_failed", exc_info=error)
+            await _quietly(self.sweep(), "sweep_failed")
 
     async def _sweep_staged(self) -> int:
         # First the folders, then the rows: a folder is made after its row.

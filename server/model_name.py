@@ -11,18 +11,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from weft.adapters.ref import AdapterRef
 from weft.errors import AdapterUnavailableError, InvalidRequestError, NotFoundError
 from weft.registry.names import DEFAULT_ALIAS, model_not_found, parse_selector
+from weft.registry.records import AdapterIdentity, AdapterVersion
+from weft.server.auth.callers import Caller
+from weft.server.services import Services
 
 if TYPE_CHECKING:
-    from weft.adapters.ref import AdapterRef
-    from weft.registry.records import AdapterIdentity, AdapterVersion
     from weft.registry.registry import Registry
-    from weft.server.auth.callers import Caller
-    from weft.server.services import Services
-
-NEAR_NAMES = 3
-"""Most names suggested for one that does not exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +139,7 @@ async def _with_hint(
         return NotFoundError(message, code=error.code, param=error.param)
     page = await registry.adapters.list_adapters(tenant_id)
     names = [served_name, *(adapter.name for adapter in page.items)]
-    near = difflib.get_close_matches(name, names, n=NEAR_NAMES)
+    near = difflib.get_close_matches(name, names)
     if not near:
         return error
     hint = ", ".join(f"`{name}`" for name in near)

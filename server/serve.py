@@ -41,6 +41,8 @@ from weft.server.logs import configure_logs
 from weft.server.pins import sync_pins
 from weft.server.services import Services, base_names
 from weft.server.status.metrics import Metrics
+from weft.server.status.vllm_names import VllmNames
+from weft.server.threads import cancel_all
 from weft.server.tools.formats import check_format_name
 from weft.server.usage.price_file import read_prices
 
@@ -80,10 +82,8 @@ def _leave_out_torch() -> None:
 async def _serve(config: Config, announce: Announce) -> int:
     shutdown = Shutdown(config.server.drain_s)
     shutdown.listen()
-    starting = asyncio.ensure_future(_serve_until(config, announce, shutdown))
-    shutdown.starting = starting
     try:
-        await starting
+        await _serve_until(config, announce, shutdown)
     except asyncio.CancelledError:
         if not shutdown.num_asked:
             raise
@@ -105,7 +105,8 @@ async def _serve_until(config: Config, announce: Announce, shutdown: Shutdown) -
         gc.set_threshold(10_000, 20)  # else collections are a twelfth of the time under load
         _announce(announce, config, key, listener, await _sign_in(services, key))
         await server.serve([listener])
-        await server.cancel_tasks()
+        # Requests that are left after a second signal: their usage is still recorded.
+        await cancel_all(server.server_state.tasks)
 
 
 async def open_services(
@@ -118,9 +119,8 @@ async def open_services(
         EngineUnavailableError: The engine does not start.
     """
     prices = read_prices(config.registry.price_file) if config.registry.price_file else None
-    registry = await Registry.open(
-        config.registry.database_url, config.server.data_dir, key.secret, pepper=given_pepper(environment())
-    )
+    pepper = given_pepper(environment())
+    registry = await Registry.open(config.registry.database_url, config.server.data_dir, key.secret, pepper=pepper)
     stack.push_async_callback(registry.close)
     blobs = await asyncio.to_thread(open_blob_store, config)
     engine = EngineClient(config, announce=announce)
@@ -161,11 +161,8 @@ async def open_services(
 
 def metrics_of(config: Config, ready: EngineReady) -> Metrics:
     """The metrics, under the names that the settings ask for."""
-    if config.server.metrics_aliases == "none":
-        return Metrics()
-    from weft.server.status.vllm_names import VllmNames
-
-    return Metrics(VllmNames(base_names(config)[0], ready.memory.slots))
+    has_aliases = config.server.metrics_aliases != "none"
+    return Metrics(VllmNames(base_names(config)[0], ready.memory.slots) if has_aliases else None)
 
 
 class ApiServer(uvicorn.Server):
@@ -175,7 +172,7 @@ class ApiServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
-                http=BoundedReads.connect,  # type: ignore[arg-type]
+                http=BoundedReads,  # type: ignore[arg-type]
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -192,13 +189,6 @@ class ApiServer(uvicorn.Server):
         """Leave signals alone."""
         yield
 
-    async def cancel_tasks(self) -> None:
-        """End requests that are left after a second signal, so that their usage is still recorded."""
-        tasks = list(self.server_state.tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
 
 class Shutdown:
     """What signals do: the first drains, the second cuts running requests, the third exits without waiting.
@@ -209,14 +199,15 @@ class Shutdown:
     def __init__(self, drain_s: float) -> None:
         self.drain = Drain()
         self.num_asked = 0
-        self.starting: asyncio.Future[None] | None = None
+        self._starting: asyncio.Task[object] | None = None
         self._drain_s = drain_s
         self.server: ApiServer | None = None
         """The server that is ended when asked; None before it listens."""
         self._draining: asyncio.Task[None] | None = None
 
     def listen(self) -> None:
-        """Take SIGTERM and SIGINT from now on."""
+        """Take SIGTERM and SIGINT from now on; the current task is the start."""
+        self._starting = asyncio.current_task()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.ask)
@@ -225,8 +216,8 @@ class Shutdown:
         """A signal came."""
         self.num_asked += 1
         if self.server is None:
-            if self.starting is not None:
-                self.starting.cancel()
+            if self._starting is not None:
+                self._starting.cancel()
         elif self._draining is None:
             self._draining = asyncio.ensure_future(self._drain_then_exit(self.server))
         elif self.num_asked == 2:

@@ -132,8 +132,7 @@ def choose_port(wanted: int | None) -> int:
     Raises:
         ConfigError: The wanted one is in use.
     """
-    candidates = [USUAL_PORT, 0] if wanted is None else [wanted]
-    for port in candidates:
+    for port in [USUAL_PORT, 0] if wanted is None else [wanted]:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -156,6 +155,5 @@ def prepare_folder(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ConfigError(
-            f"Cannot write to {folder}: {error.strerror}. Give another folder with --data-dir.", param="data_dir"
-        ) from error
+        message = f"Cannot write to {folder}: {error.strerror}. Give another folder with --data-dir."
+        raise ConfigError(message, param="data_dir") from error

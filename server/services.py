@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 from fastapi import Depends
 from starlette.requests import Request
@@ -128,8 +128,7 @@ class Services:
 
 def services_of(request: Request) -> Services:
     """The services of the app that took this request."""
-    services: Services = request.app.state.services
-    return services
+    return cast(Services, request.app.state.services)
 
 
 async def _wired(request: Request) -> Services:

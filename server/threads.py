@@ -1,10 +1,10 @@
-"""Runs work in a thread, and waits for its end even if the caller is cancelled."""
+"""Work in threads and tasks, and waiting for its end whatever happens."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 ArgumentsT = ParamSpec("ArgumentsT")
 ResultT = TypeVar("ResultT")
@@ -20,3 +20,11 @@ async def in_thread(
     except asyncio.CancelledError:
         await asyncio.wait([running])
         raise
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks, and wait until they have ended."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

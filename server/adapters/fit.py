@@ -31,12 +31,8 @@ class Room:
     @classmethod
     def of(cls, ready: EngineReady) -> Room:
         """The room of a running engine."""
-        return cls(
-            pages=ready.memory.num_pages,
-            slots=ready.memory.slots,
-            geometry=ready.geometry,
-            max_model_len=ready.max_model_len,
-        )
+        pages, slots = ready.memory.num_pages, ready.memory.slots
+        return cls(pages=pages, slots=slots, geometry=ready.geometry, max_model_len=ready.max_model_len)
 
     def requests(self, pages: int) -> int:
         """Requests of `max_model_len` tokens that fit into so many pages."""

@@ -21,7 +21,7 @@ from weft.registry.limits import no_storage
 from weft.registry.names import is_name, no_such
 from weft.registry.records import Ephemeral, VersionFacts
 from weft.registry.uploads import Answer, Retry
-from weft.server.adapters.schemas import Residents, adapter_view, residents_now
+from weft.server.adapters.schemas import adapter_view, residents_now
 from weft.server.adapters.upload_guards import once
 from weft.server.auth.callers import Caller, TenantCaller, bound, for_tenant
 from weft.server.garbage import delete_blobs, in_background, remove_unreferenced
@@ -56,7 +56,8 @@ async def receive_adapter(request: Request, services: Services, caller: Caller) 
         once(request, services, caller.tenant_id or caller.actor) as retried,
         services.blobs.create() as weights,
     ):
-        form = await _read_form(request, services, caller, weights, retried.key)
+        async with room_for_upload(request, services, caller.tenant_id, retried.key) as limit:
+            form = await read_form(request, UploadForm, weights, limit, services.pace)
         owner = await owner_of(services, caller, form.text("tenant"))
         name = checked_name(services, form.text("name") or "")
         description = form.text("description")
@@ -124,14 +125,13 @@ async def publish(
         AnsweredBeforeError: The same change was made before.
     """
     sha256, size = weights.sha256(), weights.size
-    facts, residents = await asyncio.gather(
-        services.intake.validate_once(
-            # By tenant: the time it takes must not show what others upload.
-            (owner.tenant_id, draft.config, sha256),
-            lambda: services.validator.validate(draft.config, weights.path, sha256, size),
-        ),
-        residents_now(services) if life is None else _no_residents(),
+    validating = services.intake.validate_once(
+        # By tenant: the time it takes must not show what others upload.
+        (owner.tenant_id, draft.config, sha256),
+        lambda: services.validator.validate(draft.config, weights.path, sha256, size),
     )
+    # A push does not wait for the engine's step, after which it would say where adapters are.
+    facts, residents = (await validating, {}) if life else await asyncio.gather(validating, residents_now(services))
     pages = await services.validator.pages(facts)
     if draft.activate:
         await _check_pinned(services, owner, draft.name, facts)
@@ -163,11 +163,6 @@ async def publish(
     return answer
 
 
-async def _no_residents() -> Residents:
-    """A push does not wait for the engine's step, after which it would say where adapters are."""
-    return {}
-
-
 async def _check_pinned(services: Services, owner: TenantCaller, name: str, facts: VersionFacts) -> None:
     """A version that becomes the plain name of a pinned adapter is pinned with it."""
     try:
@@ -176,13 +171,6 @@ async def _check_pinned(services: Services, owner: TenantCaller, name: str, fact
         return
     if adapter.pinned:
         await check_pinned_pages(services, adapter, [facts])
-
-
-async def _read_form(
-    request: Request, services: Services, caller: Caller, weights: BlobWriter, key: str | None
-) -> UploadForm:
-    async with room_for_upload(request, services, caller.tenant_id, key) as limit:
-        return await read_form(request, UploadForm, weights, limit, services.pace)
 
 
 @asynccontextmanager

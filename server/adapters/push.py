@@ -36,7 +36,6 @@ from weft.server.services import Services, Wired
 from weft.server.threads import in_thread
 
 CONFIG_HEADER = "x-weft-adapter-config"
-MAX_TTL_S = 30 * 24 * 3600
 
 
 router = APIRouter(tags=["adapters"])
@@ -55,7 +54,7 @@ async def push_version(  # noqa: PLR0913 - one parameter per option
     caller: TenantWriter,
     ephemeral: bool = False,
     keep: Annotated[int | None, Query(ge=1, le=1000)] = None,
-    ttl_s: Annotated[int | None, Query(ge=1, le=MAX_TTL_S)] = None,
+    ttl_s: Annotated[int | None, Query(ge=1, le=30 * 24 * 3600)] = None,
     activate: bool = True,
 ) -> Response:
     """Publish a version from adapter_model.safetensors as the body.

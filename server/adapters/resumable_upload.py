@@ -19,18 +19,10 @@ from pathlib import Path
 
 from starlette.requests import Request
 
+from weft import errors
 from weft.adapters.blobs.local import PIECE_BYTES, BlobWriter, full_disk_is_capacity, write_all
 from weft.adapters.blobs.store import read_pieces
 from weft.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
-from weft.errors import (
-    AdapterError,
-    AdapterFormatError,
-    ConflictError,
-    Finding,
-    InvalidRequestError,
-    NotFoundError,
-    PayloadTooLargeError,
-)
 from weft.registry.records import CONFIG_FILE, WEIGHTS_FILE, FileFacts, Upload, UploadDraft
 from weft.registry.uploads import Answer, Retry
 from weft.server.adapters.publish import VersionDraft, checked_name, publish, write_body
@@ -56,13 +48,11 @@ async def announce(services: Services, owner: TenantCaller, body: UploadBody, re
         ForbiddenError: The tenant may not store as much; codes quota.*.
     """
     most = services.config.server.max_upload_bytes
-    files: dict[str, FileFacts] = {
-        name: FileFacts(size=file.size, sha256=file.sha256) for name, file in body.files.items()
-    }
+    files: dict[str, FileFacts] = {name: FileFacts(**file.model_dump()) for name, file in body.files.items()}
     for file, limit, code in ((CONFIG_FILE, MAX_CONFIG_BYTES, "config"), (WEIGHTS_FILE, most, "upload")):
         if files[file].size > limit:
             message = f"{file} exceeds the limit of {limit} bytes."
-            raise PayloadTooLargeError(message, code=f"{code}.too_large", param="files")
+            raise errors.PayloadTooLargeError(message, code=f"{code}.too_large", param="files")
     name = checked_name(services, body.name)
     draft = UploadDraft(name=name, description=body.description, activate=body.activate, files=files)
 
@@ -92,9 +82,9 @@ async def receive_file(request: Request, services: Services, owner: TenantCaller
     upload = await services.registry.uploads.get(owner.tenant_id, upload_id)
     file = upload.files.get(name)
     if file is None:
-        raise NotFoundError("An upload has no such file.", param="file")
+        raise errors.NotFoundError("An upload has no such file.", param="file")
     if upload.state != "uploading":
-        raise ConflictError("The upload has ended; make a new one.", code="upload.ended")
+        raise errors.ConflictError("The upload has ended; make a new one.", code="upload.ended")
     offset = _offset(request, file)
     intake = services.intake
     with (
@@ -122,19 +112,17 @@ async def complete(services: Services, owner: TenantCaller, upload: Upload, retr
     if upload.state == "ready":
         return Answer(status=200, body=upload.result or {})
     if upload.state == "rejected":
-        raise AdapterFormatError.of([Finding(**finding) for finding in (upload.result or {})["findings"]])
+        raise errors.AdapterFormatError.of([errors.Finding(**finding) for finding in (upload.result or {})["findings"]])
     view = await show(services, upload)
     if view.missing:
         gaps = ", ".join(f"{name} from byte {view.files[name].received}" for name in view.missing)
-        raise ConflictError(f"Not everything is here yet: send {gaps}.", code="upload.incomplete", param="files")
+        raise errors.ConflictError(f"Not everything is here yet: send {gaps}.", code="upload.incomplete", param="files")
     with services.blobs.create() as weights:
         config = await in_thread(gather, services, upload, weights)
-        version = VersionDraft(
-            name=upload.name, description=upload.description, activate=upload.activate, config=config
-        )
+        draft = VersionDraft(name=upload.name, description=upload.description, activate=upload.activate, config=config)
         try:
-            made = await publish(services, owner, version, weights, retry, upload.id)
-        except AdapterError as error:
+            made = await publish(services, owner, draft, weights, retry, upload.id)
+        except errors.AdapterError as error:
             await services.registry.uploads.reject(upload.tenant_id, upload.id, error_body(error)["error"])
             await asyncio.to_thread(services.staged.delete, upload.id)
             raise
@@ -161,7 +149,7 @@ def _offset(request: Request, file: FileFacts) -> int | None:
     first, last, total = (int(number) for number in found.groups()) if found else (0, -1, 0)
     if not (first <= last < total == file.size):
         message = f"Content-Range must be bytes FIRST-LAST/{file.size}; the last number is the announced size."
-        raise InvalidRequestError(message, param="content-range")
+        raise errors.InvalidRequestError(message, param="content-range")
     return first
 
 
@@ -214,7 +202,7 @@ class StagedFiles:
                 os.ftruncate(fd, 0)
             elif offset != received:
                 message = f"{received} bytes of the file were received; go on with byte {received}."
-                raise ConflictError(message, code="upload.offset_mismatch", param="content-range")
+                raise errors.ConflictError(message, code="upload.offset_mismatch", param="content-range")
             yield fd
         finally:
             os.close(fd)

@@ -78,17 +78,14 @@ async def fit_adapters(request: Request, services: Wired, caller: UploadCaller) 
     the same: idle ones cost nothing, so they take turns.
     """
     body = await json_body(request, schemas.AdapterFitBody, services.config.server.max_body_bytes, services.pace)
-    room = Room.of(services.ready)
-    stored = [await _stored_item(services, caller, selector, room) for selector in body.adapters]
-    ready = services.ready
-    for wanted in body.ranks:
-        if wanted.rank > ready.max_rank:
-            raise InvalidRequestError(f"rank may be at most {ready.max_rank} here, got {wanted.rank}.", param="ranks")
-    planned = [
-        await asyncio.to_thread(planned_item, wanted.rank, wanted.target_modules, wanted.count, ready.base, room)
-        for wanted in body.ranks
-    ]
-    return find_fit([*stored, *planned], room)
+    ready, room = services.ready, Room.of(services.ready)
+    items = [await _stored_item(services, caller, selector, room) for selector in body.adapters]
+    for plan in body.ranks:
+        if plan.rank > ready.max_rank:
+            raise InvalidRequestError(f"rank may be at most {ready.max_rank} here, got {plan.rank}.", param="ranks")
+        asked = plan.rank, plan.target_modules, plan.count, ready.base, room
+        items.append(await asyncio.to_thread(planned_item, *asked))
+    return find_fit(items, room)
 
 
 @router.get("/v1/adapters/{name}")
@@ -104,9 +101,8 @@ async def list_versions(name: str, services: Wired, caller: TenantReader) -> sch
     adapter = await services.registry.adapters.get_adapter(caller.tenant_id, name)
     versions = await services.registry.adapters.list_versions(caller.tenant_id, name)
     residents = await schemas.residents_now(services)
-    return schemas.VersionList(
-        data=[schemas.version_view(adapter, version, residents) for version in versions], next=None
-    )
+    views = [schemas.version_view(adapter, version, residents) for version in versions]
+    return schemas.VersionList(data=views, next=None)
 
 
 @router.patch("/v1/adapters/{name}", openapi_extra=takes(schemas.AdapterPatchBody))
@@ -119,19 +115,17 @@ async def update_adapter(name: str, request: Request, services: Wired, caller: T
             caller.tenant_id, name, **body.model_dump(), actor=caller.actor
         )
     await sync_pins(services)
-    return schemas.adapter_view(
-        adapter, await services.validator.pages(adapter.current), await schemas.residents_now(services)
-    )
+    pages = await services.validator.pages(adapter.current)
+    return schemas.adapter_view(adapter, pages, await schemas.residents_now(services))
 
 
-@router.delete("/v1/adapters/{name}", status_code=204)
+@router.delete("/v1/adapters/{name}", status_code=204, response_class=Response)
 async def delete_adapter(
     name: str, services: Wired, caller: TenantWriter, version: Annotated[int | None, Query(ge=1, lt=1 << 31)] = None
-) -> Response:
+) -> None:
     """Delete an adapter, or one version of it. Running requests finish."""
     removed = await services.registry.adapters.delete_adapter(caller.tenant_id, name, version, actor=caller.actor)
     await remove_unreferenced(services, removed)
-    return Response(status_code=204)
 
 
 @router.post(
@@ -185,14 +179,13 @@ async def complete_upload(upload_id: str, request: Request, services: Wired, cal
         return await retried.answer(caller.tenant_id, (), partial(complete, services, caller, upload))
 
 
-@router.delete("/v1/uploads/{upload_id}", status_code=204)
-async def delete_upload(upload_id: str, services: Wired, caller: TenantWriter) -> Response:
+@router.delete("/v1/uploads/{upload_id}", status_code=204, response_class=Response)
+async def delete_upload(upload_id: str, services: Wired, caller: TenantWriter) -> None:
     """Give an upload up; a version that it became stays."""
     await services.registry.uploads.get(caller.tenant_id, upload_id)
     with services.intake.writing(upload_id, *FILES):
         await services.registry.uploads.delete(caller.tenant_id, upload_id)
         await asyncio.to_thread(services.staged.delete, upload_id)
-    return Response(status_code=204)
 
 
 @router.post("/v1/adapters:import", openapi_extra={**takes(schemas.ImportBody), **takes_retries()}, **PUBLISHES)

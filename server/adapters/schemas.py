@@ -189,15 +189,14 @@ def _targets(value: object) -> list[str]:
 _TARGETS_SCHEMA = {
     "anyOf": [{"const": ALL_LINEAR}, {"type": "array", "items": {"enum": list(MODULE_NAMES)}, "minItems": 1}]
 }
+_Targets = Annotated[list[str], BeforeValidator(_targets), WithJsonSchema(_TARGETS_SCHEMA)]
 
 
 class PlannedAdapters(Body):
     """Adapters that do not exist yet: of one rank, on the same modules of every layer."""
 
     rank: int = Field(ge=1, le=MAX_RANK_LIMIT)
-    target_modules: Annotated[list[str], BeforeValidator(_targets), WithJsonSchema(_TARGETS_SCHEMA)] = Field(
-        default_factory=list
-    )
+    target_modules: _Targets = Field(default_factory=list)
     """`all-linear`, or names of modules."""
     count: int = Field(1, ge=1, le=MAX_PLANNED)
 

@@ -18,8 +18,9 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from weft import errors
 from weft.adapters.blobs.store import BlobStore
 from weft.adapters.checkpoint.reader import check_weights
 from weft.adapters.checkpoint.safetensors_header import header_bytes
@@ -27,15 +28,6 @@ from weft.adapters.lora.layout import adapter_pages
 from weft.adapters.ref import LoraSpec, content_digest
 from weft.config import environment
 from weft.engine.status import EngineReady
-from weft.errors import (
-    AdapterError,
-    AdapterFormatError,
-    AdapterIncompatibleError,
-    CapacityError,
-    EngineError,
-    Finding,
-    PayloadTooLargeError,
-)
 from weft.registry.records import VersionFacts
 
 CHILDREN = 2
@@ -50,7 +42,6 @@ USUAL_HEADER_BYTES = 1 << 16
 MAX_ANSWER_BYTES = 1 << 24
 _HIDDEN_FROM_CHILD = ("WEFT_", "AWS_", "PG")
 """Prefixes of variables that hold secrets, or may."""
-KeyT = TypeVar("KeyT")
 
 
 class AdapterValidator:
@@ -89,9 +80,9 @@ class AdapterValidator:
         async with self._at_once:
             found = await self.in_child(job)
         if "too_large" in found:
-            raise PayloadTooLargeError(**found["too_large"])
+            raise errors.PayloadTooLargeError(**found["too_large"])
         if "findings" in found:
-            raise AdapterError.of([Finding(**finding) for finding in found["findings"]])
+            raise errors.AdapterError.of([errors.Finding(**finding) for finding in found["findings"]])
         spec = LoraSpec.from_canonical(found.pop("spec"))
         ranks = {(layer, module): rank for layer, module, rank in found.pop("ranks")}
         pages = await asyncio.to_thread(adapter_pages, ranks, self._ready.base, self._ready.geometry)
@@ -116,11 +107,11 @@ class AdapterValidator:
         if output is None:
             needed = "Validating this adapter took more time or memory than a valid adapter needs."
             hint = "Save the adapter again with PEFT's save_pretrained, and upload that."
-            raise AdapterFormatError.of([Finding("adapter.check_failed", needed, None, hint)])
+            raise errors.AdapterFormatError.of([errors.Finding("adapter.check_failed", needed, None, hint)])
         try:
             return dict(json.loads(output))
         except ValueError as error:
-            raise EngineError("The validation of the adapter gave no answer.") from error
+            raise errors.EngineError("The validation of the adapter gave no answer.") from error
 
     def _check_room(self, pages: int) -> None:
         limit = self._ready.memory.num_pages - self._ready.geometry.num_groups
@@ -128,14 +119,14 @@ class AdapterValidator:
             needs = f"The adapter needs {pages} pages of {self._ready.geometry.page_bytes} bytes"
             message = f"{needs}, but the pool has {limit} beside a block of KV cache."
             hint = "Use a smaller rank, or a server with more memory."
-            raise AdapterIncompatibleError.of([Finding("adapter.never_fits", message, None, hint)])
+            raise errors.AdapterIncompatibleError.of([errors.Finding("adapter.never_fits", message, None, hint)])
 
     async def pages(self, version: VersionFacts) -> int | None:
         """Pages of a stored version on the device; None where its weights cannot be read."""
         if version.digest not in self._pages:
             try:
                 like, pages = await asyncio.to_thread(self._count_stored, version)
-            except (OSError, AdapterError, CapacityError):
+            except (OSError, errors.AdapterError, errors.CapacityError):
                 return None
             _remember(self._pages_by_header, like, pages)
             _remember(self._pages, version.digest, pages)
@@ -155,7 +146,7 @@ class AdapterValidator:
         return like, pages
 
 
-def _remember(cache: dict[KeyT, int], key: KeyT, pages: int) -> None:
+def _remember(cache: dict[Any, int], key: object, pages: int) -> None:
     cache[key] = pages
     if len(cache) > PAGES_CACHED:
         del cache[next(iter(cache))]

@@ -19,7 +19,7 @@ from weft.registry.registry import Registry
 from weft.registry.sessions import LINK_PREFIX
 from weft.server.auth.browser import check_own_page, session_token
 from weft.server.errors import error_response
-from weft.server.http.public import is_public
+from weft.server.http.dashboard import is_public
 
 SIGN_IN = "/v1/session"
 SESSION_CREATE_PATHS = frozenset({SIGN_IN, f"{SIGN_IN}/links"})
@@ -44,11 +44,7 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with its caller, or answer 401."""
-        if scope["type"] != "http":
-            if scope["type"] == "lifespan":
-                await self._app(scope, receive, send)
-            return
-        if not is_public(scope):
+        if scope["type"] == "http" and not is_public(scope):
             identify = partial(self._identify, scope, Headers(scope=scope))
             try:
                 identity = await identify()
@@ -56,7 +52,8 @@ class AuthMiddleware:
                 await error_response(error, scope["path"])(scope, receive, send)
                 return
             scope["state"] = {**scope.get("state", {}), "identity": identity, "identify": identify}
-        await self._app(scope, receive, send)
+        if scope["type"] in ("http", "lifespan"):
+            await self._app(scope, receive, send)
 
     async def _identify(self, scope: Scope, headers: Headers) -> Identity:
         if self._registry is None:
@@ -81,9 +78,8 @@ def _given(headers: Headers) -> list[str]:
 def _bearer(headers: Headers) -> str:
     values = _given(headers)
     if not values:
-        raise AuthenticationError(
-            "No API key was given: send the header 'Authorization: Bearer <key>'.", code="auth.missing"
-        )
+        message = "No API key was given: send the header 'Authorization: Bearer <key>'."
+        raise AuthenticationError(message, code="auth.missing")
     scheme, _, key = values[0].partition(" ")
     key = key.strip()
     if len(values) > 1 or scheme.lower() != "bearer" or not key:

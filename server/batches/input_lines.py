@@ -73,9 +73,8 @@ async def check_input(
                 line = parse_line(raw, endpoint, max_bytes)
                 digest = hashlib.blake2b(line.custom_id.encode(), digest_size=16).digest()
                 if digest in seen:
-                    raise InvalidRequestError(
-                        "Another line has this custom_id.", code="duplicate_custom_id", param="custom_id"
-                    )
+                    message = "Another line has this custom_id."
+                    raise InvalidRequestError(message, code="duplicate_custom_id", param="custom_id")
                 seen.add(digest)
             except RequestError as error:
                 errors.append(input_error(error.code, error.message, number, error.param))

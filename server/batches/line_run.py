@@ -12,16 +12,7 @@ from dataclasses import dataclass, field
 import orjson
 import structlog
 
-from weft.errors import (
-    AdapterUnavailableError,
-    CapacityError,
-    EngineError,
-    EngineUnavailableError,
-    ForbiddenError,
-    RateLimitError,
-    RequestError,
-    WeftError,
-)
+from weft import errors
 from weft.registry.batches import LineResult
 from weft.registry.db.models import BatchRow
 from weft.registry.records import SCOPES, Identity, UsageEvent
@@ -42,7 +33,9 @@ from weft.server.responses.schemas import ResponsesBody
 from weft.server.services import Services
 
 log = structlog.get_logger("weft.server")
-LOSSES = (EngineUnavailableError, AdapterUnavailableError)
+PASSING = (errors.RateLimitError, errors.CapacityError)
+"""What may be over when a line runs again."""
+LOSSES = (errors.EngineUnavailableError, errors.AdapterUnavailableError)
 MAX_LOSSES = 5
 """A line fails after so many runs in which the engine died or its adapter did not load: it may be the cause."""
 LONGEST_WAIT_S = 30.0
@@ -78,7 +71,7 @@ class LineRunner:
             try:
                 async with self.places:
                     await self._try(number, line, reservation, is_last=losses + 1 == MAX_LOSSES)
-            except (RateLimitError, CapacityError) as error:
+            except PASSING as error:
                 losses += isinstance(error, LOSSES)
                 wait_s = min(max(error.retry_after_s or 0, 0.05), LONGEST_WAIT_S)
             else:
@@ -95,12 +88,12 @@ class LineRunner:
             body, event = await self._generate(planned)
             status = 200
         except Exception as error:
-            is_passing = isinstance(error, RateLimitError | CapacityError) and error.retry_after_s is not None
+            is_passing = isinstance(error, PASSING) and error.retry_after_s is not None
             if is_passing and not (is_last and isinstance(error, LOSSES)):
                 raise
-            if not isinstance(error, WeftError):
+            if not isinstance(error, errors.WeftError):
                 log.exception("batch_line_failed", batch=self.batch.id, line=number)
-            told = error if isinstance(error, WeftError) else EngineError(str(error))
+            told = error if isinstance(error, errors.WeftError) else errors.EngineError(str(error))
             status, body = answer(told)[0], dict(error_body(told))
             event = planned.meter.close("error") if planned else None
         response: JsonObject = {"status_code": status, "request_id": f"{self.batch.id}-{number}", "body": body}
@@ -125,7 +118,7 @@ class LineRunner:
     async def _plan(self, number: int, line: Line, reservation: LimitReservation) -> PlannedGeneration:
         services, name = self.services, f"{self.batch.id}-{number}"
         if services.engine.ready is None:
-            raise CapacityError("The engine is starting.")
+            raise errors.CapacityError("The engine is starting.")
         caller = await self._caller()
         await services.arrivals.turn(caller.tenant_id or "")
         reservation.admit(await shares_of(services, caller), services.monotonic, lambda _: None, 1)
@@ -158,7 +151,7 @@ class LineRunner:
         if self.batch.key_id:
             identity = await registry.keys.identify_key(self.batch.key_id)
         if "infer" not in identity.scopes:
-            raise ForbiddenError("The API key lacks the scope infer.")
+            raise errors.ForbiddenError("The API key lacks the scope infer.")
         tenant = (await registry.tenants.tenant_names([tenant_id])).get(tenant_id)
         caller = Caller(identity=identity, tenant_id=tenant_id, tenant=tenant, weight=identity.tenant_weight)
         self._known = (now_s, caller)
@@ -167,13 +160,13 @@ class LineRunner:
     async def _generate(self, planned: PlannedGeneration) -> tuple[JsonObject, UsageEvent | None]:
         async with planned.generation as generation:
             try:
-                body, ended, _ = await whole_answer(planned, generation.steps())
+                body, ended, _ = await whole_answer(planned)
             except asyncio.CancelledError:
                 if self.is_ending:
                     await asyncio.shield(planned.bill_computed())
                     await asyncio.shield(planned.meter.finish_quietly("aborted"))
                 raise
-            except RequestError:
+            except errors.RequestError:
                 await planned.bill_computed()
                 raise
         return body, planned.meter.close(ended)

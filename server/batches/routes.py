@@ -19,7 +19,7 @@ from weft.server.batches.schemas import BatchBody, BatchList, BatchView, FileDel
 from weft.server.garbage import delete_blobs
 from weft.server.http.form import Form, read_form
 from weft.server.http.json_body import json_body
-from weft.server.http.openapi import BINARY, takes, takes_form
+from weft.server.http.openapi import BINARY, sends, takes, takes_form
 from weft.server.services import Wired
 from weft.server.threads import in_thread
 
@@ -41,11 +41,7 @@ async def create_file(request: Request, services: Wired, caller: InferTenant) ->
     """Keep a file of requests for batches."""
     limits, files = services.config.batch, services.registry.files
     limit = min(limits.max_file_bytes, await files.bytes_left(caller.tenant_id, limits))
-    with (
-        services.drain.cancelling(),
-        services.intake.stream(caller.tenant_id),
-        services.blobs.create() as blob,
-    ):
+    with services.drain.cancelling(), services.intake.stream(caller.tenant_id), services.blobs.create() as blob:
         form = await read_form(request, FileForm, blob, limit, services.pace)
         if form.text("purpose") != "batch":
             raise InvalidRequestError("purpose must be batch.", param="purpose")
@@ -76,19 +72,14 @@ async def get_file(file_id: str, services: Wired, caller: InferTenant) -> FileRo
 
 
 @router.get(
-    "/v1/files/{file_id}/content",
-    response_class=StreamingResponse,
-    responses={200: {"content": {"application/octet-stream": {"schema": BINARY}}}},
+    "/v1/files/{file_id}/content", response_class=StreamingResponse, responses=sends("application/octet-stream", BINARY)
 )
 async def get_content(file_id: str, services: Wired, caller: InferTenant) -> StreamingResponse:
     """Send a file's bytes."""
     file = await services.registry.files.get(caller.tenant_id, file_id)
     await in_thread(services.blobs.peek, file.sha256, 0)  # a blob that is missing is an error while there can be one
-    return StreamingResponse(
-        read_pieces(services.blobs, file.sha256),
-        media_type="application/octet-stream",
-        headers={"content-length": str(file.size_bytes)},
-    )
+    pieces, headers = read_pieces(services.blobs, file.sha256), {"content-length": str(file.size_bytes)}
+    return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
 
 @router.delete("/v1/files/{file_id}")
@@ -112,10 +103,7 @@ async def create_batch(request: Request, services: Wired, caller: InferTenant) -
 
 @router.get("/v1/batches", response_model=BatchList)
 async def list_batches(
-    services: Wired,
-    caller: InferTenant,
-    after: After = None,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    services: Wired, caller: InferTenant, after: After = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> dict[str, Any]:
     """List batches, the newest first."""
     return _list(await services.registry.batches.list(caller.tenant_id, after, limit))

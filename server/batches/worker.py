@@ -21,6 +21,7 @@ from weft.server.batches.line_run import LineRunner
 from weft.server.batches.results import ResultCommits, write_files
 from weft.server.drain import first_of
 from weft.server.services import Services
+from weft.server.threads import cancel_all
 
 log = structlog.get_logger("weft.server")
 LOOK_S = 2.0
@@ -58,9 +59,7 @@ class BatchWorker:
         """Cancel all lines that run, and let other servers have the batches."""
         tasks = [task for _, task in self._runs.values()]
         self._runs.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
         await self._commits.settle()
         with suppress(WeftError):  # then other servers wait until this server's claim ends
             await self._services.registry.batches.release(self._owner)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, model_validator
@@ -11,17 +10,9 @@ from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, model_va
 from weft.errors import InvalidRequestError, UnsupportedParameterError
 from weft.server.generation import unsupported_params
 from weft.server.generation.schemas import GenerationBody, GenerationView
-from weft.server.generation.vllm_fields import PromptView, TemplateFields, TokenIdsView
+from weft.server.generation.vllm_fields import PromptView, TokenIdsView
 from weft.server.http.bodies import Body, View
-from weft.server.tools.schemas import (
-    MAX_TOOLS,
-    TOOL_CHOICE_SCHEMA,
-    Call,
-    Tool,
-    ToolChoice,
-    parse_tool_choice,
-    tool_texts,
-)
+from weft.server.tools.schemas import MAX_TOOLS, TOOL_CHOICE_SCHEMA, Call, Tool, ToolChoice, parse_tool_choice
 
 MAX_MESSAGES = 4096
 MAX_TEMPLATE_KWARGS = 32
@@ -123,17 +114,14 @@ class TextPart(BaseModel):
     text: str
 
 
-_Content = str | list[TextPart]
-
-
 class Message(Body):
     """One turn of a chat."""
 
     ignored = unsupported_params.IGNORED_IN_MESSAGES
-    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.MESSAGE
+    neutral_values = unsupported_params.MESSAGE
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_content, json_schema_input_type=_Content)]
+    content: Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[TextPart])]
     name: str | None = Field(None, max_length=64)
     """The model sees it in messages of role tool only."""
     tool_calls: list[Call] = Field(default_factory=list, max_length=MAX_TOOLS)
@@ -152,9 +140,8 @@ class Message(Body):
         if not isinstance(message, dict) or message.get("content", None if is_call else "") is not None:
             return message
         if message.get("role") != "assistant" and not is_call:
-            raise InvalidRequestError(
-                "content is null, which only an assistant's message may have. Send a text.", param="messages"
-            )
+            reason = "content is null, which only an assistant's message may have. Send a text."
+            raise InvalidRequestError(reason, param="messages")
         return {**message, "content": ""}
 
     @property
@@ -172,37 +159,44 @@ class Message(Body):
         return self
 
 
-class ToolsBody(TemplateFields):
+class ToolsBody(Body):
     """Fields of chats that change what the chat template writes."""
 
+    add_generation_prompt: bool | None = None
+    """Whether the prompt ends where the assistant begins to speak; true, but for `continue_final_message`."""
+    continue_final_message: bool = False
+    """Whether the prompt ends inside the last message, which the answer continues."""
     tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the model's chat template, for example `{"enable_thinking": false}`."""
 
     @model_validator(mode="after")
-    def _template_kwargs_are_small(self) -> ToolsBody:
+    def _can_be_rendered(self) -> ToolsBody:
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt cannot both be true: send one of them."
+            raise InvalidRequestError(message, param="continue_final_message")
         kwargs = self.chat_template_kwargs
         if len(kwargs) > MAX_TEMPLATE_KWARGS or len(json.dumps(kwargs)) > MAX_TEMPLATE_KWARGS_LENGTH:
-            raise InvalidRequestError(
-                f"chat_template_kwargs may have {MAX_TEMPLATE_KWARGS} entries and {MAX_TEMPLATE_KWARGS_LENGTH} "
-                "characters of JSON.",
-                param="chat_template_kwargs",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _tools_have_names_of_their_own(self) -> ToolsBody:
+            bounds = f"{MAX_TEMPLATE_KWARGS} entries and {MAX_TEMPLATE_KWARGS_LENGTH} characters of JSON"
+            raise InvalidRequestError(f"chat_template_kwargs may have {bounds}.", param="chat_template_kwargs")
         names = [tool.function.name for tool in self.tools]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise InvalidRequestError(f"tools must have different names; {twice[0]} is there twice.", param="tools")
         return self
 
+    @property
+    def template_options(self) -> dict[str, bool]:
+        """For `Tokenizer.chat_prompt`."""
+        is_continued, asked = self.continue_final_message, self.add_generation_prompt
+        is_begun = not is_continued if asked is None else asked
+        return {"add_generation_prompt": is_begun, "continue_final_message": is_continued}
+
 
 class ChatBody(GenerationBody, ToolsBody):
     """Body of POST /v1/chat/completions."""
 
-    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.CHAT
+    neutral_values = unsupported_params.CHAT
     may_fill_context: ClassVar[bool] = False
     """Whether a limit of tokens may be above what the context leaves, which then counts."""
 
@@ -230,7 +224,7 @@ class ChatBody(GenerationBody, ToolsBody):
     """Whether to send the reasoning; it is generated and billed in any case."""
 
     @model_validator(mode="after")
-    def _only_offered_tools_are_chosen(self) -> ChatBody:
+    def _agree(self) -> ChatBody:
         choice, names = self.tool_choice, {tool.function.name for tool in self.tools}
         if self.has_own_grammar and self.offered:
             message = "structured_outputs.grammar cannot be used with tools. Send json, regex or choice, or no tools."
@@ -239,23 +233,18 @@ class ChatBody(GenerationBody, ToolsBody):
             if self.offered and getattr(self, name):
                 message = f"{name} cannot be used with tools. Send tool_choice none, or no tools."
                 raise InvalidRequestError(message, param=name)
-        if choice is None or choice.mode == "none":
-            return self
-        if not names:
-            raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
-        missing = sorted((choice.names or set()) - names)
-        if missing:
-            raise InvalidRequestError(f"tool_choice names {missing[0]}, which is not in tools.", param="tool_choice")
-        return self
-
-    @model_validator(mode="after")
-    def _agree(self) -> ChatBody:
+        if choice is not None and choice.mode != "none":
+            if not names:
+                raise InvalidRequestError("tool_choice needs tools.", param="tool_choice")
+            missing = sorted((choice.names or set()) - names)
+            if missing:
+                message = f"tool_choice names {missing[0]}, which is not in tools."
+                raise InvalidRequestError(message, param="tool_choice")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise InvalidRequestError(
-                "max_tokens and max_completion_tokens differ: send one of them.", param="max_completion_tokens"
-            )
+            message = "max_tokens and max_completion_tokens differ: send one of them."
+            raise InvalidRequestError(message, param="max_completion_tokens")
         return self
 
     @property
@@ -276,7 +265,8 @@ class ChatBody(GenerationBody, ToolsBody):
     @property
     def texts(self) -> list[str]:
         """All texts that the model may see."""
-        return [text for message in self.messages for text in message.texts] + tool_texts(self.tools)
+        tools = [json.dumps(tool.function.model_dump(exclude_none=True)) for tool in self.tools]
+        return [text for message in self.messages for text in message.texts] + tools
 
     @property
     def offered(self) -> list[Tool]:

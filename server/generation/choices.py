@@ -13,15 +13,16 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from weft.engine.process.inbox import Inbox
+from weft.engine.request import GenerationRequest, RequestOutput
+from weft.engine.text.text_stream import TextDelta, TextStream
 from weft.errors import EngineError, EngineUnavailableError
 from weft.server.errors import from_engine
+from weft.server.generation.prompts import Prompt
+from weft.server.limits.gate import Admission
+from weft.server.threads import cancel_all
 
 if TYPE_CHECKING:
     from weft.engine.process.client import EngineClient
-    from weft.engine.request import GenerationRequest, RequestOutput
-    from weft.engine.text.text_stream import TextDelta, TextStream
-    from weft.server.generation.prompts import Prompt
-    from weft.server.limits.gate import Admission
 
 
 def best_choices(candidates: Sequence[Choice], steps: Iterable[ChoiceStep], n: int) -> list[Choice]:
@@ -38,16 +39,12 @@ def best_choices(candidates: Sequence[Choice], steps: Iterable[ChoiceStep], n: i
     logprobs: dict[int, list[float]] = {}
     for step in steps:
         logprobs.setdefault(step.choice.index, []).extend(entry.logprob for entry in step.delta.logprobs or ())
-
-    def per_token(choice: Choice) -> float:
-        own = logprobs[choice.index]
-        return sum(own) / len(own) if own else 0.0
-
+    means = {index: sum(own) / max(len(own), 1) for index, own in logprobs.items()}
     best: list[Choice] = []
     for _, group in groupby(candidates, key=lambda choice: choice.prompt_index):
         of_prompt = list(group)
         if len(of_prompt) > n and of_prompt[0].request.beam is None:
-            of_prompt.sort(key=per_token, reverse=True)
+            of_prompt.sort(key=lambda choice: means[choice.index], reverse=True)
         best += of_prompt[:n]
     return best
 
@@ -128,9 +125,7 @@ class Generation:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for pump in self._pumps.values():
-            pump.cancel()
-        await asyncio.gather(*self._pumps.values(), return_exceptions=True)
+        await cancel_all(self._pumps.values())
 
     def cut(self, error: BaseException) -> None:
         """End the stream of steps with `error`, at once; later calls change nothing."""

@@ -7,6 +7,7 @@ people go, and the options of llguidance are ours, whatever the schema says abou
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ _HOLD_LIST = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _HOLD_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _RULES = frozenset(
     {
+        *(*_HOLD_ONE, *_HOLD_LIST, *_HOLD_NAMED),
         *("type", "enum", "const", "$ref", "required", "minProperties", "maxProperties", "minItems", "maxItems"),
         *("pattern", "format", "minLength", "maxLength"),
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -46,22 +48,33 @@ _NOTES = frozenset(
 _AT_ROOT = frozenset({"$schema", "$id"})
 
 
-def json_rule(schema: object, param: str = "schema") -> str:
+def json_rule(schema: object, param: str = "schema", options: Mapping[str, object] = _OPTIONS) -> str:
     """A JSON schema as an expression for use inside a Lark grammar.
 
     Args:
         schema: The schema.
         param: Where it stands in the body.
+        options: Of llguidance.
 
     Raises:
         InvalidRequestError: Not a schema, or one that cannot be held to; `param` of the error has the path.
     """
-    return _expression(schema, param, _OPTIONS)
+    reader = _Reader()
+    kept = reader.kept(schema, param)
+    reader.check_references()
+    if kept is False:
+        raise _refusal("A schema that is false fits no answer.", param)
+    chosen = {"x-guidance": {**options, **_ALWAYS}}
+    try:
+        text = json.dumps(chosen if kept is True else {**kept, **chosen}, separators=(",", ":"), allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise _refusal("The values in it must be finite and not nested deeply.", param) from error
+    return f"%json {text}"
 
 
 def json_object_rule() -> str:
     """Any JSON object, as `json_rule` has it."""
-    return _expression({"type": "object"}, "json_object", {"whitespace_pattern": r"[ \n]{0,8}"})
+    return json_rule({"type": "object"}, "json_object", {"whitespace_pattern": r"[ \n]{0,8}"})
 
 
 def checked_grammar(lark: str, param: str, folder: Path, tenant: str = "") -> Grammar:
@@ -85,22 +98,9 @@ def checked_grammar(lark: str, param: str, folder: Path, tenant: str = "") -> Gr
     problem = grammar_checker().problem(lark, grammar.digest, folder, tenant)
     if problem is not None:
         message = f"No answer can be held to {param}: {_reason(problem)}."
-        raise InvalidRequestError(message, param=param, code=_code(lark))
+        code = "invalid_json_schema" if "%json" in lark else "invalid_grammar"
+        raise InvalidRequestError(message, param=param, code=code)
     return grammar
-
-
-def _expression(schema: object, param: str, options: dict[str, Any]) -> str:
-    reader = _Reader()
-    kept = reader.kept(schema, param)
-    reader.check_references()
-    if kept is False:
-        raise _refusal("A schema that is false fits no answer.", param)
-    chosen = {"x-guidance": {**options, **_ALWAYS}}
-    try:
-        text = json.dumps(chosen if kept is True else {**kept, **chosen}, separators=(",", ":"), allow_nan=False)
-    except (ValueError, RecursionError) as error:
-        raise _refusal("The values in it must be finite and not nested deeply.", param) from error
-    return f"%json {text}"
 
 
 class _Reader:
@@ -129,7 +129,8 @@ class _Reader:
             raise _refusal("A schema must be an object, true or false.", path)
         if depth >= MAX_SCHEMA_DEPTH:
             raise _refusal(f"Schemas may be nested {MAX_SCHEMA_DEPTH} deep. Use $defs and $ref for what repeats.", path)
-        unknown = [name for name in schema if not (_is_rule(name, depth) or _is_note(name))]
+        known = _RULES if depth else _RULES | _AT_ROOT
+        unknown = [name for name in schema if name not in known and not _is_note(name)]
         if unknown:
             names = ", ".join(repr(name[:40]) for name in unknown[:10])
             raise _refusal(f"Weft does not know the keywords {names}, so no answer can be held to them.", path)
@@ -187,20 +188,12 @@ def _check_range(schema: dict[str, Any], path: str) -> None:
             raise _refusal(f"{name} cannot be a whole number if the range is narrower than 1.", path)
 
 
-def _is_rule(name: str, depth: int) -> bool:
-    return name in _RULES | _HOLD_ONE | _HOLD_LIST | _HOLD_NAMED or (not depth and name in _AT_ROOT)
-
-
 def _is_note(name: str) -> bool:
     return name in _NOTES or name.startswith("x-")
 
 
 def _refusal(message: str, path: str) -> InvalidRequestError:
     return InvalidRequestError(f"{path[:200]}: {message}", param=path[:200], code="invalid_json_schema")
-
-
-def _code(lark: str) -> str:
-    return "invalid_json_schema" if "%json" in lark else "invalid_grammar"
 
 
 def _reason(message: str) -> str:

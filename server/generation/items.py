@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import re
 import secrets
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import BeforeValidator
 
-from weft.errors import InvalidRequestError, RequestError, UnsupportedParameterError
-from weft.server.generation.openai_format import Part
-from weft.server.generation.writer import AnswerWriter
-
-if TYPE_CHECKING:
-    from weft.server.generation.choices import Choice, ChoiceStep
-    from weft.server.generation.meter import Meter
-    from weft.server.generation.openai_format import JsonObject
-    from weft.server.tools.reading import CallPiece
+from weft.errors import InvalidRequestError, RequestError, UnsupportedParameterError, WeftError
+from weft.server.generation.choices import Choice, ChoiceStep
+from weft.server.generation.meter import Meter
+from weft.server.generation.openai_format import JsonObject, Part
+from weft.server.tools.reading import CallPiece
 
 TEXT_ONLY = "The model reads and writes text only, and Weft runs no tools."
 Kind = Literal["reasoning", "text", "call"]
@@ -128,7 +124,7 @@ class Item:
         self.logprobs += logprobs
 
 
-class ItemWriter(AnswerWriter):
+class ItemWriter(ABC):
     """Writes an answer item by item; one is open at a time. Says when, a dialect says how.
 
     Args:
@@ -168,6 +164,10 @@ class ItemWriter(AnswerWriter):
     @abstractmethod
     def ended(self) -> bytes:
         """Events after the last item."""
+
+    @abstractmethod
+    def failure(self, error: WeftError) -> bytes:
+        """The end of a stream that an error cuts."""
 
     def whole(self, ends: Sequence[tuple[Choice, Part]]) -> JsonObject:
         """The answer; items of one kind are joined."""

@@ -14,46 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import structlog
 
+from weft.engine.request import AdapterState
 from weft.errors import WeftError
 from weft.registry.records import ServiceClass, UsageEvent
-
-if TYPE_CHECKING:
-    from weft.engine.request import AdapterState
-    from weft.server.auth.callers import Caller
-    from weft.server.generation.choices import Choice, ChoiceStep
-    from weft.server.limits.reservation import LimitReservation
-    from weft.server.model_name import ResolvedModel
-    from weft.server.services import Services
+from weft.server.auth.callers import Caller
+from weft.server.generation.choices import Choice, ChoiceStep
+from weft.server.generation.schemas import OutputDetails, UsageDetails, UsageView
+from weft.server.limits.reservation import LimitReservation
+from weft.server.model_name import ResolvedModel
+from weft.server.services import Services
 
 log = structlog.get_logger("weft.server")
 MARK_TOKENS = 128
 MARK_S = 1.0
 MAX_REQUEST_ID = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Tokens of one request so far."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    reasoning_tokens: int = 0
-    """Of the completion tokens."""
-
-    def body(self) -> dict[str, object]:
-        """OpenAI's `usage` object."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +81,15 @@ class Meter:
         self._is_finished = False
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> UsageView:
         """What is billed so far: the tokens delivered, or those computed, by the rule above."""
-        return Usage(
-            prompt_tokens=sum(self._prompt_tokens.values()),
-            cached_tokens=self._cached_tokens,
-            completion_tokens=sum(self._tokens.values()),
-            reasoning_tokens=sum(self._reasoning_tokens.values()),
+        prompt, completion = sum(self._prompt_tokens.values()), sum(self._tokens.values())
+        return UsageView(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=UsageDetails(cached_tokens=self._cached_tokens),
+            completion_tokens_details=OutputDetails(reasoning_tokens=sum(self._reasoning_tokens.values())),
         )
 
     def observe(self, step: ChoiceStep) -> None:
@@ -124,7 +103,7 @@ class Meter:
                 self._services.metrics.first_token(self._ttft_s, self._queue_s)
         last = self._last_token_s.get(step.choice.index)
         if last is not None and step.output.token_ids and self._service_class == "interactive":
-            self._services.metrics.next_token(now - last)
+            self._services.metrics.itl.observe(now - last)
         self._last_token_s[step.choice.index] = now
 
     def deliver(self, step: ChoiceStep) -> None:
@@ -184,7 +163,7 @@ class Meter:
         self._origin.reservation.settle(event.id, event.prompt_tokens + event.completion_tokens, event.at)
         adapter = self._model.adapter
         if event.duration_s is not None and self._service_class == "interactive":
-            self._services.metrics.whole_answer(event.duration_s)
+            self._services.metrics.whole.observe(event.duration_s)
         self._services.metrics.request_ended(
             event.tenant,
             f"{adapter.tenant}/{adapter.name}" if adapter else None,
@@ -216,7 +195,7 @@ class Meter:
             service_class=self._service_class,
             status=status,
             prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
+            cached_tokens=usage.prompt_tokens_details.cached_tokens,
             completion_tokens=usage.completion_tokens,
             queue_s=self._queue_s,
             ttft_s=self._ttft_s,

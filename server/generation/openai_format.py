@@ -7,17 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, count, zip_longest
-from typing import TYPE_CHECKING
 
+from weft.engine.request import TokenLogprobs
+from weft.engine.text.text_stream import TextDelta
+from weft.engine.text.tokenizer import Tokenizer
+from weft.server.generation.chat_schemas import ChatBody
+from weft.server.generation.choices import Choice, ChoiceStep
+from weft.server.generation.schemas import CompletionBody, GenerationBody
 from weft.server.tools.reading import AnswerReader, CallPiece, Reading, joined_calls
-
-if TYPE_CHECKING:
-    from weft.engine.request import TokenLogprobs
-    from weft.engine.text.text_stream import TextDelta
-    from weft.engine.text.tokenizer import Tokenizer
-    from weft.server.generation.chat_schemas import ChatBody
-    from weft.server.generation.choices import Choice, ChoiceStep
-    from weft.server.generation.schemas import CompletionBody, GenerationBody
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON lacks."""
@@ -285,13 +282,10 @@ class ChatFormat(ResponseFormat):
         """An entry for each new token, those of reasoning and calls included."""
         if self._num_top is None:
             return None
-        content: list[object] = [
-            {
-                **self._entry(entry.token_id, entry.logprob),
-                "top_logprobs": [self._entry(*pair) for pair in _top(entry, self._num_top)],
-            }
-            for entry in step.delta.logprobs or ()
-        ]
+        content: list[object] = []
+        for entry in step.delta.logprobs or ():
+            top = [self._entry(*pair) for pair in _top(entry, self._num_top)]
+            content.append({**self._entry(entry.token_id, entry.logprob), "top_logprobs": top})
         return {"content": content}
 
     def _entry(self, token_id: int, logprob: float) -> JsonObject:
@@ -304,10 +298,7 @@ class ChatFormat(ResponseFormat):
         content = None if part.calls and not text else text
         message: JsonObject = {"role": "assistant", "content": content, "refusal": None, **_reasoning(part)}
         if part.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in part.calls
-            ]
+            message["tool_calls"] = [_call(call) for call in part.calls]
         return {"index": choice.index, "message": message, **self._end(part)}
 
     def extras(self, choice: Choice) -> JsonObject:
@@ -349,11 +340,14 @@ def _reasoning(part: Part) -> JsonObject:
     return {"reasoning": part.reasoning, "reasoning_content": part.reasoning} if part.reasoning else {}
 
 
+def _call(call: CallPiece) -> JsonObject:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
 def _call_delta(call: CallPiece) -> JsonObject:
     if call.id is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+    return {"index": call.index, **_call(call)}
 
 
 def joined(parts: Sequence[Part]) -> Part:

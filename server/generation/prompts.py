@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weft.engine.request import Grammar
 from weft.engine.sampling_params import SamplingParams
@@ -12,14 +12,11 @@ from weft.server.generation.chat_schemas import ChatBody, Message
 from weft.server.generation.grammar import checked_grammar, json_rule
 from weft.server.generation.schemas import CompletionBody, GenerationBody
 from weft.server.generation.vllm_fields import bad_word_tokens
+from weft.server.services import Services
 from weft.server.tools.call_grammar import CallGrammar
 from weft.server.tools.formats import REASONING_FIELDS, AnswerFormat, format_of
 from weft.server.tools.reading import AnswerPlan, plan_answer
-from weft.server.tools.schemas import ToolChoice
-
-if TYPE_CHECKING:
-    from weft.server.services import Services
-    from weft.server.tools.schemas import Tool
+from weft.server.tools.schemas import Tool, ToolChoice
 
 LEAST_TOP_P = 1e-9
 """Stands for 0, which OpenAI takes: only the most likely token is left."""
@@ -43,9 +40,11 @@ class Prompt:
     """What answers are held to."""
 
 
-def prompts_and_params(
-    body: CompletionBody | ChatBody, services: Services, tenant: str
-) -> list[tuple[Prompt, SamplingParams]]:
+Prompts = list[tuple[Prompt, SamplingParams]]
+"""Each with how to continue it."""
+
+
+def prompts_and_params(body: CompletionBody | ChatBody, services: Services, tenant: str) -> Prompts:
     """The prompts of a body of a tenant in order, each with how to continue it.
 
     Raises:
@@ -115,7 +114,7 @@ def _chat(body: ChatBody, services: Services, tenant: str) -> tuple[Prompt, Samp
 
 def rendered_chat(body: ChatBody, services: Services) -> str:
     """A chat as the model reads it."""
-    turns, tools = as_turns(body.messages), as_tools(body.shown_tools)
+    turns, tools = [as_turn(message) for message in body.messages], as_tools(body.shown_tools)
     return services.tokenizer.render_chat(turns, tools, body.template_kwargs, **body.template_options)
 
 
@@ -159,32 +158,20 @@ def _held_answer(body: ChatBody, plan: AnswerPlan, lark: str | None, services: S
         return lark
     writer = CallGrammar(format=plan.format, special_tokens=services.tokenizer.grammar_tokens, json_rule=json_rule)
     return writer.lark(
-        tools=plan.tools,
-        choice=choice,
-        is_parallel=body.parallel_tool_calls,
-        thinks=plan.reader().thinks,
-        answer=lark,
+        tools=plan.tools, choice=choice, is_parallel=body.parallel_tool_calls, thinks=plan.reader().thinks, answer=lark
     )
 
 
 def as_tools(tools: list[Tool]) -> list[dict[str, Any]]:
     """Tools as chat templates expect them."""
-    return [
-        {"type": "function", "function": tool.function.model_dump(exclude_none=True, exclude={"strict"})}
-        for tool in tools
-    ]
+    functions = [tool.function.model_dump(exclude_none=True, exclude={"strict"}) for tool in tools]
+    return [{"type": "function", "function": function} for function in functions]
 
 
-def as_turns(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them; `developer` is the newer name of `system`."""
-    return [_turn(message) for message in messages]
-
-
-def _turn(message: Message) -> dict[str, Any]:
-    turn: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": message.content,
-    }
+def as_turn(message: Message) -> dict[str, Any]:
+    """A message as chat templates expect it; `developer` is the newer name of `system`."""
+    role = "system" if message.role == "developer" else message.role
+    turn: dict[str, Any] = {"role": role, "content": message.content}
     if message.tool_calls:
         turn["tool_calls"] = [call.model_dump() for call in message.tool_calls]
     if message.role == "tool":

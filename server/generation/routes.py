@@ -7,13 +7,12 @@ import secrets
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 
 from weft.engine.request import FlowKey, GenerationRequest
-from weft.engine.sampling_params import SamplingParams
 from weft.engine.text.text_stream import NONE_SHOWN, TextStream
 from weft.errors import InvalidRequestError, WeftError
 from weft.server.auth.callers import Caller
@@ -21,10 +20,10 @@ from weft.server.generation.chat_schemas import ChatBody, ChatView
 from weft.server.generation.choices import Choice, Generation
 from weft.server.generation.meter import Meter, Origin
 from weft.server.generation.openai_format import ChatFormat, CompletionFormat, JsonObject
-from weft.server.generation.prompts import Prompt, prompts_and_params
+from weft.server.generation.prompts import Prompts, prompts_and_params
 from weft.server.generation.response import GenerationResponse, PlannedGeneration
 from weft.server.generation.schemas import CompletionBody, CompletionView, GenerationBody
-from weft.server.generation.writer import AnswerWriter, ChunkWriter
+from weft.server.generation.writer import ChunkWriter
 from weft.server.grammar_check import turn_of
 from weft.server.http.bodies import Body, View
 from weft.server.http.json_body import INLINE_BYTES, BodyT, json_bytes, parsed
@@ -35,6 +34,9 @@ from weft.server.limits.rates import GeneratingCaller, admit_generation, reserva
 from weft.server.limits.reservation import LimitReservation
 from weft.server.model_name import ResolvedModel, hold_weights, resolve_model
 from weft.server.services import services_of
+
+if TYPE_CHECKING:
+    from weft.server.generation.items import ItemWriter
 
 
 class GenerationRoute(APIRoute):
@@ -62,8 +64,8 @@ DEADLINE_HEADERS = ("x-weft-ttft-ms", "x-slo-ttft-ms")
 """Headers with the client's deadline for the first token, in milliseconds. The first one present counts."""
 ResultT = TypeVar("ResultT")
 EndpointT = TypeVar("EndpointT", bound=Callable[..., Any])
-WriterOfAnswer = Callable[[Meter, JsonObject], AnswerWriter]
-"""Makes the writer of an answer, of the tokens delivered so far and `created`, `model` and `system_fingerprint`."""
+WriterOfAnswer = Callable[[Meter, JsonObject], "ItemWriter"]
+"""Makes the writer of an answer in items: of the tokens delivered, and `created`, `model` and `system_fingerprint`."""
 OPEN_TOKENS = 1024
 """Reserved first per choice if the client gives no length. A whole context would leave nothing to others."""
 STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
@@ -95,12 +97,10 @@ def deadline_s(headers: Mapping[str, str]) -> float | None:
         InvalidRequestError: A header is no whole number of milliseconds.
     """
     for name in DEADLINE_HEADERS:
-        value = headers.get(name)
-        if value is None:
-            continue
-        if not (value.isascii() and value.isdigit() and len(value) <= 9 and int(value)):
-            raise InvalidRequestError(f"{name} must be a whole number of milliseconds, at least 1.", param=name)
-        return int(value) / 1000
+        if (value := headers.get(name)) is not None:
+            if not (value.isascii() and value.isdigit() and len(value) <= 9 and int(value)):
+                raise InvalidRequestError(f"{name} must be a whole number of milliseconds, at least 1.", param=name)
+            return int(value) / 1000
     return None
 
 
@@ -222,9 +222,7 @@ def _admitted(origin: Origin, model: ResolvedModel, body: CompletionBody | ChatB
         raise
 
 
-def _reserve(
-    reservation: LimitReservation, body: CompletionBody | ChatBody, plan: list[tuple[Prompt, SamplingParams]]
-) -> int:
+def _reserve(reservation: LimitReservation, body: CompletionBody | ChatBody, plan: Prompts) -> int:
     """Take the request's tokens before the engine sees it; returns those of the prompts. Raises RateLimitError."""
     is_open = body.token_limit is None
     prompts = sum(len(prompt.token_ids) for prompt, _ in plan)
@@ -234,13 +232,7 @@ def _reserve(
     return prompts
 
 
-def _choices(
-    origin: Origin,
-    model: ResolvedModel,
-    body: GenerationBody,
-    plan: list[tuple[Prompt, SamplingParams]],
-    ledger_id: str,
-) -> list[Choice]:
+def _choices(origin: Origin, model: ResolvedModel, body: GenerationBody, plan: Prompts, ledger_id: str) -> list[Choice]:
     """All candidates; those of a beam search have one request."""
     flow = FlowKey(
         lane=int(origin.line_id is not None),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -86,9 +85,8 @@ def _prompts(value: object) -> list[str] | list[list[int]]:
             return value
         if all(isinstance(part, list) and part and _are_tokens(part) for part in value):
             return value
-    raise InvalidRequestError(
-        "prompt must be a string, a list of token ids, or a non-empty list of either.", param="prompt"
-    )
+    message = "prompt must be a string, a list of token ids, or a non-empty list of either."
+    raise InvalidRequestError(message, param="prompt")
 
 
 def _are_tokens(value: list[object]) -> bool:
@@ -102,9 +100,8 @@ def _stops(value: object) -> list[str]:
         raise InvalidRequestError("stop must be a string or a list of strings.", param="stop")
     longest = max(map(len, stops), default=0)
     if longest > MAX_STOP_LENGTH:
-        raise InvalidRequestError(
-            f"A stop string may have {MAX_STOP_LENGTH} characters, got one of {longest}.", param="stop"
-        )
+        message = f"A stop string may have {MAX_STOP_LENGTH} characters, got one of {longest}."
+        raise InvalidRequestError(message, param="stop")
     return [stop for stop in stops if stop]
 
 
@@ -130,8 +127,9 @@ def _biases(value: object) -> dict[int, float]:
 # The types that clients send, for the OpenAPI page. The functions above write the errors.
 _Tokens = list[Annotated[int, Field(ge=0)]]
 _Prompt = str | list[str] | _Tokens | list[_Tokens]
-_Stop = str | list[str]
-_Biases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
+_Stops = Annotated[list[str], BeforeValidator(_stops, json_schema_input_type=str | list[str])]
+_SentBiases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
+_Biases = Annotated[dict[int, float], BeforeValidator(_biases, json_schema_input_type=_SentBiases)]
 
 NOT_IN_BEAM_SEARCH = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -185,7 +183,7 @@ class GenerationBody(SamplingFields, VllmFields, GrammarFields):
 
     takes_nul = True
     ignored = unsupported_params.IGNORED
-    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.SHARED
+    neutral_values = unsupported_params.SHARED
 
     model: str | None = Field(None, min_length=1, max_length=512)
     """The base's served name, or an adapter as `name`, `name@3`, `name@prod`, `name@sha256:...`, each also
@@ -202,11 +200,9 @@ class GenerationBody(SamplingFields, VllmFields, GrammarFields):
     """For beam search: true ends it with the first `best_of` finished sequences, "never" only when no better one is
     possible, and false when none is likely."""
     stream_options: StreamOptions | None = None
-    stop: Annotated[list[str], BeforeValidator(_stops, json_schema_input_type=_Stop)] = Field(default_factory=list)
+    stop: _Stops = Field(default_factory=list)
     stop_token_ids: list[Token] = Field(default_factory=list, max_length=128)
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases, json_schema_input_type=_Biases)] = Field(
-        default_factory=dict
-    )
+    logit_bias: _Biases = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _fit_together(self) -> GenerationBody:
@@ -254,7 +250,7 @@ class GenerationBody(SamplingFields, VllmFields, GrammarFields):
 class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
 
-    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.COMPLETIONS
+    neutral_values = unsupported_params.COMPLETIONS
 
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts, json_schema_input_type=_Prompt)]
     max_tokens: int = Field(16, ge=0, lt=1 << 31)

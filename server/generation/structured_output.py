@@ -11,9 +11,8 @@ from weft.errors import InvalidRequestError, UnsupportedParameterError
 from weft.server.generation.grammar import json_object_rule, json_rule
 from weft.server.http.bodies import Body
 
-MAX_CHOICES = 2048
-MAX_PATTERN_LENGTH = 16 * 1024
 MAX_TEXT_LENGTH = 256 * 1024
+ChoiceText = Annotated[str, Field(min_length=1, max_length=4096)]
 Schema = dict[str, Any]
 
 
@@ -61,11 +60,9 @@ class StructuredOutputs(Body):
     """A JSON schema, as an object or as text."""
     json_object: bool = False
     """True for any JSON object."""
-    regex: str | None = Field(None, min_length=1, max_length=MAX_PATTERN_LENGTH)
+    regex: str | None = Field(None, min_length=1, max_length=16 * 1024)
     """A regular expression for the whole answer, without look-around and back references."""
-    choice: list[Annotated[str, Field(min_length=1, max_length=4096)]] | None = Field(
-        None, min_length=1, max_length=MAX_CHOICES
-    )
+    choice: list[ChoiceText] | None = Field(None, min_length=1, max_length=2048)
     """The answer is one of these texts."""
     grammar: str | None = Field(None, min_length=1, max_length=MAX_TEXT_LENGTH)
     """A grammar in Lark, as llguidance reads it, that begins with the rule `start`."""

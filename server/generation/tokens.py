@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import ClassVar
 
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
@@ -14,10 +12,10 @@ from weft.errors import InvalidRequestError
 from weft.server.auth.callers import Caller
 from weft.server.generation import unsupported_params
 from weft.server.generation.chat_schemas import MAX_MESSAGES, Message, ToolsBody
-from weft.server.generation.prompts import as_tools, as_turns
+from weft.server.generation.prompts import as_tools, as_turn
 from weft.server.http.bodies import Body, Token, View
 from weft.server.http.json_body import json_body
-from weft.server.http.openapi import takes
+from weft.server.http.openapi import OBJECT, sends, takes
 from weft.server.limits.rates import TokenizingCaller
 from weft.server.model_name import resolve_model
 from weft.server.services import Services, Wired
@@ -44,7 +42,7 @@ class TokenizeBody(ToolsBody):
     """Body of POST /tokenize: a prompt, or a chat."""
 
     takes_nul = True
-    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = unsupported_params.TOKENIZE
+    neutral_values = unsupported_params.TOKENIZE
 
     model: str | None = Field(None, min_length=1, max_length=512)
     prompt: str | None = None
@@ -87,11 +85,7 @@ async def detokenize(request: Request, services: Wired, caller: TokenizingCaller
     return DetokenizeView(prompt=await asyncio.to_thread(services.tokenizer.decode, body.tokens))
 
 
-@router.get(
-    "/tokenizer_info",
-    response_class=JSONResponse,
-    responses={200: {"content": {"application/json": {"schema": {"type": "object"}}}}},
-)
+@router.get("/tokenizer_info", response_class=JSONResponse, responses=sends("application/json", OBJECT))
 async def tokenizer_info(services: Wired, _: TokenizingCaller) -> Response:
     """Show the tokenizer's settings."""
     return JSONResponse(services.tokenizer_settings)
@@ -105,7 +99,7 @@ async def _check_model(services: Services, caller: Caller, model: str | None) ->
 
 def _encode(services: Services, body: TokenizeBody) -> list[int]:
     if body.messages is not None:
-        turns, tools, options = as_turns(body.messages), as_tools(body.tools), body.template_options
-        rendered = services.tokenizer.render_chat(turns, tools, body.chat_template_kwargs, **options)
+        turns, kwargs = [as_turn(message) for message in body.messages], body.chat_template_kwargs
+        rendered = services.tokenizer.render_chat(turns, as_tools(body.tools), kwargs, **body.template_options)
         return services.tokenizer.encode(rendered, add_special_tokens=body.add_special_tokens or False)
     return services.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)

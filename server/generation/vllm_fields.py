@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from weft.engine.text.tokenizer import Tokenizer
 from weft.errors import InvalidRequestError
 from weft.server.http.bodies import Body, Token, View
 
-if TYPE_CHECKING:
-    from weft.engine.text.tokenizer import Tokenizer
-
-MAX_BAD_WORDS = 128
-MAX_WORD_LENGTH = 256
+Word = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_ALLOWED_TOKENS = 1024
 """Every step writes them, for each row that has some."""
 
@@ -51,9 +48,7 @@ class VllmFields(Body):
 
     min_tokens: int = Field(0, ge=0, lt=1 << 31)
     """Before so many tokens, no end-of-sequence token or stop token is chosen, and stop strings do not count."""
-    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_WORD_LENGTH)]] = Field(
-        default_factory=list, max_length=MAX_BAD_WORDS
-    )
+    bad_words: list[Word] = Field(default_factory=list, max_length=128)
     """Texts not to generate, each as it is tokenized at the start of a text and after a space. Other tokens that make
     up the same text are not ruled out."""
     allowed_token_ids: list[Token] = Field(default_factory=list, max_length=MAX_ALLOWED_TOKENS)
@@ -81,29 +76,6 @@ class VllmFields(Body):
             message = "truncate_prompt_tokens must be -1 or at least 1, got 0."
             raise InvalidRequestError(message, param="truncate_prompt_tokens")
         return body
-
-
-class TemplateFields(Body):
-    """How a chat becomes a prompt."""
-
-    add_generation_prompt: bool | None = None
-    """Whether the prompt ends where the assistant begins to speak; true, but for `continue_final_message`."""
-    continue_final_message: bool = False
-    """Whether the prompt ends inside the last message, which the answer continues."""
-
-    @model_validator(mode="after")
-    def _end_in_one_way(self) -> TemplateFields:
-        if self.continue_final_message and self.add_generation_prompt:
-            message = "continue_final_message and add_generation_prompt cannot both be true: send one of them."
-            raise InvalidRequestError(message, param="continue_final_message")
-        return self
-
-    @property
-    def template_options(self) -> dict[str, bool]:
-        """For `Tokenizer.chat_prompt`."""
-        is_continued, asked = self.continue_final_message, self.add_generation_prompt
-        is_begun = not is_continued if asked is None else asked
-        return {"add_generation_prompt": is_begun, "continue_final_message": is_continued}
 
 
 def bad_word_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

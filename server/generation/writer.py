@@ -1,4 +1,4 @@
-"""How an answer is written: as a whole body, or as events of a stream. OpenAI's chunks are one way of several.
+"""Writes OpenAI's answers, whole or as the chunks of a stream. `ItemWriter` is for the APIs whose answers are items.
 
 Knows neither sockets nor bills.
 """
@@ -6,45 +6,19 @@ Knows neither sockets nor bills.
 from __future__ import annotations
 
 import secrets
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING
 
+from weft.errors import WeftError
 from weft.server.errors import error_body
-from weft.server.generation.schemas import StreamOptions
+from weft.server.generation.choices import Choice, ChoiceStep
+from weft.server.generation.meter import Meter
+from weft.server.generation.openai_format import JsonObject, Part, ResponseFormat
+from weft.server.generation.schemas import GenerationBody, StreamOptions
 from weft.server.http import sse
 
-if TYPE_CHECKING:
-    from weft.errors import WeftError
-    from weft.server.generation.choices import Choice, ChoiceStep
-    from weft.server.generation.meter import Meter
-    from weft.server.generation.openai_format import JsonObject, Part, ResponseFormat
-    from weft.server.generation.schemas import GenerationBody
 
-
-class AnswerWriter(ABC):
-    """Writes one answer, from parts that it is given in order."""
-
-    @abstractmethod
-    def whole(self, ends: Sequence[tuple[Choice, Part]]) -> JsonObject:
-        """The body of an answer that is not streamed; all that each choice says is one part."""
-
-    @abstractmethod
-    def events(self, step: ChoiceStep, part: Part) -> bytes:
-        """What a step adds to a stream, once its tokens are counted as delivered. It may be nothing."""
-
-    @abstractmethod
-    def closing(self) -> bytes:
-        """The end of a stream after the last part of each choice."""
-
-    @abstractmethod
-    def failure(self, error: WeftError) -> bytes:
-        """The end of a stream that an error cuts."""
-
-
-class ChunkWriter(AnswerWriter):
+class ChunkWriter:
     """OpenAI's completions and chats.
 
     Args:
@@ -63,39 +37,39 @@ class ChunkWriter(AnswerWriter):
         self._opened: set[int] = set()
 
     def whole(self, ends: Sequence[tuple[Choice, Part]]) -> JsonObject:
-        """`choices` and `usage`."""
+        """The body of an answer that is not streamed; all that each choice says is one part."""
         choices = [
             self._shape.whole_choice(replace(choice, index=index), end) for index, (choice, end) in enumerate(ends)
         ]
         head = {"object": self._shape.whole_object, **self._head, **self._shape.extras(ends[0][0])}
-        return {**head, "choices": choices, "usage": self._meter.usage.body()}
+        return {**head, "choices": choices, "usage": self._meter.usage.model_dump()}
 
     def events(self, step: ChoiceStep, part: Part) -> bytes:
-        """A chunk; before a choice's first one, the chunk that opens it."""
+        """What a step adds to a stream: a chunk; before a choice's first one, the chunk that opens it."""
         payload = b""
         if step.choice.index not in self._opened:
             self._opened.add(step.choice.index)
             opening = self._shape.opening_choice(step.choice)
             if opening is not None:
-                payload += self._chunk([opening], self._shape.extras(step.choice))
+                payload += self._chunk(opening, self._shape.extras(step.choice))
         if part.text or part.logprobs or part.finish_reason or step.output.token_ids:
-            payload += self._chunk([self._shape.chunk_choice(step.choice, part)])
+            payload += self._chunk(self._shape.chunk_choice(step.choice, part))
         return payload
 
     def closing(self) -> bytes:
         """`[DONE]`, after the usage where it is asked for."""
         if not self._options.include_usage:
             return sse.DONE
-        return sse.event({**self._chunk_head, "choices": [], "usage": self._meter.usage.body()}) + sse.DONE
+        return sse.event({**self._chunk_head, "choices": [], "usage": self._meter.usage.model_dump()}) + sse.DONE
 
     def failure(self, error: WeftError) -> bytes:
-        """An event like the body of an error."""
+        """The end of a stream that an error cuts: an event like the body of an error."""
         return sse.event(error_body(error))
 
-    def _chunk(self, choices: list[JsonObject], extras: Mapping[str, object] = MappingProxyType({})) -> bytes:
-        chunk: JsonObject = {**self._chunk_head, **extras, "choices": choices}
+    def _chunk(self, choice: JsonObject, extras: JsonObject | None = None) -> bytes:
+        chunk: JsonObject = {**self._chunk_head, **(extras or {}), "choices": [choice]}
         if self._options.continuous_usage_stats:
-            chunk["usage"] = self._meter.usage.body()
+            chunk["usage"] = self._meter.usage.model_dump()
         elif self._options.include_usage:
             chunk["usage"] = None
         return sse.event(chunk)

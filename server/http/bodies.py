@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from weft.adapters.base_shape import MODULE_PATHS
 from weft.errors import UnsupportedParameterError
@@ -36,10 +36,10 @@ ViewT = TypeVar("ViewT", bound=View)
 
 
 class Listing(View, Generic[ViewT]):
-    """Rows, and where the next page begins."""
+    """Rows, and where the next page begins; made of a `Page` too."""
 
     object: Literal["list"] = "list"
-    data: list[ViewT]
+    data: list[ViewT] = Field(validation_alias=AliasChoices("data", "items"))
     next: str | None
 
 

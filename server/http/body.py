@@ -63,11 +63,6 @@ async def read_chunks(
             yield chunk
 
 
-async def read_body(request: Request, limit: int, pace: Pace) -> bytes:
-    """The whole body; raises like `read_chunks`."""
-    return b"".join([chunk async for chunk in read_chunks(request, limit, pace)])
-
-
 def content_length(request: Request) -> int | None:
     """Bytes of the body by its header; None where that does not say.
 

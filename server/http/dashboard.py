@@ -1,9 +1,13 @@
-"""The dashboard's files: one page for every path of it, and modules, styles and pictures below /static."""
+"""What is answered without a key: the dashboard's files, and a few paths.
+
+The dashboard is one page for every path of it, and modules, styles and pictures below /static.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -12,6 +16,8 @@ from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
+PUBLIC_PATHS = frozenset({"/health", "/ready", "/version", "/openapi.json"})
+"""Answered without a key, to GET and HEAD."""
 STATIC = Path(__file__).resolve().parents[1] / "static"
 PAGES = (
     *("/", "/usage", "/adapters", "/adapters/{name}", "/live", "/playground"),
@@ -42,22 +48,21 @@ class DashboardFiles(StaticFiles):
         return response
 
 
-def is_dashboard(scope: Scope) -> bool:
-    """Whether a request asks for a file of the dashboard. These files are public."""
-    return scope["method"] in ("GET", "HEAD") and _OPEN.fullmatch(scope["path"]) is not None
+def is_public(scope: Scope) -> bool:
+    """Whether a request needs no key."""
+    path = scope["path"]
+    return scope["method"] in ("GET", "HEAD") and (path in PUBLIC_PATHS or _OPEN.fullmatch(path) is not None)
 
 
 def add_dashboard(app: FastAPI) -> None:
     """Serve the dashboard from this app."""
     files = DashboardFiles(directory=STATIC)
 
-    async def page(request: Request) -> Response:
-        return await files.get_response("index.html", request.scope)
-
-    async def icon(request: Request) -> Response:
-        return await files.get_response("weft.svg", request.scope)
+    async def send(name: str, request: Request) -> Response:
+        return await files.get_response(name, request.scope)
 
     for path in PAGES:
-        app.add_route(path, page, include_in_schema=False)
-    app.add_route("/favicon.ico", icon, include_in_schema=False)  # browsers ask for it, whatever the page says
+        app.add_route(path, partial(send, "index.html"), include_in_schema=False)
+    # Browsers ask for it, whatever the page says.
+    app.add_route("/favicon.ico", partial(send, "weft.svg"), include_in_schema=False)
     app.mount("/static", files)

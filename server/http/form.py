@@ -50,12 +50,12 @@ class Form:
     """The error message for any other part."""
 
     def __init__(self, boundary: bytes, file_limit: int) -> None:
-        self.has_file = False
         self.filename = ""
         """The file name that the client gave."""
         self.pending = bytearray()
         """Bytes of the file that are to be written."""
         self._texts: dict[str, bytearray] = {}
+        """By part, from its beginning; that of the file stays empty."""
         self._file_limit = file_limit
         self._num_bytes = 0
         self._name, self._value = bytearray(), bytearray()
@@ -98,11 +98,8 @@ class Form:
         if self._parser.state != MultipartState.END:
             raise _malformed("The multipart body ends before its last boundary.")
         for name in self.required:
-            if not self._has(name):
+            if name not in self._texts:
                 raise InvalidRequestError(f"The part {name} is missing.", param=name, code="upload.missing_part")
-
-    def _has(self, name: str) -> bool:
-        return self.has_file if name == self.file else name in self._texts
 
     def _begin_part(self) -> None:
         self._part = None
@@ -118,20 +115,16 @@ class Form:
 
     def _check_part(self) -> None:
         part = self._part
-        if part is None or self._has(part) or (part != self.file and part not in self.parts):
+        if part is None or part in self._texts or (part != self.file and part not in self.parts):
             raise InvalidRequestError(self.rule, code="upload.unexpected_part")
-        if part == self.file:
-            self.has_file = True
-        else:
-            self._texts[part] = bytearray()
+        self._texts[part] = bytearray()
 
     def _part_bytes(self, chunk: bytes, start: int, end: int) -> None:
         if self._part == self.file:
             self._num_bytes += end - start
             if self._num_bytes > self._file_limit:
-                raise PayloadTooLargeError(
-                    f"The part {self._part} exceeds the limit of {self._file_limit} bytes.", code="upload.too_large"
-                )
+                message = f"The part {self._part} exceeds the limit of {self._file_limit} bytes."
+                raise PayloadTooLargeError(message, code="upload.too_large")
             self.pending += memoryview(chunk)[start:end]
         elif self._part is not None:
             text, (limit, _) = self._texts[self._part], self.parts[self._part]

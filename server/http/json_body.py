@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from weft.errors import InvalidRequestError, UnsupportedParameterError
 from weft.server.http.bodies import Body
-from weft.server.http.body import Pace, read_body
+from weft.server.http.body import Pace, read_chunks
 
 INLINE_BYTES = 16 * 1024
 """Bodies up to this size are parsed on the event loop; larger ones in a thread."""
@@ -40,7 +40,7 @@ async def json_bytes(request: Request, limit: int, pace: Pace) -> bytes:
     media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise InvalidRequestError("The body must be JSON: send Content-Type application/json.", code="invalid_json")
-    return await read_body(request, limit, pace)
+    return b"".join([chunk async for chunk in read_chunks(request, limit, pace)])
 
 
 async def parsed(model: type[BodyT], raw: bytes) -> BodyT:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -14,19 +13,15 @@ from pydantic.json_schema import models_json_schema
 
 import weft
 from weft.server.http.bodies import AnthropicErrorView, ErrorView, is_anthropic
-from weft.server.http.public import PUBLIC_PATHS
+from weft.server.http.dashboard import PUBLIC_PATHS
 
 if TYPE_CHECKING:
     from weft.server.http.form import Form
 
 _REF = "#/components/schemas/{model}"
 _FOREIGN = ("HTTPValidationError", "ValidationError")
-_ANY_ERRORS = (400, 401, 405, 431, 503)
-_KEYED_ERRORS = (403, 404, 429)
-_CHANGE_ERRORS = (409, 507)
-_BODY_ERRORS = (408, 413, 415)
 IDEMPOTENCY_KEY = "Idempotency-Key"
-TEXT, BINARY = {"type": "string"}, {"type": "string", "format": "binary"}
+TEXT, BINARY, OBJECT = {"type": "string"}, {"type": "string", "format": "binary"}, {"type": "object"}
 _bodies: dict[str, type[BaseModel]] = {}
 
 
@@ -55,12 +50,13 @@ def takes_bytes(header: str, about: str) -> dict[str, Any]:
     return {**_request_body("application/octet-stream", BINARY), **_header(header, TEXT, about)}
 
 
-def openapi_of(app: FastAPI) -> Callable[[], dict[str, Any]]:
-    """A replacement of `app.openapi` that has all bodies and errors."""
-    return cache(lambda: _make(app))
+def sends(media_type: str, schema: Mapping[str, object]) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route that answers with no model of ours."""
+    return {200: {"content": {media_type: {"schema": schema}}}}
 
 
-def _make(app: FastAPI) -> dict[str, Any]:
+def openapi_page(app: FastAPI) -> dict[str, Any]:
+    """The page of an app, with all bodies and errors."""
     page = get_openapi(title="Weft", version=weft.__version__, routes=app.routes, summary=app.summary)
     models: list[type[BaseModel]] = [*_bodies.values(), ErrorView, AnthropicErrorView]
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
@@ -92,13 +88,13 @@ def error_answer(status: int, path: str) -> dict[str, Any]:
 
 def _errors(path: str, method: str, operation: dict[str, Any]) -> list[int]:
     """Statuses of the errors that an operation may answer with, besides those that its route names."""
-    statuses = [*_ANY_ERRORS]
+    statuses = [400, 401, 405, 431, 503]
     if path not in PUBLIC_PATHS:
-        statuses += _KEYED_ERRORS
+        statuses += [403, 404, 429]
     if method != "get":
-        statuses += _CHANGE_ERRORS
+        statuses += [409, 507]
     if "requestBody" in operation:
-        statuses += _BODY_ERRORS
+        statuses += [408, 413, 415]
     if any(parameter["name"] == IDEMPOTENCY_KEY for parameter in operation.get("parameters", ())):
         statuses.append(422)  # a key used for something else, and adapters that cannot be served
     return statuses

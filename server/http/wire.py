@@ -32,18 +32,13 @@ some turns of the event loop later."""
 class BoundedReads(asyncio.BufferedProtocol):
     """Between a connection and its protocol: bounds one read to a quarter of what event loops read."""
 
-    def __init__(self, protocol: BoundedProtocol) -> None:
-        self._protocol = protocol
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - uvicorn's own
+        self._protocol = protocol = BoundedProtocol(*args, **kwargs)
         self._buffer = bytearray()
         self.connection_lost = protocol.connection_lost  # type: ignore[method-assign]
         self.eof_received = protocol.eof_received  # type: ignore[method-assign]
         self.pause_writing = protocol.pause_writing  # type: ignore[method-assign]
         self.resume_writing = protocol.resume_writing  # type: ignore[method-assign]
-
-    @classmethod
-    def connect(cls, *args: Any, **kwargs: Any) -> BoundedReads:  # noqa: ANN401 - uvicorn's own
-        """For uvicorn: a new connection."""
-        return cls(BoundedProtocol(*args, **kwargs))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take a connection."""

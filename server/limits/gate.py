@@ -204,7 +204,8 @@ class Gate:
         tenant.slots.expire(now_s)
         turn = tenant.slots.turn(ask.key, now_s)
         limit_s = WAIT_SHARES[turn if len(tenant.slots) else max(WAIT_SHARES)] * self._max_wait_s
-        has_row = self._has_rows(tenant)
+        # A tenant with rows enough for all its requests waits for none of them long.
+        has_row = tenant.live < (self._load.rows if self._load else 0) * self._share(tenant)
         is_late = wait_s > limit_s and not has_row and not self._is_paused
         is_full = self._is_full(tenant)
         is_crowded = tenant.waiting > 0 and (is_late or is_full)
@@ -298,11 +299,6 @@ class Gate:
     def _share(self, tenant: TenantQueue) -> float:
         """The tenant's part of the engine, by the weights of the active tenants."""
         return tenant.weight / max(self._active_weight, tenant.weight)
-
-    def _has_rows(self, tenant: TenantQueue) -> bool:
-        """Whether the tenant's share of the rows is enough for all its requests; then none of them waits long."""
-        rows = self._load.rows if self._load else 0
-        return tenant.live < rows * self._share(tenant)
 
     def _is_full(self, tenant: TenantQueue) -> bool:
         """Whether the tenant has its part of the queue. With a free row a request waits for the next step only."""

@@ -7,7 +7,7 @@ the tenant, also for an admin with `?tenant=`. Both come with the identity, and 
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, cast
 
 from fastapi import Depends
 from starlette.requests import Request
@@ -21,8 +21,7 @@ from weft.server.services import Services, services_of
 
 def reservation_of(request: Request) -> LimitReservation:
     """The request's part of its caller's limits. `Boundary` makes it, and ends it with the request."""
-    reservation: LimitReservation = request.state.reservation
-    return reservation
+    return cast(LimitReservation, request.state.reservation)
 
 
 async def shares_of(services: Services, caller: Caller, *, with_month: bool = False) -> list[Share]:

@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, NamedTuple
 
 from weft.errors import QuotaExceededError, RateLimitError
+from weft.registry.limits import Limits
 from weft.server.limits.windows import Account, Window, month_of
-
-if TYPE_CHECKING:
-    from weft.registry.limits import Limits
 
 BUSY_S = 1.0
 """Retry-After in seconds where a limit becomes free only when other requests end."""
 Holder = Literal["tenant", "key"]
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """An account, and the limits of its holder."""
 
     holder: Holder

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weft.errors import InvalidRequestError
 from weft.server.generation.chat_schemas import ChatBody
 from weft.server.generation.items import named
 from weft.server.generation.schemas import SamplingFields
 from weft.server.http.json_body import validate
-from weft.server.messages.schemas import (
-    BETWEEN,
-    MessagesBody,
-    TextBlock,
-    ThinkingBlock,
-    TokenCountBody,
-    ToolResultBlock,
-    ToolUseBlock,
-)
-
-if TYPE_CHECKING:
-    from weft.server.messages.schemas import ToolChoice, Turn
+from weft.server.messages import schemas
 
 _SAME = ("model", *SamplingFields.model_fields)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -42,7 +31,7 @@ class MessagesChat(ChatBody):
     may_fill_context = True
 
 
-def chat_of(body: TokenCountBody, max_model_len: int) -> MessagesChat:
+def chat_of(body: schemas.TokenCountBody, max_model_len: int) -> MessagesChat:
     """The chat that is the same request.
 
     Raises:
@@ -54,7 +43,7 @@ def chat_of(body: TokenCountBody, max_model_len: int) -> MessagesChat:
         chat["messages"] += _assistant(turn) if turn.role == "assistant" else _other(turn)
     if body.messages[-1].role == "assistant":
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
-    if isinstance(body, MessagesBody):
+    if isinstance(body, schemas.MessagesBody):
         chat |= {"max_completion_tokens": min(body.max_tokens, max_model_len), "stop": body.stop_sequences}
     if body.tools:
         own = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in body.tools]
@@ -66,7 +55,7 @@ def chat_of(body: TokenCountBody, max_model_len: int) -> MessagesChat:
         return validate(MessagesChat, chat | _thinking_and_output(body))
 
 
-def _thinking_and_output(body: TokenCountBody) -> dict[str, Any]:
+def _thinking_and_output(body: schemas.TokenCountBody) -> dict[str, Any]:
     chat: dict[str, Any] = {}
     kind = body.thinking.type if body.thinking is not None else None
     if kind == "disabled":
@@ -81,35 +70,35 @@ def _thinking_and_output(body: TokenCountBody) -> dict[str, Any]:
     return chat
 
 
-def _tool_choice(choice: ToolChoice) -> dict[str, Any]:
+def _tool_choice(choice: schemas.ToolChoice) -> dict[str, Any]:
     if choice.type == "tool" and choice.name is None:
         raise InvalidRequestError("tool_choice of type tool needs a name.", param="tool_choice.name")
     chosen = _CHOICES.get(choice.type, {"type": "function", "function": {"name": choice.name}})
     return {"tool_choice": chosen, "parallel_tool_calls": not choice.disable_parallel_tool_use}
 
 
-def _assistant(turn: Turn) -> list[dict[str, Any]]:
+def _assistant(turn: schemas.Turn) -> list[dict[str, Any]]:
     """One message: what was thought, said and called."""
-    texts = [block.text for block in turn.content if isinstance(block, TextBlock)]
-    thoughts = [block.thinking for block in turn.content if isinstance(block, ThinkingBlock)]
+    texts = [block.text for block in turn.content if isinstance(block, schemas.TextBlock)]
+    thoughts = [block.thinking for block in turn.content if isinstance(block, schemas.ThinkingBlock)]
     calls = [
         {"id": block.id, "function": {"name": block.name, "arguments": json.dumps(block.input)}}
         for block in turn.content
-        if isinstance(block, ToolUseBlock)
+        if isinstance(block, schemas.ToolUseBlock)
     ]
-    message: dict[str, Any] = {"role": "assistant", "content": BETWEEN.join(texts), "tool_calls": calls}
-    return [message | ({"reasoning_content": BETWEEN.join(thoughts)} if thoughts else {})]
+    message: dict[str, Any] = {"role": "assistant", "content": schemas.BETWEEN.join(texts), "tool_calls": calls}
+    return [message | ({"reasoning_content": schemas.BETWEEN.join(thoughts)} if thoughts else {})]
 
 
-def _other(turn: Turn) -> list[dict[str, Any]]:
+def _other(turn: schemas.Turn) -> list[dict[str, Any]]:
     """A message for each result, and one for the texts between two results."""
     messages: list[dict[str, Any]] = []
     for block in turn.content:
-        if isinstance(block, ToolResultBlock):
+        if isinstance(block, schemas.ToolResultBlock):
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.content})
-        elif isinstance(block, TextBlock):
+        elif isinstance(block, schemas.TextBlock):
             if messages and messages[-1]["role"] == turn.role:
-                messages[-1]["content"] += BETWEEN + block.text
+                messages[-1]["content"] += schemas.BETWEEN + block.text
             else:
                 messages.append({"role": turn.role, "content": block.text})
     return messages

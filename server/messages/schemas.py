@@ -95,6 +95,9 @@ class Turn(Body):
     content: list[AnyBlock]
 
 
+Turns = Annotated[list[Turn], BeforeValidator(_turns, json_schema_input_type=list[Turn])]
+
+
 class ClientTool(Body):
     """A function that the client runs when the model calls it."""
 
@@ -148,9 +151,7 @@ class TokenCountBody(SamplingFields):
 
     model: str = Field(min_length=1, max_length=512)
     """As in a chat: the base's served name, or an adapter."""
-    messages: Annotated[list[Turn], BeforeValidator(_turns, json_schema_input_type=list[Turn])] = Field(
-        min_length=1, max_length=MAX_MESSAGES
-    )
+    messages: Turns = Field(min_length=1, max_length=MAX_MESSAGES)
     """An answer goes on with the last one if that is the assistant's."""
     system: Annotated[str, _text("system")] = ""
     tools: Annotated[list[ClientTool], with_kinds(("custom",), "tools", "custom")] = Field(default_factory=list)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import secrets
-from typing import TYPE_CHECKING
 
 import orjson
 
+from weft.errors import WeftError
 from weft.server.errors import as_anthropic, error_body
 from weft.server.generation.items import Item, ItemWriter
+from weft.server.generation.meter import Meter
+from weft.server.generation.openai_format import JsonObject
 from weft.server.http import sse
-
-if TYPE_CHECKING:
-    from weft.errors import WeftError
-    from weft.server.generation.meter import Meter
-    from weft.server.generation.openai_format import JsonObject
 
 _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
@@ -93,13 +90,13 @@ class MessageWriter(ItemWriter):
         return {"stop_reason": "max_tokens" if end.finish_reason == "length" else "end_turn", "stop_sequence": None}
 
     def _usage(self) -> JsonObject:
-        usage = self.meter.usage
+        usage, num_cached = self.meter.usage, self.meter.usage.prompt_tokens_details.cached_tokens
         return {
-            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-            "cache_read_input_tokens": usage.cached_tokens,
+            "input_tokens": usage.prompt_tokens - num_cached,
+            "cache_read_input_tokens": num_cached,
             "cache_creation_input_tokens": 0,
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+            "output_tokens_details": {"thinking_tokens": usage.completion_tokens_details.reasoning_tokens},
             "server_tool_use": None,
         }
 

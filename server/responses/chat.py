@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weft.server.generation.chat_schemas import ChatBody
 from weft.server.generation.schemas import SamplingFields
-from weft.server.responses.schemas import LOGPROBS, CallItem, CallOutputItem, MessageItem
-
-if TYPE_CHECKING:
-    from weft.server.responses.schemas import InputItem, ResponsesBody
+from weft.server.responses.schemas import LOGPROBS, CallItem, CallOutputItem, InputItem, MessageItem, ResponsesBody
 
 _SAME = ("model", "parallel_tool_calls", *SamplingFields.model_fields)
 NAMES = {

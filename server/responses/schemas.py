@@ -98,6 +98,9 @@ def _items(value: object) -> object:
     return [{**item, "type": kind} for item, kind in zip(value, kinds, strict=True)]
 
 
+Items = Annotated[list[InputItem], BeforeValidator(_items, json_schema_input_type=str | list[InputItem])]
+
+
 class FunctionTool(ToolFunction):
     """A function that the client runs when the model calls it."""
 
@@ -142,9 +145,7 @@ class ResponsesBody(SamplingFields):
 
     model: str = Field(min_length=1, max_length=512)
     """As in a chat: the base's served name, or an adapter."""
-    input: Annotated[list[InputItem], BeforeValidator(_items, json_schema_input_type=str | list[InputItem])] = Field(
-        min_length=1, max_length=MAX_MESSAGES
-    )
+    input: Items = Field(min_length=1, max_length=MAX_MESSAGES)
     instructions: str | None = None
     """What the model is told first, as its system."""
     tools: Annotated[list[FunctionTool], with_kinds(("function",), "tools")] = Field(default_factory=list)

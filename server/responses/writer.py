@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import TYPE_CHECKING
 
-from weft.errors import RateLimitError, RequestError
+from weft.errors import RateLimitError, RequestError, WeftError
 from weft.server.errors import error_body
 from weft.server.generation.items import Item, ItemWriter
+from weft.server.generation.meter import Meter
 from weft.server.generation.openai_format import JsonObject
 from weft.server.http import sse
-
-if TYPE_CHECKING:
-    from weft.errors import WeftError
-    from weft.server.generation.meter import Meter
-    from weft.server.responses.schemas import ResponsesBody
+from weft.server.responses.schemas import ResponsesBody
 
 _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 _TEXT_EVENTS = {"reasoning": "response.reasoning_text", "text": "response.output_text"}
@@ -136,10 +132,10 @@ class ResponseWriter(ItemWriter):
         usage = self.meter.usage
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": {**usage.prompt_tokens_details.model_dump(), "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "output_tokens_details": usage.completion_tokens_details.model_dump(),
+            "total_tokens": usage.total_tokens,
         }
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.errors import CapacityError
 from weft.server.errors import error_body
@@ -26,10 +25,10 @@ ALWAYS_NEW = frozenset({"seq", "last_step_age_s"})
 """What differs in any two snapshots of an idle engine."""
 
 Snapshot = dict[str, Any]
+Ask = Callable[[], Awaitable[Snapshot]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Frame:
+class _Frame(NamedTuple):
     event: bytes
     boot_id: str | None
     """None for an error."""
@@ -49,9 +48,7 @@ class EngineFeed:
         """Whether the engine is asked for snapshots: while there are listeners."""
         return self._poller is not None
 
-    async def events(
-        self, ask: Callable[[], Awaitable[Snapshot]], is_over: Callable[[], bool]
-    ) -> AsyncGenerator[bytes, None]:
+    async def events(self, ask: Ask, is_over: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
         """Events from now on, beginning with the current snapshot.
 
         Args:
@@ -78,9 +75,7 @@ class EngineFeed:
             poller.result()
 
     @contextmanager
-    def _listening(
-        self, ask: Callable[[], Awaitable[Snapshot]], is_over: Callable[[], bool]
-    ) -> Iterator[asyncio.Task[None]]:
+    def _listening(self, ask: Ask, is_over: Callable[[], bool]) -> Iterator[asyncio.Task[None]]:
         """The polling task: started by the first listener, or the first after it failed; ended by the last one."""
         if self._poller is None or self._poller.done():
             self._newest = None
@@ -95,7 +90,7 @@ class EngineFeed:
                 self._poller.cancel()
                 self._poller = None
 
-    async def _poll(self, ask: Callable[[], Awaitable[Snapshot]], is_over: Callable[[], bool]) -> None:
+    async def _poll(self, ask: Ask, is_over: Callable[[], bool]) -> None:
         loop = asyncio.get_running_loop()
         last: Snapshot | None = None
         while not is_over():

@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 import weft
+from weft.engine.status import EngineStatus
 from weft.registry.limits import TENANT_LIMITS
-
-if TYPE_CHECKING:
-    from weft.engine.status import EngineStatus
-    from weft.server.status.vllm_names import VllmNames
+from weft.server.status.vllm_names import VllmNames
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_LABELS = 100
@@ -61,19 +59,15 @@ class Metrics(Collector):
         self._digests: dict[str, tuple[str, int]] = {}
         """Names and ranks of adapters, those asked for last at the end."""
         self._last_step = ("", 0)
-        self._declare()
         self._status: EngineStatus | None = None
-        self.registry.register(self)
-
-    def _declare(self) -> None:
         own = self.registry
         self._requests = Counter("weft_requests", "Generation requests.", ["tenant", "adapter", "status"], registry=own)
         self._tokens = Counter("weft_tokens", "Tokens accounted.", ["tenant", "adapter", "kind"], registry=own)
         of_request = partial(Histogram, buckets=LATENCY_BUCKETS, registry=own)
         self._ttft = of_request("weft_ttft_seconds", "Time to the first token.")
-        self._whole = of_request("weft_request_seconds", "Time to the end of the answer.")
+        self.whole = of_request("weft_request_seconds", "Time to the end of the answer.")
         self._queue = of_request("weft_queue_seconds", "Time before the first step.")
-        self._itl = Histogram("weft_itl_seconds", "Time between tokens.", buckets=STEP_BUCKETS, registry=own)
+        self.itl = Histogram("weft_itl_seconds", "Time between tokens.", buckets=STEP_BUCKETS, registry=own)
         self._step = Histogram("weft_step_seconds", "Length of a step.", buckets=STEP_BUCKETS, registry=own)
         self._batch = Histogram("weft_batch_adapters", "Adapters in a step.", buckets=ADAPTER_BUCKETS, registry=own)
         about_limits = "Requests refused by a tenant's or key's limit, and chats without max_tokens that it ended."
@@ -88,6 +82,7 @@ class Metrics(Collector):
         self._engine_up = Gauge("weft_engine_up", "1 while the engine answers, else 0.", registry=own)
         self._lag = Gauge("weft_usage_outbox_lag_seconds", "Age of the oldest usage event not in SQL.", registry=own)
         Gauge("weft_build_info", "Always 1.", ["version"], registry=own).labels(weft.__version__).set(1)
+        own.register(self)
 
     def learn_adapter(self, digest: str, tenant: str, name: str, rank: int) -> None:
         """Remember the name of a digest: residents are shown by name."""
@@ -117,14 +112,6 @@ class Metrics(Collector):
         self._ttft.observe(ttft_s)
         if queue_s is not None:
             self._queue.observe(queue_s)
-
-    def whole_answer(self, seconds: float) -> None:
-        """Observe how long a request took."""
-        self._whole.observe(seconds)
-
-    def next_token(self, gap_s: float) -> None:
-        """Observe the time since the token before."""
-        self._itl.observe(gap_s)
 
     def limited(self, limit: str) -> None:
         """Count a refusal by one of the limits of a tenant or key."""
@@ -167,11 +154,9 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """The figures of the engine's last status; called by `registry`."""
-        if self._status is not None:
-            yield from self._engine_requests(self._status)
-            yield from self._engine_adapters(self._status)
-
-    def _engine_requests(self, status: EngineStatus) -> Iterable[Metric]:
+        status = self._status
+        if status is None:
+            return
         yield GaugeMetricFamily("weft_running_requests", "Requests that run.", status.running)
         yield GaugeMetricFamily("weft_waiting_requests", "Requests that wait.", status.waiting)
         yield GaugeMetricFamily("weft_engine_paused", "1 while the engine is paused, else 0.", status.pause is not None)
@@ -180,16 +165,11 @@ class Metrics(Collector):
         yield _labelled(GaugeMetricFamily, "weft_host_pages", about, "kind", status.host_pages)
         about = "Running requests that lost their pages."
         yield _labelled(CounterMetricFamily, "weft_preemptions", about, "how", status.preemptions)
-        about, evictions = (
-            "Adapters, and blocks of cached KV, dropped.",
-            {**dict.fromkeys(EVICTED, 0), **status.evictions},
-        )
+        about, evictions = "Adapters, and blocks of cached KV, dropped.", dict.fromkeys(EVICTED, 0) | status.evictions
         yield _labelled(CounterMetricFamily, "weft_evictions", about, "kind", evictions)
         about = "Prompt tokens looked up in the prefix cache."
         yield CounterMetricFamily("weft_prefix_cache_queries", about, status.prefix_queries)
         yield CounterMetricFamily("weft_prefix_cache_hits", "Prompt tokens found there.", status.prefix_hits)
-
-    def _engine_adapters(self, status: EngineStatus) -> Iterable[Metric]:
         loads = CounterMetricFamily("weft_adapter_loads", "Adapter loads.", labels=["from", "to", "result"])
         for key, count in {**dict.fromkeys(LOADED, 0), **status.loads}.items():
             path, _, result = key.partition(":")

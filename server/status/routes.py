@@ -18,6 +18,7 @@ from weft.registry.records import Identity
 from weft.server.auth.callers import Admin
 from weft.server.http import sse
 from weft.server.http.bodies import View
+from weft.server.http.openapi import OBJECT, TEXT, sends
 from weft.server.services import Services, Wired
 from weft.server.status import metrics
 
@@ -26,10 +27,9 @@ router = APIRouter(tags=["engine"])
 health_router = APIRouter(tags=["health"])
 ADMIN = "(admin)"
 """Name shown for requests of an admin without a tenant; no tenant can have it."""
-_ANY: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": {"type": "object"}}}}}
 
 
-@router.get("/v1/engine", response_class=Response, responses=_ANY)
+@router.get("/v1/engine", response_class=Response, responses=sends("application/json", OBJECT))
 async def get_engine(services: Wired, _: Admin) -> Response:
     """Show the last steps, adapters per step, pages by kind and place, resident adapters and tenants by name."""
     return Response(orjson.dumps(await _snapshot(services)), media_type="application/json")
@@ -43,11 +43,7 @@ class _EventsResponse(StreamingResponse):
             await super().stream_response(send)
 
 
-@router.get(
-    "/v1/engine/events",
-    response_class=StreamingResponse,
-    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
-)
+@router.get("/v1/engine/events", response_class=StreamingResponse, responses=sends("text/event-stream", TEXT))
 async def stream_engine(request: Request, services: Wired, _: Admin) -> StreamingResponse:
     """Send a snapshot whenever the engine has moved on, at most twice a second; `engine_error` while it is away."""
     events = services.engine_feed.events(lambda: _snapshot(services), lambda: services.drain.is_draining)

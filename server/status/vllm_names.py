@@ -10,17 +10,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:
-    from weft.engine.status import EngineStatus
+from weft.engine.status import EngineStatus
 
 LEVELS = {"device": "gpu", "host": "cpu"}
-ENDS = {"finished_reason": "status"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,7 @@ ALIASES = (
     Alias("vllm:prefix_cache_hits", "weft_prefix_cache_hits"),
     Alias("vllm:prompt_tokens", "weft_tokens", {"kind": "prompt"}),
     Alias("vllm:generation_tokens", "weft_tokens", {"kind": "completion"}),
-    Alias("vllm:request_success", "weft_requests", kept=ENDS),
+    Alias("vllm:request_success", "weft_requests", kept={"finished_reason": "status"}),
     Alias("vllm:time_to_first_token_seconds", "weft_ttft_seconds", kept={"le": "le"}),
     Alias("vllm:inter_token_latency_seconds", "weft_itl_seconds", kept={"le": "le"}),
     Alias("vllm:request_queue_time_seconds", "weft_queue_seconds", kept={"le": "le"}),

@@ -1,4 +1,7 @@
-"""Tenants, their keys, and the audit log of all changes; for admins only."""
+"""Tenants, their keys, and the audit log of all changes, for admins only; and which tenants may call another's adapter.
+
+Owners name other tenants by id, so names cannot be guessed.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,23 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
+from weft.errors import NotFoundError
 from weft.registry.names import MAX_INTEGER
-from weft.server.auth.callers import Admin, AnyCaller
+from weft.registry.records import Grant
+from weft.server.auth.callers import Admin, AnyCaller, TenantCaller, TenantReader, TenantWriter
 from weft.server.garbage import remove_unreferenced
 from weft.server.http.bodies import HeldView, NamedView
 from weft.server.http.json_body import json_body
 from weft.server.http.openapi import takes
 from weft.server.limits.rates import shares_of
 from weft.server.pins import pinned_pages
-from weft.server.services import Wired
+from weft.server.services import Services, Wired
 from weft.server.tenants import schemas
 
 router = APIRouter(tags=["tenants"])
 audit_router = APIRouter(tags=["audit"])
+grants_router = APIRouter(tags=["grants"])
+Version = Annotated[int | None, Query(ge=1, lt=1 << 31)]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Before = Annotated[int | None, Query(ge=1, le=MAX_INTEGER, description="`next` of the page before.")]
 
@@ -29,16 +36,14 @@ async def create_tenant(request: Request, services: Wired, _: Admin) -> schemas.
     """Make a tenant. Limits that the body does not name come from the settings `tenant_defaults.*`."""
     body = await json_body(request, schemas.TenantBody, services.config.server.max_body_bytes, services.pace)
     limits = {**asdict(services.config.tenant_defaults), **body.limits}
-    return schemas.TenantView.model_validate(
-        await services.registry.tenants.create_tenant(body.name, limits, body.weight)
-    )
+    tenant = await services.registry.tenants.create_tenant(body.name, limits, body.weight)
+    return schemas.TenantView.model_validate(tenant)
 
 
 @router.get("/v1/tenants")
 async def list_tenants(services: Wired, _: Admin, after: str | None = None, limit: Limit = 100) -> schemas.TenantList:
     """List tenants by name."""
-    page = await services.registry.tenants.list_tenants(after, limit)
-    return schemas.TenantList(data=[schemas.TenantView.model_validate(tenant) for tenant in page.items], next=page.next)
+    return schemas.TenantList.model_validate(await services.registry.tenants.list_tenants(after, limit))
 
 
 @router.get("/v1/tenants/{name}")
@@ -51,16 +56,14 @@ async def get_tenant(name: str, services: Wired, _: Admin) -> schemas.TenantView
 async def update_tenant(name: str, request: Request, services: Wired, _: Admin) -> schemas.TenantView:
     """Replace a tenant's limits, its weight, or both; in force at once."""
     body = await json_body(request, schemas.TenantPatchBody, services.config.server.max_body_bytes, services.pace)
-    return schemas.TenantView.model_validate(
-        await services.registry.tenants.update_tenant(name, body.limits, body.weight)
-    )
+    tenant = await services.registry.tenants.update_tenant(name, body.limits, body.weight)
+    return schemas.TenantView.model_validate(tenant)
 
 
-@router.delete("/v1/tenants/{name}", status_code=204)
-async def delete_tenant(name: str, services: Wired, _: Admin) -> Response:
+@router.delete("/v1/tenants/{name}", status_code=204, response_class=Response)
+async def delete_tenant(name: str, services: Wired, _: Admin) -> None:
     """Delete a tenant with its keys and adapters; its usage stays."""
     await remove_unreferenced(services, await services.registry.tenants.delete_tenant(name))
-    return Response(status_code=204)
 
 
 @router.post("/v1/tenants/{name}/keys", status_code=201, openapi_extra=takes(schemas.KeyBody))
@@ -74,9 +77,8 @@ async def create_key(name: str, request: Request, services: Wired, _: Admin) -> 
 @router.get("/v1/tenants/{name}/keys")
 async def list_keys(name: str, services: Wired, _: Admin) -> schemas.KeyList:
     """List a tenant's keys that are not revoked."""
-    return schemas.KeyList(
-        data=[schemas.KeyView.model_validate(key) for key in await services.registry.keys.list_keys(name)], next=None
-    )
+    keys = await services.registry.keys.list_keys(name)
+    return schemas.KeyList.model_validate({"data": keys, "next": None})
 
 
 @router.patch("/v1/keys/{key_id}", openapi_extra=takes(schemas.KeyPatchBody))
@@ -94,11 +96,10 @@ async def rotate_key(key_id: str, request: Request, services: Wired, _: Admin) -
     return schemas.NewKeyView(**schemas.KeyView.model_validate(key).model_dump(), key=secret)
 
 
-@router.delete("/v1/keys/{key_id}", status_code=204)
-async def revoke_key(key_id: str, services: Wired, _: Admin) -> Response:
+@router.delete("/v1/keys/{key_id}", status_code=204, response_class=Response)
+async def revoke_key(key_id: str, services: Wired, _: Admin) -> None:
     """Revoke a key; it stops working at once."""
     await services.registry.keys.revoke_key(key_id)
-    return Response(status_code=204)
 
 
 @router.get("/v1/me")
@@ -113,12 +114,11 @@ async def show_caller(services: Wired, caller: AnyCaller) -> schemas.MeView:
         pages = await pinned_pages(services, caller.tenant_id)
         used["tenant"] |= {**await services.registry.tenants.stored(caller.tenant_id), "pinned_pages": pages}
     key_id, tenant_id, tenant = caller.identity.key_id, caller.tenant_id, caller.tenant
+    key = schemas.KeyView.model_validate(await services.registry.keys.get_key(key_id)) if key_id is not None else None
     return schemas.MeView(
         role=caller.identity.role,
         tenant=NamedView(id=tenant_id, name=tenant) if tenant_id is not None and tenant is not None else None,
-        key=schemas.KeyView.model_validate(await services.registry.keys.get_key(key_id))
-        if key_id is not None
-        else None,
+        key=key,
         limits=HeldView(**limits),
         used=HeldView(**used),
     )
@@ -135,6 +135,53 @@ async def list_audit(
     """List changes of tenants, keys, adapters, aliases and grants, newest first."""
     entries = await services.registry.list_audit(before, limit, tenant)
     more = len(entries) == limit and entries[-1].id > 1
-    return schemas.AuditList(
-        data=[schemas.AuditView.model_validate(entry) for entry in entries], next=str(entries[-1].id) if more else None
+    return schemas.AuditList.model_validate({"data": entries, "next": str(entries[-1].id) if more else None})
+
+
+@grants_router.get("/v1/adapters/{name}/grants")
+async def list_grants(name: str, services: Wired, caller: TenantReader) -> schemas.GrantList:
+    """List the other tenants that may call an adapter."""
+    grants = await services.registry.grants.list_grants(caller.tenant_id, name)
+    return schemas.GrantList(data=[_view(name, grant) for grant in grants], next=None)
+
+
+@grants_router.post(
+    "/v1/adapters/{name}/grants",
+    status_code=201,
+    openapi_extra=takes(schemas.GrantBody),
+    responses={200: {"model": schemas.GrantView, "description": "It was granted already."}},
+)
+async def grant_adapter(
+    name: str, request: Request, response: Response, services: Wired, caller: TenantWriter
+) -> schemas.GrantView:
+    """Let another tenant call an adapter as `tenant/name`, or one version of it as `tenant/name@version`."""
+    body = await json_body(request, schemas.GrantBody, services.config.server.max_body_bytes, services.pace)
+    grantee = await _tenant_id(services, caller, body.tenant)
+    grant, is_new = await services.registry.grants.grant_adapter(
+        caller.tenant_id, name, grantee, body.version, actor=caller.actor
     )
+    response.status_code = 201 if is_new else 200
+    return _view(name, grant)
+
+
+@grants_router.delete("/v1/adapters/{name}/grants/{grantee}", status_code=204, response_class=Response)
+async def withdraw_grant(
+    name: str, grantee: str, services: Wired, caller: TenantWriter, version: Version = None
+) -> None:
+    """Take a grant back: new requests of the other tenant are refused at once, running ones finish."""
+    other = await _tenant_id(services, caller, grantee)
+    await services.registry.grants.withdraw_grant(caller.tenant_id, name, other, version, actor=caller.actor)
+
+
+def _view(adapter: str, grant: Grant) -> schemas.GrantView:
+    return schemas.GrantView.model_validate({"adapter": adapter, **asdict(grant)})
+
+
+async def _tenant_id(services: Services, caller: TenantCaller, named: str) -> str:
+    """A tenant's id as it stands; admins may give its name instead."""
+    if named.startswith("ten_"):
+        return named
+    if not caller.is_admin:
+        message = "Name the other tenant by its id (ten_...), which its keys see in GET /v1/me."
+        raise NotFoundError(message, param="tenant")
+    return (await services.registry.tenants.get_tenant(named)).id

@@ -13,12 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from weft.engine.text.tokenizer import Tokenizer
 from weft.errors import ConfigError
-
-if TYPE_CHECKING:
-    from weft.engine.text.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).with_name("formats")
 REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")

@@ -10,12 +10,10 @@ import keyword
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weft.errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    from weft.server.tools.schemas import Tool
+from weft.server.tools.schemas import Tool
 
 ANY_TEXT = r"(.|\n)*"
 JsonRule = Callable[[object, str], str]

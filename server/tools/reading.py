@@ -8,15 +8,12 @@ import secrets
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weft.errors import InvalidRequestError
-from weft.server.tools.formats import CALLS_FIELD, REASONING_FIELDS
+from weft.server.tools.formats import CALLS_FIELD, REASONING_FIELDS, AnswerFormat
 from weft.server.tools.parameters import typed_tool
-
-if TYPE_CHECKING:
-    from weft.server.tools.formats import AnswerFormat
-    from weft.server.tools.schemas import Tool
+from weft.server.tools.schemas import Tool
 
 MAX_HELD = 64
 """White space that waits for what follows."""
@@ -84,9 +81,8 @@ def plan_answer(answer: AnswerFormat, tools: Sequence[Tool], rendered: str, *, s
     prefix = "" if len(prefix) == len(rendered) else prefix
     reader = AnswerPlan(format=answer, tools=tools, prefix=prefix).reader()
     if reader.has_begun_call:
-        raise InvalidRequestError(
-            "The last message ends in the middle of a call. Leave the call to the model.", param="messages"
-        )
+        message = "The last message ends in the middle of a call. Leave the call to the model."
+        raise InvalidRequestError(message, param="messages")
     prefix = prefix.removesuffix(reader.pending)  # no start of a mark: the answer begins after it
     return AnswerPlan(format=answer, tools=tools, prefix=prefix, shows_reasoning=shows_reasoning)
 

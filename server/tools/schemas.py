@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -19,7 +19,7 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 class ToolFunction(Body):
     """A function that the model may call. transformers' `get_json_schema` also writes what it returns."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"return"})
+    ignored = frozenset({"return"})
 
     name: ToolName
     description: str | None = None
@@ -32,7 +32,7 @@ class ToolFunction(Body):
 class Tool(Body):
     """An entry of `tools`."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+    ignored = frozenset({"cache_control"})
 
     type: Literal["function"]
     function: ToolFunction
@@ -49,7 +49,7 @@ class CalledFunction(Body):
 class Call(Body):
     """An entry of `tool_calls` of an earlier answer."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"index", "extra_content", "provider_specific_fields"})
+    ignored = frozenset({"index", "extra_content", "provider_specific_fields"})
 
     id: str = Field(min_length=1, max_length=256)
     type: Literal["function"] = "function"
@@ -78,10 +78,8 @@ def _arguments(text: object) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise InvalidRequestError(
-            "arguments of a call in tool_calls must be a JSON object in a string. Send back what the answer held.",
-            param="messages",
-        )
+        wanted = "must be a JSON object in a string. Send back what the answer held."
+        raise InvalidRequestError(f"arguments of a call in tool_calls {wanted}", param="messages")
     return value
 
 
@@ -116,31 +114,15 @@ def _name(tool: object) -> str | None:
     return None
 
 
+def _object_schema(**properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
 TOOL_CHOICE_SCHEMA: dict[str, Any] = {
     "anyOf": [
         {"enum": ["none", "auto", "required"]},
-        {
-            "type": "object",
-            "properties": {
-                "type": {"const": "function"},
-                "function": {
-                    "type": "object",
-                    "properties": {"name": {"type": "string"}},
-                    "required": ["name"],
-                },
-            },
-            "required": ["type", "function"],
-        },
-        {
-            "type": "object",
-            "properties": {"type": {"const": "allowed_tools"}, "allowed_tools": {"type": "object"}},
-            "required": ["type", "allowed_tools"],
-        },
+        _object_schema(type={"const": "function"}, function=_object_schema(name={"type": "string"})),
+        _object_schema(type={"const": "allowed_tools"}, allowed_tools={"type": "object"}),
     ]
 }
 """For the OpenAPI page."""
-
-
-def tool_texts(tools: list[Tool]) -> list[str]:
-    """What the model may see of the tools."""
-    return [json.dumps(tool.function.model_dump(exclude_none=True)) for tool in tools]

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from weft.errors import InvalidRequestError
-from weft.registry.records import (
-    Bucket,
-    GroupBy,
-    LatencyRow,
-    RankBy,
-    ServiceClass,
-    UsageQuery,
-    UsageRow,
-    UsageTotals,
-)
+from weft.registry import records
 from weft.registry.usage.buckets import zone_of
 from weft.registry.usage.latency import LATENCY_GROUPS
 from weft.registry.usage.prices import in_currency
 from weft.registry.usage.query import MAX_ROWS, MAX_TOP, SUMS
 from weft.server.auth.callers import UsageCaller
 from weft.server.http.bodies import iso
+from weft.server.http.openapi import TEXT, sends
 from weft.server.services import Services, Wired
 from weft.server.usage import schemas
 from weft.server.usage.span import SpanParams, group_fields, several, usage_scope
@@ -37,13 +30,13 @@ router = APIRouter(tags=["usage"])
 _WIDTH_S = {"1m": 60, "1h": 3600, "1d": 86400}
 _BUCKET_LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}
 """Default and largest number of buckets per page, as OpenAI has them."""
-_OPENAI_GROUPS: dict[str, GroupBy] = {
+_OPENAI_GROUPS: dict[str, records.GroupBy] = {
     "project_id": "tenant",
     "model": "adapter",
     "api_key_id": "key",
     "batch": "service_class",
 }
-_CSV: dict[str, Any] = {"text/csv": {"schema": {"type": "string"}}}
+_CSV = sends("text/csv", TEXT)
 
 
 class RangeParams(SpanParams):
@@ -51,7 +44,7 @@ class RangeParams(SpanParams):
 
     status: list[Annotated[str, Field(max_length=127)]] = several("statuses")
     """Only requests that ended so: stop, length, aborted, error, interrupted."""
-    service_class: list[ServiceClass] = several("service_classes")
+    service_class: list[records.ServiceClass] = several("service_classes")
     """Only interactive requests, or only lines of batches (batch)."""
     after: str | None = None
     limit: int = Field(1000, ge=1, le=MAX_ROWS)
@@ -61,7 +54,7 @@ class RangeParams(SpanParams):
 class UsageParams(RangeParams):
     """What GET /v1/usage takes."""
 
-    bucket: Bucket | None = None
+    bucket: records.Bucket | None = None
     """Width of a row's time span: minutes, or hours and days as clocks in `tz` show them."""
     tz: str = Field("UTC", max_length=64)
     """IANA name of a time zone; `start` and `end` without an offset are of this zone, those of rows are in UTC."""
@@ -71,7 +64,7 @@ class UsageParams(RangeParams):
     """Only so many groups, the largest of the whole range, have rows of their own, the largest first. All others are
     one row per bucket with `"other": true`, so rows still add up to the totals. There are no pages then, and `limit`
     does not count."""
-    rank_by: RankBy = "total_tokens"
+    rank_by: records.RankBy = "total_tokens"
     """With `top`: groups are ranked by this. Total tokens are prompt plus completion tokens; cost needs prices."""
 
 
@@ -83,25 +76,23 @@ class OrganizationUsageParams(BaseModel):
     tenant: str | None = None
     start_time: int = Field(ge=0, lt=1 << 36)
     end_time: int | None = Field(None, ge=0, lt=1 << 36)
-    bucket_width: Bucket = "1d"
+    bucket_width: records.Bucket = "1d"
     limit: int | None = Field(None, ge=1)
     page: str | None = Field(None, pattern=r"^page_[0-9]{1,11}$")
     group_by: list[str] = Field(default_factory=list)
     group_by_brackets: list[str] = Field(default_factory=list, alias="group_by[]")
 
     @property
-    def groups(self) -> tuple[GroupBy, ...]:
+    def groups(self) -> tuple[records.GroupBy, ...]:
         """What the rows are grouped by; groups that Weft lacks have one value, so they change nothing."""
         wanted = [*self.group_by, *self.group_by_brackets]
         return tuple(dict.fromkeys(_OPENAI_GROUPS[name] for name in wanted if name in _OPENAI_GROUPS))
 
 
-@router.get(
-    "/v1/usage", response_model=schemas.UsageList, response_model_exclude_unset=True, responses={200: {"content": _CSV}}
-)
+@router.get("/v1/usage", response_model=schemas.UsageList, response_model_exclude_unset=True, responses=_CSV)
 async def get_usage(
     services: Wired, caller: UsageCaller, params: Annotated[UsageParams, Query()]
-) -> schemas.UsageList | Response:
+) -> dict[str, object] | Response:
     """Sum up usage. A tenant sees its own; an admin sees all, or one with `?tenant=`."""
     query = params.query(caller, services.now(), zone_of(params.tz))
     await services.registry.usage.flush()
@@ -109,32 +100,30 @@ async def get_usage(
     currency = services.prices.currency if services.prices else None
     rows = [_row_fields(query, row, currency) for row in report.rows]
     if params.format == "csv":
-        empty = UsageRow(start=query.start, end=query.end)
+        empty = records.UsageRow(start=query.start, end=query.end)
         return _csv_response(list(_row_fields(query, empty, currency)), rows, next_page=report.next)
     extra = {"groups": report.groups, "currency": currency}
-    return schemas.UsageList.model_validate(
-        {
-            "object": "list",
-            "data": rows,
-            "next": report.next,
-            "totals": _sums(report.totals, currency),
-            **{name: value for name, value in extra.items() if value is not None},
-        }
-    )
+    return {
+        "object": "list",
+        "data": rows,
+        "next": report.next,
+        "totals": _sums(report.totals, currency),
+        **{name: value for name, value in extra.items() if value is not None},
+    }
 
 
-@router.get("/v1/usage/events", response_model=schemas.UsageEventList, responses={200: {"content": _CSV}})
+@router.get("/v1/usage/events", response_model=schemas.UsageEventList, responses=_CSV)
 async def list_usage_events(
     services: Wired, caller: UsageCaller, params: Annotated[RangeParams, Query()]
 ) -> schemas.UsageEventList | Response:
     """List the single usage events behind all sums, oldest first."""
     await services.registry.usage.flush()
     page = await services.registry.usage.events(params.query(caller, services.now()))
-    views = [schemas.UsageEventView.model_validate(event) for event in page.items]
+    events = schemas.UsageEventList.model_validate(page)
     if params.format == "csv":
         fields = list(schemas.UsageEventView.model_fields)
-        return _csv_response(fields, [view.model_dump() for view in views], next_page=page.next)
-    return schemas.UsageEventList(data=views, next=page.next)
+        return _csv_response(fields, [event.model_dump() for event in events.data], next_page=events.next)
+    return events
 
 
 @router.get("/v1/organization/usage/completions")
@@ -144,7 +133,7 @@ async def get_organization_usage(
     """Usage in OpenAI's shape: the project is the tenant, the model the adapter."""
     first, last, end = _span(params, int(services.now().timestamp()) + 1)
     width = _WIDTH_S[params.bucket_width]
-    query = UsageQuery(
+    query = records.UsageQuery(
         start=datetime.fromtimestamp(first, UTC),
         end=datetime.fromtimestamp(last, UTC),
         bucket=params.bucket_width,
@@ -153,20 +142,16 @@ async def get_organization_usage(
         limit=MAX_ROWS,
     )
     await services.registry.usage.flush()
-    results: dict[int, list[schemas.OrganizationUsageResult]] = {}
+    results: defaultdict[int, list[schemas.OrganizationUsageResult]] = defaultdict(list)
     for row in await _all_rows(services, query):
         begin = int(row.start.timestamp()) // width * width
-        results.setdefault(begin, []).append(_result(services, query, row))
-    return schemas.OrganizationUsagePage(
-        data=[
-            schemas.OrganizationUsageBucket(
-                start_time=begin, end_time=min(begin + width, end), results=results.get(begin, [])
-            )
-            for begin in range(first, last, width)
-        ],
-        has_more=last < end,
-        next_page=f"page_{last}" if last < end else None,
-    )
+        results[begin].append(_result(services, query, row))
+    buckets = [
+        schemas.OrganizationUsageBucket(start_time=begin, end_time=min(begin + width, end), results=results[begin])
+        for begin in range(first, last, width)
+    ]
+    next_page = f"page_{last}" if last < end else None
+    return schemas.OrganizationUsagePage(data=buckets, has_more=last < end, next_page=next_page)
 
 
 def _span(params: OrganizationUsageParams, now: int) -> tuple[int, int, int]:
@@ -180,12 +165,12 @@ def _span(params: OrganizationUsageParams, now: int) -> tuple[int, int, int]:
     return first, min(end, first + width * min(params.limit or default, most)), end
 
 
-def _row_fields(query: UsageQuery, row: UsageRow, currency: str | None) -> dict[str, object]:
+def _row_fields(query: records.UsageQuery, row: records.UsageRow, currency: str | None) -> dict[str, object]:
     other = {} if query.top is None else {"other": row.other}
     return {"start": iso(row.start), "end": iso(row.end), **group_fields(query, row), **other, **_sums(row, currency)}
 
 
-def _sums(sums: UsageTotals, currency: str | None) -> dict[str, object]:
+def _sums(sums: records.UsageTotals, currency: str | None) -> dict[str, object]:
     fields: dict[str, object] = {name: getattr(sums, name) for name in SUMS}
     return {**fields, "cost": in_currency(sums.cost)} if currency else fields
 
@@ -206,18 +191,16 @@ def _cell(value: object) -> object:
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
 
 
-async def _all_rows(services: Services, query: UsageQuery) -> list[UsageRow]:
-    rows: list[UsageRow] = []
-    after: str | None = None
-    while True:
-        report = await services.registry.usage.query(replace(query, after=after))
-        rows.extend(report.rows)
-        after = report.next
-        if after is None:
-            return rows
+async def _all_rows(services: Services, query: records.UsageQuery) -> list[records.UsageRow]:
+    report = await services.registry.usage.query(query)
+    rows = [*report.rows]
+    while report.next is not None:
+        report = await services.registry.usage.query(replace(query, after=report.next))
+        rows += report.rows
+    return rows
 
 
-def _result(services: Services, query: UsageQuery, row: UsageRow) -> schemas.OrganizationUsageResult:
+def _result(services: Services, query: records.UsageQuery, row: records.UsageRow) -> schemas.OrganizationUsageResult:
     return schemas.OrganizationUsageResult(
         input_tokens=row.prompt_tokens,
         output_tokens=row.completion_tokens,
@@ -236,7 +219,7 @@ class LatencyParams(SpanParams):
     bucket: Literal["1h", "1d"] | None = None
     group_by: str = ""
     """Comma-separated: tenant, adapter, version, key."""
-    groups: ClassVar[Sequence[GroupBy]] = LATENCY_GROUPS
+    groups: ClassVar[Sequence[records.GroupBy]] = LATENCY_GROUPS
 
 
 @router.get("/v1/usage/latency", response_model=schemas.LatencyList, response_model_exclude_unset=True)
@@ -261,7 +244,7 @@ async def get_latency(
     )
 
 
-def _row_view(query: UsageQuery, row: LatencyRow) -> schemas.LatencyRowView:
+def _row_view(query: records.UsageQuery, row: records.LatencyRow) -> schemas.LatencyRowView:
     figures = {name: getattr(row, name) for name in schemas.LatencyFiguresView.model_fields}
     groups = group_fields(query, row)
     return schemas.LatencyRowView.model_validate({"start": iso(row.start), "end": iso(row.end), **groups, **figures})

@@ -15,7 +15,8 @@ from weft.registry.records import UTC_ZONE, GroupBy, LatencyRow, UsageQuery, Usa
 from weft.registry.usage.query import MAX_WANTED
 from weft.server.auth.callers import Caller
 
-DEFAULT_DAYS = 30
+DEFAULT_SPAN = timedelta(days=30)
+EARLIEST = datetime.min.replace(tzinfo=UTC)
 GROUPS: tuple[GroupBy, ...] = get_args(GroupBy)
 _SPACED_OFFSET = re.compile(r" (?=\d\d:?\d\d$)")
 
@@ -48,31 +49,20 @@ class SpanParams(BaseModel):
     def query(self, caller: Caller, now: datetime, zone: ZoneInfo = UTC_ZONE) -> UsageQuery:
         """The question to the ledger; times that name no offset are of the zone."""
         end = _moment(self.end, "end", zone) if self.end else now + timedelta(seconds=1)
-        start = _moment(self.start, "start", zone) if self.start else _days_before(end)
+        start = _moment(self.start, "start", zone) if self.start else end - min(DEFAULT_SPAN, end - EARLIEST)
         given = self.model_dump(exclude={"tenant", "start", "end", "tz", "format"}, by_alias=True)
-        asked: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
-        }
+        asked: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in given.items()}
         if "group_by" in asked:
-            asked["group_by"] = groups_of(asked["group_by"], self.groups)
+            names = {name for name in asked["group_by"].split(",") if name}
+            if not names <= set(self.groups):
+                raise InvalidRequestError(f"group_by takes {', '.join(self.groups)}.", param="group_by")
+            asked["group_by"] = tuple(group for group in self.groups if group in names)
         return UsageQuery(start=start, end=end, zone=zone, tenant_id=usage_scope(caller, self.tenant), **asked)
 
 
 def usage_scope(caller: Caller, tenant: str | None) -> str | None:
     """The tenant whose usage is shown; None means all tenants, for an admin who names none."""
     return None if caller.is_admin and tenant is None else caller.tenant_id
-
-
-def groups_of(text: str, known: Sequence[GroupBy]) -> tuple[GroupBy, ...]:
-    """The groups that a comma-separated parameter names.
-
-    Raises:
-        InvalidRequestError: One of them is not known.
-    """
-    names = {name for name in text.split(",") if name}
-    if not names <= set(known):
-        raise InvalidRequestError(f"group_by takes {', '.join(known)}.", param="group_by")
-    return tuple(group for group in known if group in names)
 
 
 def group_fields(query: UsageQuery, row: UsageRow | LatencyRow) -> dict[str, object]:
@@ -90,10 +80,3 @@ def _moment(text: str, param: str, zone: ZoneInfo) -> datetime:
         return (moment if moment.tzinfo else moment.replace(tzinfo=zone)).astimezone(UTC)
     except (ValueError, OverflowError, OSError) as error:
         raise InvalidRequestError(f"{param} must be a time in ISO-8601 or Unix seconds.", param=param) from error
-
-
-def _days_before(end: datetime) -> datetime:
-    """The default start, also where `end` lies at the very beginning of the calendar."""
-    days = timedelta(days=DEFAULT_DAYS)
-    earliest = datetime.min.replace(tzinfo=UTC)
-    return end - days if end - earliest > days else earliest

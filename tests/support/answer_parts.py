@@ -10,13 +10,16 @@ from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.text.text_stream import TextDelta, TextStream
 from weft.server.generation.choices import Choice, ChoiceStep
-from weft.server.generation.meter import Meter, Usage
+from weft.server.generation.meter import Meter
 from weft.server.generation.prompts import Prompt
+from weft.server.generation.schemas import UsageView
 
 
-def meter_of(usage: Usage | None = None) -> Meter:
+def meter_of() -> Meter:
     """A meter that has counted this."""
-    return cast(Meter, SimpleNamespace(usage=usage or Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=3)))
+    tokens = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+    details = {"prompt_tokens_details": {"cached_tokens": 4}, "completion_tokens_details": {"reasoning_tokens": 0}}
+    return cast(Meter, SimpleNamespace(usage=UsageView.model_validate(tokens | details)))
 
 
 def choice_of() -> Choice:

@@ -96,7 +96,7 @@ class Api:
         """The app on a real port, for what only a socket shows."""
         config = uvicorn.Config(
             self.app,
-            http=BoundedReads.connect,  # type: ignore[arg-type]
+            http=BoundedReads,  # type: ignore[arg-type]
             port=0,
             log_config=None,
             lifespan="off",

@@ -9,8 +9,8 @@ from weft.server.adapters import schemas as adapters
 from weft.server.generation import chat_schemas, tokens
 from weft.server.generation import schemas as generation
 from weft.server.http.bodies import Body
+from weft.server.http.dashboard import PUBLIC_PATHS
 from weft.server.http.openapi import IDEMPOTENCY_KEY
-from weft.server.http.public import PUBLIC_PATHS
 from weft.server.tenants import schemas as tenants
 
 pytestmark = pytest.mark.anyio

@@ -158,7 +158,7 @@ class LineRunner:
         return caller
 
     async def _generate(self, planned: PlannedGeneration) -> tuple[JsonObject, UsageEvent | None]:
-        async with planned.generation as generation:
+        async with planned.generation:
             try:
                 body, ended, _ = await whole_answer(planned)
             except asyncio.CancelledError:

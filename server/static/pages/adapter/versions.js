@@ -5,7 +5,7 @@ import { bytes, compact, count, seconds, shortDigest } from "../../format.js";
 import { go } from "../../place.js";
 import { RangePicker, timeShown } from "../../range.js";
 import { may } from "../../session.js";
-import { Badge, Button, Card, Confirm, Copy, Empty, Field, FirstProblem, Residency, Select, Table, numbers, openDialog } from "../../ui.js";
+import { Badge, Button, Card, Copy, Empty, Field, FirstProblem, Residency, Select, Table, confirm, numbers } from "../../ui.js";
 import { ShareBar } from "../../charts.js";
 import { isName } from "../../upload_files.js";
 
@@ -36,14 +36,12 @@ export const versionColour = ({ version }) => `s${(version - 1) % 8}`;
 
 export function Versions({ it, versions, usage, latency, path, params, change, reload }) {
   const rows = rowsOf(it, versions, usage.data, latency.data);
-  const makeCurrent = (row) => change({ aliases: { default: row.version } }, `Requests for ${it.name} use version ${row.version} now.`);
   const remove = async (version) => {
     await call("DELETE", path, { params: { ...params, version } });
     if (rows.length === 1) go("/adapters");
     else reload();
   };
-  const askRemove = (row) => openDialog((close) => html`<${Confirm} title=${`Delete version ${row.version}?`} verb="Delete it" onClose=${close}
-    act=${() => remove(row.version)}>${doomText(it, row, rows)}<//>`);
+  const askRemove = (row) => confirm(`Delete version ${row.version}?`, "Delete it", () => remove(row.version), doomText(it, row, rows));
   const columns = [
     { key: "version", label: "Version", isNumber: true, cell: (row) => html`${row.version}${row.report?.warnings.length ? html` <${Badge} tone="warn" title=${row.report.warnings.join(" ")}>!<//>` : ""}` },
     { key: "names", label: "Called by", value: (row) => row.names.length, cell: (row) => row.names.map(({ alias, share }) => html`<${Badge} tone=${alias === "default" ? "info" : ""}>${alias === "default" ? it.name : `@${alias}`}${share < 1 ? ` ${shareText(share)}` : ""}<//> `) },
@@ -54,7 +52,7 @@ export function Versions({ it, versions, usage, latency, path, params, change, r
     numbers("size_bytes", "Size", bytes),
     { key: "created_at", label: "Created", cell: (row) => timeShown(row.created_at) },
     ...(may("adapters") ? [{ key: "actions", label: "", isFixed: true, cell: (row) => html`<span class="row-actions">
-      ${row.share < 1 && html`<${Button} kind="small" onClick=${() => makeCurrent(row)}>Make current<//>`}
+      ${row.share < 1 && html`<${Button} kind="small" onClick=${() => change({ aliases: { default: row.version } }, `Requests for ${it.name} use version ${row.version} now.`)}>Make current<//>`}
       <${Button} kind="small danger" aria-label=${`Delete version ${row.version}`} onClick=${() => askRemove(row)}>Delete<//></span>` }] : []),
   ];
   return html`<${Card} title="Versions" note=${count(rows.length)} actions=${may("usage") && html`<${RangePicker} />`}>
@@ -162,9 +160,8 @@ export function Aliases({ it, versions, change }) {
     event.preventDefault();
     if (isGood && (await point(alias, version || options[0][0]))) setAlias("");
   };
-  const remove = (name) => change({ aliases: { [name]: null } }, `${it.name}@${name} was removed.`);
-  const askRemove = (name) => openDialog((close) => html`<${Confirm} title=${`Remove the alias ${name}?`} verb="Remove it" onClose=${close}
-    act=${() => remove(name)}><p>Requests for <code>${it.name}@${name}</code> are refused from then on. The version stays.</p><//>`);
+  const askRemove = (name) => confirm(`Remove the alias ${name}?`, "Remove it", () => change({ aliases: { [name]: null } }, `${it.name}@${name} was removed.`),
+    html`<p>Requests for <code>${it.name}@${name}</code> are refused from then on. The version stays.</p>`);
   const choice = ({ name, meaning }) => html`<${Select} label=${`Version of ${name}`} hideLabel value=${typeof meaning === "number" ? String(meaning) : ""} onChange=${(to) => to && point(name, to)}
     options=${[...(typeof meaning === "number" ? [] : [["", meaningText(meaning)]]), ...options]} />`;
   const columns = [

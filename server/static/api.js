@@ -99,8 +99,7 @@ export function useApi(path, params = {}, { all = false, everyS, about } = {}) {
     if (key === null) return undefined;
     const aborter = new AbortController();
     let timer = null;
-    const askAgain = () => (document.hidden ? waitToAsk() : reload());
-    const waitToAsk = () => everyS && (timer = setTimeout(askAgain, everyS * 1000));
+    const waitToAsk = () => everyS && (timer = setTimeout(() => (document.hidden ? waitToAsk() : reload()), everyS * 1000));
     const settle = (change) => {
       if (aborter.signal.aborted) return;
       setState((before) => ({ ...change(before), isLoading: false }));

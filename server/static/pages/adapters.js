@@ -29,8 +29,7 @@ export default function AdaptersPage() {
   };
   const isOver = useDrops(drop, may("adapters"));
   useEffect(() => job.subscribe((state) => state?.phase === "done" && list.reload()), []);
-  const owner = isAdmin() ? (tenant ?? "all tenants") : "your tenant";
-  return html`<${PageHead} title="Adapters" about=${`The adapters of ${owner}, with their usage in the range shown.`}>
+  return html`<${PageHead} title="Adapters" about=${`The adapters of ${isAdmin() ? (tenant ?? "all tenants") : "your tenant"}, with their usage in the range shown.`}>
       <div class="picker"><${RangePicker} />${may("adapters") && html`<${Button} kind="main" onClick=${() => open()}>Upload adapter<//>`}</div>
     <//>
     ${!may("adapters") && html`<${LacksScopeNote} scope="adapters" says="You can see adapters, but not change them" />`}

@@ -243,8 +243,8 @@ function Filter({ dimension, range, keys }) {
 
 /** Requests by value of a dimension, in the range and under the other filters, most used first; undefined until known. */
 function useOptions(dimension, range) {
-  const { [dimension]: _, ...others } = filtersShown();
-  const { data, error } = useApi("/v1/usage", { ...spanOf(range), ...others, group_by: dimension, limit: 10_000 });
+  const filters = { ...filtersShown(), [dimension]: null };
+  const { data, error } = useApi("/v1/usage", { ...spanOf(range), ...filters, group_by: dimension, limit: LIMIT });
   const requests = new Map();
   for (const row of data?.data ?? []) {
     const value = dimension === "adapter" ? row.adapter ?? BASE : row[dimension];
@@ -269,15 +269,12 @@ function Choices({ id, dimension, range, chosen }) {
     choose(rest.length < chosen.length ? rest : dimension === "tenant" ? [value] : [...chosen, value]);
   };
   const move = (event) => {
-    if (event.key === "Enter" && event.target.type === "search" && shown.length) {
-      event.preventDefault();
-      return turn(shown[0][0]);
-    }
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (!step) return undefined;
-    event.preventDefault();
+    const isFirst = event.key === "Enter" && event.target.type === "search" && shown.length > 0;
+    if (step || isFirst) event.preventDefault();
+    if (isFirst) turn(shown[0][0]);
     const stops = [...panel.current.querySelectorAll("input")];
-    return stops[Math.min(stops.length - 1, Math.max(0, stops.indexOf(event.target) + step))].focus();
+    if (step) stops[Math.min(stops.length - 1, Math.max(0, stops.indexOf(event.target) + step))].focus();
   };
   return html`<div class="choices" id=${id} ref=${panel} role="group" aria-label=${`Choose by ${name}`} onKeyDown=${move}>
     <input type="search" aria-label=${`Search ${name}`} placeholder="Search" value=${text} autocomplete="off" onInput=${(event) => setText(event.target.value)} />

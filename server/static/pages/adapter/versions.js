@@ -9,9 +9,10 @@ import { Badge, Button, Card, Copy, Empty, Field, FirstProblem, Residency, Selec
 import { ShareBar } from "../../charts.js";
 import { isName } from "../../upload_files.js";
 
-/** The versions that an alias stands for, with their shares: {2: 95, 3: 5} -> [{version: 2, share: 0.95}, …], the largest first. */
+/** The versions that an alias stands for, with their shares: {2: 95, 3: 5} -> [{version: 2, weight: 95, share: 0.95}, …],
+ * the largest first. One version alone has a weight of 100. */
 function sharesOf(meaning) {
-  const weights = typeof meaning === "number" ? { [meaning]: 1 } : meaning;
+  const weights = typeof meaning === "number" ? { [meaning]: 100 } : meaning;
   const sum = Object.values(weights).reduce((a, b) => a + b, 0);
   return Object.entries(weights)
     .map(([version, weight]) => ({ version: Number(version), weight, share: weight / sum }))
@@ -85,11 +86,11 @@ const MOST_WEIGHT = 10_000;
 /** How the requests for an adapter are divided among its versions. */
 export function Canary({ it, versions, change }) {
   const before = sharesOf(it.aliases.default ?? it.version);
-  const [parts, setParts] = useState(() => startOf(before));
+  const [parts, setParts] = useState(before);
   const known = [...versions].sort((a, b) => b.version - a.version);
   const free = known.filter(({ version }) => !parts.some((one) => one.version === version));
   const meaning = meaningOf(parts);
-  const isChanged = JSON.stringify(meaning) !== JSON.stringify(meaningOf(startOf(before)));
+  const isChanged = JSON.stringify(meaning) !== JSON.stringify(meaningOf(before));
   const isValid = parts.every(({ weight }) => Number.isInteger(weight) && weight >= 0 && weight <= MOST_WEIGHT) && parts.some(({ weight }) => weight > 0);
   const set = (version, weight) => setParts(parts.map((one) => (one.version === version ? { ...one, weight } : one)));
   const add = (version) => setParts([...parts.map((one) => ({ ...one, weight: parts.length === 1 ? 95 : one.weight })), { version, weight: 5 }]);
@@ -112,7 +113,7 @@ export function Canary({ it, versions, change }) {
         ${!isValid && html`<p class="field-error">Weights are whole numbers from 0 to ${MOST_WEIGHT}, at least one above 0.</p>`}
         <div class="actions">
           <${Button} kind="main" disabled=${!isChanged || !isValid} onClick=${() => apply(meaning)}>Apply${isChanged && isValid ? `: ${splitText(parts)}` : ""}<//>
-          ${isChanged && html`<${Button} onClick=${() => setParts(startOf(before))}>Reset<//>`}
+          ${isChanged && html`<${Button} onClick=${() => setParts(before)}>Reset<//>`}
           ${back && html`<${Button} onClick=${() => apply(back.version)}>${back.label}<//>`}
         </div>`
       : html`<p class="quiet">There is only one version. Upload another one without making it current; then you can send it a part of the requests here.</p>`)}
@@ -128,9 +129,6 @@ function Preview({ parts }) {
 
 /** "95% / 5%" */
 const splitText = (parts) => parts.filter(({ weight }) => weight > 0).map((one) => shareText(shareOf(one, parts))).join(" / ");
-
-/** Weights as they are; where one version has all, of 100. */
-const startOf = (shares) => shares.map(({ version, weight }) => ({ version, weight: shares.length === 1 ? 100 : weight }));
 
 const shareOf = (one, parts) => one.weight / parts.reduce((sum, { weight }) => sum + weight, 0);
 

@@ -3,13 +3,14 @@ import { signal, useCallback, useEffect, useState } from "./lib.js";
 
 /** What the API refused, or why there was no answer. */
 export class ApiError extends Error {
-  constructor(status, fields) {
-    super(fields.message);
-    this.status = status;
-    this.code = fields.code;
-    /** @type {{code: string, message: string, param: string|null, hint: string}[]} */
-    this.findings = fields.findings ?? [];
-    this.requestId = fields.requestId ?? null;
+  /**
+   * @param {number} status 0 where nothing answered.
+   * @param {{message: string, code: string, findings?: {code: string, message: string, param: string|null, hint: string}[],
+   *   requestId?: string|null}} fields
+   */
+  constructor(status, { message, code, findings = [], requestId = null }) {
+    super(message);
+    Object.assign(this, { status, code, findings, requestId });
   }
 }
 
@@ -31,19 +32,18 @@ export function address(path, params = {}) {
 }
 
 /**
- * Call the API. A body that is no form is sent as JSON.
+ * Call the API; a body is sent as JSON.
  * @returns {Promise<Response>} An answer that is no error.
  * @throws {ApiError}
  */
 export async function send(method, path, { params, body, signal, headers } = {}) {
-  const isJson = body !== undefined && !(body instanceof FormData);
   let response;
   try {
     response = await fetch(address(path, params), {
       method,
       signal,
-      headers: { ...(isJson ? { "content-type": "application/json" } : {}), ...headers },
-      body: isJson ? JSON.stringify(body) : body,
+      headers: { ...(body && { "content-type": "application/json" }), ...headers },
+      body: JSON.stringify(body),
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
@@ -99,8 +99,7 @@ export function useApi(path, params = {}, { all = false, everyS, about } = {}) {
     if (key === null) return undefined;
     const aborter = new AbortController();
     let timer = null;
-    const askAgain = () => (document.hidden ? waitToAsk() : reload());
-    const waitToAsk = () => everyS && (timer = setTimeout(askAgain, everyS * 1000));
+    const waitToAsk = () => everyS && (timer = setTimeout(() => (document.hidden ? waitToAsk() : reload()), everyS * 1000));
     const settle = (change) => {
       if (aborter.signal.aborted) return;
       setState((before) => ({ ...change(before), isLoading: false }));

@@ -25,9 +25,7 @@ function addressOf(path, changes = {}) {
 }
 
 /** Change what the address says of this page; null, an empty list or an empty text takes a name away. */
-export function setParams(changes, { replace = false } = {}) {
-  open(withParams(place.value.path, place.value.params, changes), { replace });
-}
+export const setParams = (changes, options) => open(withParams(place.value.path, place.value.params, changes), options);
 
 /** Show another page. */
 export const go = (path, changes) => open(addressOf(path, changes));

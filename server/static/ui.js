@@ -162,10 +162,8 @@ export const Facts = ({ of: facts, ...rest }) => html`<dl class="facts" ...${res
 </dl>`;
 
 /** A table's column of numbers, with "–" where there is none. */
-export function numbers(key, label, format, value = (row) => row[key]) {
-  const cell = (row) => (value(row) === null || value(row) === undefined ? "–" : format(value(row)));
-  return { key, label, isNumber: true, value, cell };
-}
+export const numbers = (key, label, format, value = (row) => row[key]) =>
+  ({ key, label, isNumber: true, value, cell: (row) => (value(row) === null || value(row) === undefined ? "–" : format(value(row))) });
 
 /**
  * A table that can be sorted by its heads. Numbers stand right.
@@ -227,9 +225,10 @@ function sortedBy(rows, column, isDescending) {
 
 const opened = signal(null);
 
-/** Show a window over the page. @param {(close: () => void) => unknown} draw */
-export function openDialog(draw) {
-  const shown = draw(() => opened.value === shown && (opened.value = null));
+/** Show a window over the page: a component that also takes `onClose`. */
+export function openDialog(Window, props) {
+  const close = () => opened.value === shown && (opened.value = null);
+  const shown = html`<${Window} ...${props} onClose=${close} />`;
   opened.value = shown;
 }
 
@@ -273,8 +272,11 @@ export function ChangeDialog({ title, children, verb, act, onClose, isReady = tr
   <//>`;
 }
 
-/** Ask before what cannot be undone. */
+/** Asks before what cannot be undone. */
 export const Confirm = ({ children, ...rest }) => html`<${ChangeDialog} kind="danger" ...${rest}><div>${children}</div><//>`;
+
+/** Ask so: `text` tells what `act` changes. */
+export const confirm = (title, verb, act, text) => openDialog(Confirm, { title, verb, act, children: text });
 
 /** A button that copies a text. */
 export function Copy({ text, label = "Copy" }) {

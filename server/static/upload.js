@@ -220,13 +220,12 @@ function Done({ state, again, onClose }) {
   const model = draft.activate ? adapter.name : `${adapter.name}@${adapter.version}`;
   const warnings = adapter.report?.warnings ?? [];
   const { applied, total } = adapter.applied_modules;
-  const facts = {
-    Version: adapter.version,
-    Rank: html`${adapter.rank} <span class="quiet">on ${targetsText(adapter.target_modules)}, ${applied} of ${total} modules</span>`,
-    "On the device": html`${adapter.pages === null ? "–" : `${count(adapter.pages)} pages`} <${Badge}>${bytes(adapter.size_bytes)}<//>`,
-  };
   return html`<p>${state.isNew ? "" : "Nothing new was stored. "}${draft.activate ? html`Requests for <code>${adapter.name}</code> use this version now.` : html`Requests for <code>${adapter.name}</code> use the same version as before.`}</p>
-    <${Facts} of=${facts} />
+    <${Facts} of=${{
+      Version: adapter.version,
+      Rank: html`${adapter.rank} <span class="quiet">on ${targetsText(adapter.target_modules)}, ${applied} of ${total} modules</span>`,
+      "On the device": html`${adapter.pages === null ? "–" : `${count(adapter.pages)} pages`} <${Badge}>${bytes(adapter.size_bytes)}<//>`,
+    }} />
     ${warnings.length > 0 && html`<div class="warning" role="note"><p><strong>Warnings (the adapter is served):</strong></p><ul>${warnings.map((warning) => html`<li>${warning}</li>`)}</ul></div>`}
     <p>Call it as</p>
     <${Code} text=${`model="${model}"`} label="How requests name it" />

@@ -42,14 +42,18 @@ export function momentOf(zone, shown) {
 /** What the zone's calendar says at a moment: 2026-11-22 */
 export const dayOf = (zone, at) => new Date(at + offsetAt(zone, at)).toISOString().slice(0, 10);
 
+/** When the hour of the zone's clocks began that holds a moment, if they did not leap since. */
+const hourOf = (zone, at) => at - modulo(at + offsetAt(zone, at), HOUR);
+
 /** The first moment of the bucket that holds a moment. */
 export function bucketStart(zone, at, bucket) {
-  const width = WIDTHS[bucket];
-  if (bucket === "1m") return Math.floor(at / width) * width;
-  const shown = at + offsetAt(zone, at);
-  if (bucket === "1d") return momentOf(zone, Math.floor(shown / width) * width);
-  const start = at - modulo(shown, width);
-  return minutesOf(zone, start) === minutesOf(zone, at) ? start : leapBetween(zone, start, at);
+  const minute = WIDTHS["1m"];
+  if (bucket === "1m") return Math.floor(at / minute) * minute;
+  if (bucket === "1d") return momentOf(zone, Date.parse(dayOf(zone, at)));
+  const hour = hourOf(zone, at);
+  let start = hour;
+  while (hourOf(zone, start) !== hour) start += minute; // up to a leap by a part of an hour
+  return start;
 }
 
 /** The first moments of all buckets from `start` to `end`, as the server has them. */
@@ -61,36 +65,15 @@ export function bucketsBetween(zone, start, end, bucket) {
 
 /** The first moment of the bucket behind the one that starts at `at`. */
 export function bucketAfter(zone, at, bucket) {
-  const width = WIDTHS[bucket];
-  if (bucket === "1m") return at + width;
-  if (bucket === "1h") {
-    // Where clocks leap by a part of an hour, the hours around the leap are cut short.
-    let next = bucketStart(zone, at + width, bucket);
-    for (let between; (between = bucketStart(zone, next - 1, bucket)) > at; ) next = between;
-    return next;
-  }
-  let day = Math.floor((at + offsetAt(zone, at)) / DAY) * DAY;
-  let next = at;
-  while (next <= at) next = momentOf(zone, (day += DAY)); // a day that the calendar leaps over has no length
+  if (bucket === "1m") return at + WIDTHS["1m"];
+  if (bucket === "1d") return bucketStart(zone, at + 30 * HOUR, bucket); // a day has 22 to 26 hours
+  // Where clocks leap by a part of an hour, the hours around the leap are cut short.
+  let next = bucketStart(zone, at + HOUR, bucket);
+  for (let between; (between = bucketStart(zone, next - 1, bucket)) > at; ) next = between;
   return next;
 }
 
 const modulo = (value, by) => value - Math.floor(value / by) * by;
-
-/** What the zone's hours are ahead of UTC's hours. */
-const minutesOf = (zone, at) => modulo(offsetAt(zone, at), HOUR);
-
-/** The one moment after `first`, up to `last`, at which the offset becomes that of `last`. */
-function leapBetween(zone, first, last) {
-  const offset = offsetAt(zone, last);
-  let [low, high] = [first, last];
-  while (high - low > 1) {
-    const middle = Math.floor((low + high) / 2);
-    if (offsetAt(zone, middle) === offset) high = middle;
-    else low = middle;
-  }
-  return high;
-}
 
 /** A bucket on an axis: its first moment, its short label and its full title. */
 export function bucketAt(zone, at, bucket) {

@@ -27,9 +27,7 @@ Meanings = Annotated[
     list[str],
     typer.Argument(metavar="ALIAS=MEANING...", help="prod=2, a canary as prod=2:90,3:10, or prod= to remove it."),
 ]
-Grantee = Annotated[str, typer.Argument(help="Id of the other tenant; admins may give its name.")]
 OnlyVersion = Annotated[int | None, typer.Option("--version", help="Only this version.")]
-Withdraw = Annotated[bool, typer.Option("--withdraw", help="Take the grant back.")]
 app = typer.Typer(help="Check, upload, list and remove adapters.", no_args_is_help=True)
 
 
@@ -144,9 +142,9 @@ def set_aliases(
 @app.command()
 def grant(
     name: str,
-    grantee: Grantee,
+    grantee: Annotated[str, typer.Argument(help="Id of the other tenant; admins may give its name.")],
     version: OnlyVersion = None,
-    withdraw: Withdraw = False,
+    withdraw: Annotated[bool, typer.Option("--withdraw", help="Take the grant back.")] = False,
     tenant: TENANT = None,
     url: URL = None,
     key: KEY = None,

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 HEADER = ("ADAPTER", "RANK", "TARGETS", "COUNT", "PAGES", "SIZE", "WASTE")
 NUMBERS = ("RANK", "COUNT", "PAGES", "SIZE", "WASTE")
-DOES_NOT_FIT = 1
 Targets = Annotated[str, typer.Option(help="Modules of the --rank adapters: all, or some of q,k,v,o,gate,up,down.")]
 
 
@@ -71,7 +70,7 @@ def fit(  # noqa: PLR0913 - one parameter per option
     items += [_to_come(rank, modules, count, planned) for rank in ranks or []]
     found = find_fit(items, planned.room)
     _show(found, planned, as_json)
-    raise typer.Exit(0 if found.fits else DOES_NOT_FIT)
+    raise typer.Exit(int(not found.fits))
 
 
 def _modules(targets: str) -> list[str]:

@@ -8,7 +8,6 @@ Answers are the JSON of the API as dicts and lists; `/openapi.json` of a server 
 
 from __future__ import annotations
 
-import hashlib
 import time
 import weakref
 from base64 import b64encode
@@ -20,14 +19,11 @@ from urllib.parse import quote
 
 import httpx
 
-from weft.adapters.checkpoint.folder import CONFIG, WEIGHTS, adapter_files
+from weft.adapters.checkpoint.folder import CONFIG
 from weft.client.answers import Json, field, json_object, not_weft, refusal, unreachable
-from weft.client.checkpoint import config_bytes, tensor_bytes, unreadable
+from weft.client.checkpoint import Progress, checkpoint_bytes, described, files_of, pieces
 from weft.config import environment, is_loopback
-from weft.errors import AdapterFormatError, ClientError
-
-Progress = Callable[[Path, int, int], object]
-"""Is called with a file, the number of its bytes that the server has, and its size in bytes."""
+from weft.errors import ClientError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 600.0
@@ -38,7 +34,6 @@ PAUSES_S = (0, 1, 1, 2, 4, 8, 15, 30)
 """Seconds before each try to send a file of an adapter."""
 USAGE = ("/v1/usage", "/v1/usage/events")
 """Of sums and of events."""
-PIECE_BYTES = 1 << 18
 LONGEST_WAIT_S = 60.0
 """A push does not try again where the server asks for a longer wait, in seconds."""
 AGAIN = frozenset({408, 429, 503, "unreachable", "upload.busy", "upload.offset_mismatch"})
@@ -204,22 +199,17 @@ class Client:
         Returns:
             The adapter, and as `is_new` whether its bytes are a new version.
         """
-        config, weights = _files(Path(path))
-        draft = {"name": name or config.resolve().parent.name, "description": description, "activate": activate}
-        named = {CONFIG: config, WEIGHTS[0]: weights}
-        try:
-            files = {each: {"size": file.stat().st_size, "sha256": _sha256(file)} for each, file in named.items()}
-        except OSError as error:
-            raise unreadable(error) from error
-        upload = None if idempotency_key else self._begun(draft, files)
+        files = files_of(Path(path))
+        draft = {"name": name or files[CONFIG].resolve().parent.name, "description": description, "activate": activate}
+        announced = described(files)
+        upload = None if idempotency_key else self._begun(draft, announced)
         if upload is None:
             headers = {"idempotency-key": idempotency_key} if idempotency_key else {}
-            upload = self.request("POST", "/v1/uploads", json={**draft, "files": files}, headers=headers)
+            upload = self.request("POST", "/v1/uploads", json={**draft, "files": announced}, headers=headers)
         place = _path("uploads", field(self.url, upload, "id", str))
-        for each, file in named.items():
+        for each, file in files.items():
             self._patiently(self._send, place, each, file, progress or (lambda *_: None))
-        answer = self._patiently(self._answer, "POST", f"{place}/complete")
-        return {**json_object(self.url, answer.content), "is_new": answer.status_code == httpx.codes.CREATED}
+        return self._published(self._patiently(self._answer, "POST", f"{place}/complete"))
 
     def push_ephemeral(
         self,
@@ -250,20 +240,11 @@ class Client:
         Returns:
             The adapter, and as `is_new` whether its bytes are a new version.
         """
-        if isinstance(weights, str | Path):
-            files = _files(Path(weights))
-            try:
-                written, body = (file.read_bytes() for file in files)
-            except OSError as error:
-                raise unreadable(error) from error
-        else:
-            written = config_bytes(config)
-            body = weights if isinstance(weights, bytes) else tensor_bytes(weights)
+        written, body = checkpoint_bytes(weights, config)
         headers = {"x-weft-adapter-config": b64encode(written).decode(), "content-type": "application/octet-stream"}
         flags = {"ephemeral": True, "keep": keep, "ttl_s": ttl_s, "activate": activate}
         place = f"{_path('adapters', name)}/versions:push"
-        answer = self._answer("PUT", place, content=body, headers=headers, params=flags)
-        return {**json_object(self.url, answer.content), "is_new": answer.status_code == httpx.codes.CREATED}
+        return self._published(self._answer("PUT", place, content=body, headers=headers, params=flags))
 
     def list_adapters(self) -> list[Json]:
         """List the tenant's adapters; with the admin key and no tenant those of all tenants."""
@@ -390,7 +371,11 @@ class Client:
         progress(file, start, size)
         if upload.get("state") == "uploading" and name in field(self.url, upload, "missing", list):
             headers = {"content-range": f"bytes {start}-{size - 1}/{size}", "content-length": str(size - start)}
-            self.request("PUT", f"{place}/files/{name}", content=_pieces(file, start, size, progress), headers=headers)
+            self.request("PUT", f"{place}/files/{name}", content=pieces(file, start, size, progress), headers=headers)
+
+    def _published(self, answer: httpx.Response) -> Json:
+        """The adapter, and whether the bytes that were sent are a new version of it."""
+        return {**json_object(self.url, answer.content), "is_new": answer.status_code == httpx.codes.CREATED}
 
     def _patiently(self, call: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - what the call returns
         """Make a call again where the connection broke or the server is busy."""
@@ -412,27 +397,3 @@ class Client:
 
 def _path(*parts: str) -> str:
     return "/".join(("/v1", *(quote(part, safe="") for part in parts)))
-
-
-def _files(path: Path) -> tuple[Path, Path]:
-    """Config and weights of an adapter."""
-    if path.is_file():
-        return path.with_name(CONFIG), path
-    try:
-        return adapter_files(path)
-    except AdapterFormatError as error:
-        finding = error.finding
-        raise ClientError(finding.message, code=finding.code, hint=finding.hint) from error
-
-
-def _pieces(file: Path, start: int, size: int, progress: Progress) -> Iterator[bytes]:
-    with file.open("rb") as source:
-        source.seek(start)
-        while piece := source.read(PIECE_BYTES):
-            yield piece
-            progress(file, source.tell(), size)
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as source:
-        return hashlib.file_digest(source, "sha256").hexdigest()

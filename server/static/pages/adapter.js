@@ -6,7 +6,7 @@ import { Link, go, param, setParams } from "../place.js";
 import { rangeShown, spanOf, timeShown } from "../range.js";
 import { isAdmin, may } from "../session.js";
 import {
-  Badge, Button, Card, ChangeDialog, Confirm, Copy, Empty, Facts, Field, LacksScopeNote, Loaded, Problem, Residency, Segmented, Select, Table, openDialog, say,
+  Badge, Button, Card, ChangeDialog, Copy, Empty, Facts, Field, LacksScopeNote, Loaded, PageHead, Problem, Residency, Segmented, Select, Table, confirm, openDialog, say,
 } from "../ui.js";
 import { Legend, StackedBars } from "../charts.js";
 import { METRICS, chartOf } from "../usage_rows.js";
@@ -29,17 +29,19 @@ function OneAdapter({ name, tenant }) {
   const latency = useApi(may("usage") ? "/v1/usage/latency" : null, span, { everyS: 15 });
   const reload = () => [adapter, versions].forEach((answer) => answer.reload());
   const { error, send } = useSending();
-  /** Change the adapter, and say what was done; false if it was refused. */
-  const change = (body, done) => send(async () => {
+  /** Change the adapter, and say what was done. */
+  const save = async (body, done) => {
     await call("PATCH", path, { params, body });
     say(done);
     reload();
-  });
+  };
+  /** The same; a refusal is shown on the page, and gives false. */
+  const change = (body, done) => send(() => save(body, done));
   if (adapter.error?.status === 404) {
     return html`<${Back} /><h1>${name}</h1><${Empty} title=${`There is no adapter ${name} here.`}>${tenant ?? "Your tenant"} has no adapter of this name.<//>`;
   }
   return html`<${Back} /><${Loaded} of=${adapter} lines=${8}>${(it) => html`<div class="stack">
-    <${Head} it=${it} path=${path} params=${params} change=${change} reload=${reload} />
+    <${Head} it=${it} path=${path} params=${params} save=${save} change=${change} />
     <${Problem} error=${error} />
     <div class="columns">
       <${FactsCard} it=${it} versions=${versions.data?.data} />
@@ -58,24 +60,16 @@ function OneAdapter({ name, tenant }) {
 
 const Back = () => html`<p class="back"><${Link} to="/adapters">← All adapters<//></p>`;
 
-function Head({ it, path, params, change, reload }) {
+function Head({ it, path, params, save, change }) {
   const remove = async () => {
     await call("DELETE", path, { params });
     go("/adapters");
   };
-  const askRemove = () => openDialog((close) => html`<${Confirm} title=${`Delete ${it.name}?`} verb="Delete it" onClose=${close} act=${remove}>
-    <p>This deletes all versions, aliases and grants of <strong>${it.name}</strong>. Running requests finish; new ones are refused.</p>
-    <p class="quiet">Its usage is kept. This cannot be undone: keep the files if you may need them again.</p>
-  <//>`);
-  const describe = async (description) => {
-    await call("PATCH", path, { params, body: { description } });
-    say("The description is saved.");
-    reload();
-  };
-  const askDescription = () => openDialog((close) => html`<${DescriptionDialog} it=${it} save=${describe} onClose=${close} />`);
-  return html`<header class="page-head">
-      <div><h1>${it.name} <${Residency} of=${it.residency} /> ${it.pinned && html`<${Badge} tone="info">pinned<//>`}</h1>
-        <p class="quiet">of ${it.tenant} · requests for “${it.name}” use ${meaningText(it.aliases.default ?? it.version)}</p></div>
+  const askRemove = () => confirm(`Delete ${it.name}?`, "Delete it", remove,
+    html`<p>This deletes all versions, aliases and grants of <strong>${it.name}</strong>. Running requests finish; new ones are refused.</p>
+      <p class="quiet">Its usage is kept. This cannot be undone: keep the files if you may need them again.</p>`);
+  const title = html`${it.name} <${Residency} of=${it.residency} /> ${it.pinned && html`<${Badge} tone="info">pinned<//>`}`;
+  return html`<${PageHead} title=${title} about=${`of ${it.tenant} · requests for “${it.name}” use ${meaningText(it.aliases.default ?? it.version)}`}>
       <div class="actions">
         ${may("adapters") && html`<${Button} onClick=${() => change({ pinned: !it.pinned }, it.pinned ? `${it.name} can be evicted again.` : `${it.name} stays on the device.`)}
             title=${it.pinned ? "Let it be evicted when pages are needed" : "Keep it on the device"}>${it.pinned ? "Unpin" : "Pin"}<//>
@@ -83,36 +77,33 @@ function Head({ it, path, params, change, reload }) {
           <${Button} kind="danger" onClick=${askRemove}>Delete<//>`}
         ${may("infer") && html`<${Link} class="button main" to="/playground" params=${{ model: it.name }}>Try it<//>`}
       </div>
-    </header>
+    <//>
     ${!may("adapters") && html`<${LacksScopeNote} scope="adapters" says="You can see this adapter, but not change it" />`}
     <p class="description">${it.description || html`<span class="quiet">No description.</span>`}
-      ${may("adapters") && html` <${Button} kind="small" onClick=${askDescription}>${it.description ? "Edit the description" : "Add a description"}<//>`}</p>`;
+      ${may("adapters") && html` <${Button} kind="small" onClick=${() => openDialog(DescriptionDialog, { it, save })}>${it.description ? "Edit the description" : "Add a description"}<//>`}</p>`;
 }
 
 function DescriptionDialog({ it, save, onClose }) {
   const [text, setText] = useState(it.description ?? "");
-  return html`<${ChangeDialog} title=${`Describe ${it.name}`} verb="Save" act=${() => save(text)} onClose=${onClose}>
+  return html`<${ChangeDialog} title=${`Describe ${it.name}`} verb="Save" act=${() => save({ description: text }, "The description is saved.")} onClose=${onClose}>
     <${Field} label="Description">${(id) => html`<textarea id=${id} maxlength="4096" rows="3" value=${text} onInput=${(event) => setText(event.target.value)} />`}<//>
   <//>`;
 }
 
-function FactsCard({ it, versions }) {
-  const facts = {
-    "Current version": it.version,
-    Digest: html`<code title=${it.digest}>${shortDigest(it.digest)}</code> <${Copy} text=${it.digest} label="Copy digest" />`,
-    Rank: it.rank,
-    Targets: it.target_modules.join(", "),
-    "Applied modules": `${count(it.applied_modules.applied)} of ${count(it.applied_modules.total)}`,
-    Parameters: count(it.parameters),
-    Size: bytes(it.size_bytes),
-    "Pages on the device": it.pages === null ? "unknown: the weights cannot be read now" : count(it.pages),
-    "Load p95": it.load_p95_s === null ? html`– <span class="quiet">not loaded since it was last in memory</span>` : seconds(it.load_p95_s),
-    Versions: versions ? count(versions.length) : "–",
-    Created: timeShown(it.created_at),
-    "Last used": it.usage?.last_used_at ? html`<span title=${timeShown(it.usage.last_used_at)}>${ago(it.usage.last_used_at)}</span>` : "never",
-  };
-  return html`<${Card} title="Facts"><${Facts} of=${facts} /><//>`;
-}
+const FactsCard = ({ it, versions }) => html`<${Card} title="Facts"><${Facts} of=${{
+  "Current version": it.version,
+  Digest: html`<code title=${it.digest}>${shortDigest(it.digest)}</code> <${Copy} text=${it.digest} label="Copy digest" />`,
+  Rank: it.rank,
+  Targets: it.target_modules.join(", "),
+  "Applied modules": `${count(it.applied_modules.applied)} of ${count(it.applied_modules.total)}`,
+  Parameters: count(it.parameters),
+  Size: bytes(it.size_bytes),
+  "Pages on the device": it.pages === null ? "unknown: the weights cannot be read now" : count(it.pages),
+  "Load p95": it.load_p95_s === null ? html`– <span class="quiet">not loaded since it was last in memory</span>` : seconds(it.load_p95_s),
+  Versions: versions ? count(versions.length) : "–",
+  Created: timeShown(it.created_at),
+  "Last used": it.usage?.last_used_at ? html`<span title=${timeShown(it.usage.last_used_at)}>${ago(it.usage.last_used_at)}</span>` : "never",
+}} /><//>`;
 
 const LAYOUTS = { peft: "PEFT", mlx: "MLX (transposed when loaded)" };
 
@@ -120,24 +111,20 @@ function Report({ it }) {
   const { report } = it;
   if (!report) return html`<${Card} title="Check of the upload"><p class="quiet">No report was stored for this version.</p><//>`;
   const number = report.warnings.length;
-  const facts = {
+  return html`<${Card} title="Check of the upload" note=${`version ${it.version}`}><${Facts} of=${{
     Result: number ? html`<${Badge} tone="warn">served, with ${count(number)} ${number === 1 ? "warning" : "warnings"}<//>` : html`<${Badge} tone="good">no problems found<//>`,
     "Number format": report.dtype.join(", "),
     "Weights in the layout of": LAYOUTS[report.layout],
     "Tensor names": report.renamed ? `as expected, after removing a prefix from ${count(report.renamed)} of them` : "as expected",
-  };
-  return html`<${Card} title="Check of the upload" note=${`version ${it.version}`}><${Facts} of=${facts} />
+  }} />
     ${number > 0 && html`<div class="warning"><p><strong>Possible mistakes</strong></p><ol>${report.warnings.map((warning) => html`<li>${warning}</li>`)}</ol></div>`}<//>`;
 }
 
 /** How programs call it. */
-function Snippets({ it }) {
-  const body = { model: it.name, messages: [{ role: "user", content: "Where is my order?" }] };
-  return html`<${Card} title="Call it">
-    <p class="quiet">Set <code>WEFT_KEY</code> to a key of ${it.tenant} with the scope <code>infer</code>. <code>${it.name}@${it.version}</code> always means this version.</p>
-    <${Snippet} request=${{ path: "/v1/chat/completions", tenant: null, body }} />
-  <//>`;
-}
+const Snippets = ({ it }) => html`<${Card} title="Call it">
+  <p class="quiet">Set <code>WEFT_KEY</code> to a key of ${it.tenant} with the scope <code>infer</code>. <code>${it.name}@${it.version}</code> always means this version.</p>
+  <${Snippet} request=${{ path: "/v1/chat/completions", tenant: null, body: { model: it.name, messages: [{ role: "user", content: "Where is my order?" }] } }} />
+<//>`;
 
 /** Its requests or tokens over time, by version. */
 function Traffic({ name, tenant }) {
@@ -174,8 +161,8 @@ function Grants({ it, path, params, versions }) {
     await call("DELETE", `${path}/grants/${encodeURIComponent(grant.tenant_id)}`, { params: { ...params, version: grant.version } });
     grants.reload();
   };
-  const askWithdraw = (grant) => openDialog((close) => html`<${Confirm} title=${`Withdraw the grant of ${grant.tenant}?`} verb="Withdraw it" onClose=${close}
-    act=${() => withdraw(grant)}><p>New requests of ${grant.tenant} for <code>${called(grant)}</code> are refused at once; running ones finish.</p><//>`);
+  const askWithdraw = (grant) => confirm(`Withdraw the grant of ${grant.tenant}?`, "Withdraw it", () => withdraw(grant),
+    html`<p>New requests of ${grant.tenant} for <code>${called(grant)}</code> are refused at once; running ones finish.</p>`);
   const columns = [
     { key: "tenant", label: "Tenant", isFixed: true },
     { key: "called", label: "Calls it as", isFixed: true, cell: (grant) => html`<code>${called(grant)}</code>` },

@@ -29,8 +29,7 @@ export default function AdaptersPage() {
   };
   const isOver = useDrops(drop, may("adapters"));
   useEffect(() => job.subscribe((state) => state?.phase === "done" && list.reload()), []);
-  const owner = isAdmin() ? (tenant ?? "all tenants") : "your tenant";
-  return html`<${PageHead} title="Adapters" about=${`The adapters of ${owner}, with their usage in the range shown.`}>
+  return html`<${PageHead} title="Adapters" about=${`The adapters of ${isAdmin() ? (tenant ?? "all tenants") : "your tenant"}, with their usage in the range shown.`}>
       <div class="picker"><${RangePicker} />${may("adapters") && html`<${Button} kind="main" onClick=${() => open()}>Upload adapter<//>`}</div>
     <//>
     ${!may("adapters") && html`<${LacksScopeNote} scope="adapters" says="You can see adapters, but not change them" />`}
@@ -85,22 +84,19 @@ function Shown({ rows, withTenant }) {
     </section></div>`;
 }
 
-function columnsOf(withTenant) {
-  const link = (row) => html`<${Link} to=${`/adapters/${encodeURIComponent(row.name)}`} params=${isAdmin() ? { tenant: row.tenant } : {}}>${row.name}<//>`;
-  return [
-    { key: "name", label: "Name", cell: link },
-    ...(withTenant ? [{ key: "tenant", label: "Tenant" }] : []),
-    { key: "residency", label: "Where", cell: (row) => html`<${Residency} of=${row.residency} />`, value: (row) => ["device", "host", "stored"].indexOf(row.residency) },
-    numbers("pages", "Pages", count),
-    ...(may("usage") ? [numbers("requests", "Requests", compact), numbers("tokens", "Tokens", compact), numbers("hit_rate", "Hit rate", percent), numbers("ttft", "TTFT p95", seconds)] : []),
-    numbers("load_p95_s", "Load p95", seconds),
-    numbers("version", "Version", count),
-    numbers("rank", "Rank", count),
-    { key: "targets", label: "Targets", cell: (row) => html`<span title=${row.target_modules.join(", ")}>${row.targets}</span>` },
-    { key: "pinned", label: "Pinned", cell: (row) => (row.pinned ? html`<${Badge} tone="info">pinned<//>` : "–"), value: (row) => (row.pinned ? 0 : 1) },
-    { key: "last", label: "Last used", cell: (row) => html`<span title=${timeShown(row.last)}>${ago(row.last)}</span>`, value: (row) => row.last },
-  ];
-}
+const columnsOf = (withTenant) => [
+  { key: "name", label: "Name", cell: (row) => html`<${Link} to=${`/adapters/${encodeURIComponent(row.name)}`} params=${isAdmin() ? { tenant: row.tenant } : {}}>${row.name}<//>` },
+  ...(withTenant ? [{ key: "tenant", label: "Tenant" }] : []),
+  { key: "residency", label: "Where", cell: (row) => html`<${Residency} of=${row.residency} />`, value: (row) => ["device", "host", "stored"].indexOf(row.residency) },
+  numbers("pages", "Pages", count),
+  ...(may("usage") ? [numbers("requests", "Requests", compact), numbers("tokens", "Tokens", compact), numbers("hit_rate", "Hit rate", percent), numbers("ttft", "TTFT p95", seconds)] : []),
+  numbers("load_p95_s", "Load p95", seconds),
+  numbers("version", "Version", count),
+  numbers("rank", "Rank", count),
+  { key: "targets", label: "Targets", cell: (row) => html`<span title=${row.target_modules.join(", ")}>${row.targets}</span>` },
+  { key: "pinned", label: "Pinned", cell: (row) => (row.pinned ? html`<${Badge} tone="info">pinned<//>` : "–"), value: (row) => (row.pinned ? 0 : 1) },
+  { key: "last", label: "Last used", cell: (row) => html`<span title=${timeShown(row.last)}>${ago(row.last)}</span>`, value: (row) => row.last },
+];
 
 /** What to do where nothing is yet. */
 function First({ tenant, open }) {

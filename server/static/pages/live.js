@@ -66,7 +66,7 @@ function Tiles({ snapshot }) {
   const small = (words) => html`<div class="stat-change quiet">${words}</div>`;
   return html`<div class="stats live-stats">
     <${Stat} label="Running" value=${count(snapshot.running)}>${small(`${count(paused)} paused, ${count(snapshot.base_running)} of the base`)}<//>
-    <${Stat} label="Waiting" value=${count(snapshot.waiting)}>${small(reasonsText(snapshot.waiting_reasons, 2) || "none")}<//>
+    <${Stat} label="Waiting" value=${count(snapshot.waiting)}>${small(inWords(snapshot.waiting_reasons, REASONS, 2) || "none")}<//>
     <${Stat} label="Tokens/s" value=${pace}>${small(steps.length ? `while the last ${steps.length} steps ran` : "no step yet")}<//>
     <${Stat} label="Step time" value=${seconds(quantile(times, 0.5))}>${small(`p95 ${seconds(quantile(times, 0.95))}`)}<//>
     <${Stat} label="On the device" value=${count(onDevice)}>${small(`adapters, of ${count(snapshot.slots)} slots`)}<//>
@@ -105,31 +105,27 @@ function Since({ snapshot }) {
   const { evictions, host_pages: host } = snapshot;
   const { swap = 0, recompute = 0 } = snapshot.preemptions;
   const all = sum(Object.values(host));
-  const facts = {
+  return html`<${Card} title="Since the engine started"><${Facts} of=${{
     Steps: count(snapshot.num_steps),
     "Adapters loaded": loads.length ? loads : "none",
     Evicted: `${count(evictions.adapter ?? 0)} adapters and ${count(evictions.prefix ?? 0)} blocks of prefix cache`,
     Preempted: html`${count(swap + recompute)} <span class="quiet">· ${count(swap)} swapped to the host, ${count(recompute)} to be computed again</span>`,
     "Host memory": html`${count(all - (host.free ?? 0))} of ${count(all)} pages <span class="quiet">· ${count(host.adapter ?? 0)} of adapters, ${count(host.kv ?? 0)} of KV</span>`,
     "HTTP requests now": count(snapshot.http_requests),
-  };
-  return html`<${Card} title="Since the engine started"><${Facts} of=${facts} /><//>`;
+  }} /><//>`;
 }
 
 const REASONS = { LOADING: "loading", GRAMMAR: "grammar", NO_ROOM: "no room", NO_PAGES: "no pages", FORK: "shared prompt", NEW: "in line" };
 /** Why requests were refused; other codes are shown as they are. */
 const REFUSALS = { "limit.queue": "over share", "server.overloaded": "overload", engine_overloaded: "queue full", "deadline.queue": "too late" };
 
-/** Counts with plain words, the `most` largest and the sum of the others. */
+/** Counts with plain words, the `most` largest and the sum of the others: "3 in line, 1 loading". */
 function inWords(counts, words, most = Infinity) {
   const sorted = Object.entries(counts).filter(([, number]) => number > 0).sort(([, a], [, b]) => b - a);
   const rest = sum(sorted.slice(most), ([, number]) => number);
   const texts = sorted.slice(0, most).map(([code, number]) => `${count(number)} ${words[code] ?? code}`);
   return [...texts, ...(rest ? [`${count(rest)} others`] : [])].map((text) => text.replaceAll(" ", "\u00a0")).join(", ");
 }
-
-/** Why requests wait: "3 in line, 1 loading". */
-const reasonsText = (reasons, most) => inWords(reasons, REASONS, most);
 
 const sumCounts = (all) => all.flatMap(Object.entries).reduce((sums, [key, number]) => ({ ...sums, [key]: (sums[key] ?? 0) + number }), {});
 
@@ -165,24 +161,22 @@ function Share({ of: { share, due, isMany }, whole }) {
     <span class="served" data-figure="share">${percent(share)}</span></span>`;
 }
 
-function TenantName({ of: { name, isMany } }) {
+function tenantName({ name, isMany }) {
   if (isMany) return name;
   return name === "(admin)" ? "admin" : html`<${Link} to=${`/tenants/${encodeURIComponent(name)}`}>${name}<//>`;
 }
-
-const wait = (value) => (value !== null && value < 0.05 ? "none" : seconds(value));
 
 /** Requests in the engine by tenant: running, waiting and why. */
 function Tenants({ snapshot }) {
   const rows = tenantRows(snapshot);
   const whole = Math.max(1e-9, ...rows.map((row) => Math.max(row.share, row.due)));
   const columns = [
-    { key: "name", label: "Tenant", cell: (row) => html`<${TenantName} of=${row} />` },
+    { key: "name", label: "Tenant", cell: tenantName },
     { key: "weight", label: "Weight", isNumber: true, cell: (row) => (row.weight === null ? "–" : html`${count(row.weight)} <span class="quiet">${percent(row.due)}</span>`) },
     { key: "share", label: "Served lately", isNumber: true, cell: (row) => html`<${Share} of=${row} whole=${whole} />` },
     numbers("inStep", "In step", count), numbers("paused", "Paused", count), numbers("waiting", "Waiting", count),
-    { key: "reasons", label: "Why", isFixed: true, cell: (row) => reasonsText(row.reasons) },
-    { key: "wait", label: "Predicted wait", isNumber: true, cell: (row) => wait(row.wait) },
+    { key: "reasons", label: "Why", isFixed: true, cell: (row) => inWords(row.reasons, REASONS) },
+    { key: "wait", label: "Predicted wait", isNumber: true, cell: ({ wait }) => (wait !== null && wait < 0.05 ? "none" : seconds(wait)) },
     { key: "refused", label: "Refused", isNumber: true, value: (row) => sum(Object.values(row.refused)), cell: (row) => inWords(row.refused, REFUSALS) || "none" },
   ];
   return html`<${Card} title="Tenants" note="running and waiting requests, and why they wait">

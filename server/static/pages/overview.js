@@ -108,16 +108,14 @@ function Tiles({ byStatus, byStatusBefore, chart, adaptersBefore, base, baseBefo
 /** The problem of any answer stands at the top of the page. */
 const Waiting = (props) => html`<${Loaded} isQuiet lines=${3} ...${props} />`;
 
-function TokensCard({ chart, range }) {
-  const actions = html`<${Link} to="/usage" params=${{ range: range.name === "custom" ? null : range.name }}>Explore usage<//>`;
-  return html`<${Card} title="Tokens by adapter" note=${range.bucket === "1d" ? "per day" : range.bucket === "1h" ? "per hour" : "per minute"} actions=${actions}>
-    <${Waiting} of=${chart}>${(answer, about) => {
-      const { buckets, series } = chartOf(answer, about, { groups: adapterGroups(), metric: "total_tokens", top: COLOURS });
-      return html`<${StackedBars} buckets=${buckets} series=${series} label="Tokens by adapter" exact=${count} />
-        <${Legend} series=${series} />`;
-    }}<//>
-  <//>`;
-}
+const TokensCard = ({ chart, range }) => html`<${Card} title="Tokens by adapter" note=${{ "1d": "per day", "1h": "per hour", "1m": "per minute" }[range.bucket]}
+  actions=${html`<${Link} to="/usage" params=${{ range: range.name === "custom" ? null : range.name }}>Explore usage<//>`}>
+  <${Waiting} of=${chart}>${(answer, about) => {
+    const { buckets, series } = chartOf(answer, about, { groups: adapterGroups(), metric: "total_tokens", top: COLOURS });
+    return html`<${StackedBars} buckets=${buckets} series=${series} label="Tokens by adapter" exact=${count} />
+      <${Legend} series=${series} />`;
+  }}<//>
+<//>`;
 
 /** An adapter's name, with a link to its page unless it is the base or another tenant's. */
 function adapterName(row) {
@@ -161,12 +159,10 @@ const tenantName = (row) =>
   row.other || !row.tenant ? html`<span class="quiet">${nameOf(row, "tenant")}</span>` : html`<${Link} to=${`/tenants/${encodeURIComponent(row.tenant)}`}>${row.tenant}<//>`;
 
 /** The rows with most tokens of a dimension, and a link to all. `rowsOf` makes them of the answer, `cell` their names. */
-function Top({ of: asked, by, rowsOf, cell }) {
-  const columns = (answer) => [{ key: by, label: DIMENSIONS[by], value: (row) => (row.other ? null : nameOf(row, by)), cell }, ...figuresOf(answer)];
-  return html`<${Card} title=${`Top ${by}s`} actions=${html`<${Link} to="/usage" params=${{ group: by }}>All ${by}s<//>`}>
-    <${Waiting} of=${asked}>${(answer) => html`<${Table} caption=${`Top ${by}s`} rows=${rowsOf(answer.data)} keyOf=${(row) => row.name} columns=${columns(answer)} />`}<//>
-  <//>`;
-}
+const Top = ({ of: asked, by, rowsOf, cell }) => html`<${Card} title=${`Top ${by}s`} actions=${html`<${Link} to="/usage" params=${{ group: by }}>All ${by}s<//>`}>
+  <${Waiting} of=${asked}>${(answer) => html`<${Table} caption=${`Top ${by}s`} rows=${rowsOf(answer.data)} keyOf=${(row) => row.name}
+    columns=${[{ key: by, label: DIMENSIONS[by], value: (row) => (row.other ? null : nameOf(row, by)), cell }, ...figuresOf(answer)]} />`}<//>
+<//>`;
 
 /** The server counts times by hours and by days of UTC. */
 const latencyBucket = (range) => (range.end - range.start <= 8 * DAY ? "1h" : "1d");

@@ -37,12 +37,6 @@ function useModels() {
   return { names: [...new Set([...own, ...everybodys])], answers: [models, adapters], isLoading: models.isLoading || (isEverybody && adapters.isLoading) };
 }
 
-/** Who is asked: as the address says, or the base and the first two adapters. */
-function modelsShown(names) {
-  const wanted = paramAll("model").slice(0, MOST_MODELS);
-  return wanted.length ? wanted : names.slice(0, 3);
-}
-
 /** What the fields for tools and schema say, each with its error. */
 function extrasOf({ tools, schema }) {
   return {
@@ -70,7 +64,8 @@ export default function Playground() {
 
 function Asking() {
   const found = useModels();
-  const models = modelsShown(found.names);
+  const wanted = paramAll("model").slice(0, MOST_MODELS);
+  const models = wanted.length ? wanted : found.names.slice(0, 3); // the base and the first two adapters
   const talks = useTalks(models);
   const [texts, setTexts] = useState(() => Object.fromEntries(["prompt", "system", "tools", "schema"].map((name) => [name, chosen(name)])));
   const { prompt, system } = texts;
@@ -158,7 +153,7 @@ const STATES = { device: ["good", "on the device"], host: ["info", "loaded from 
 function Column({ model, talk, next, onResults, onModel, onRemove, onCompletion, index }) {
   const exchanges = talk.exchanges.value;
   const last = exchanges.findLastIndex((one) => one.state !== "failed");
-  const showCode = () => openDialog((close) => html`<${CodeDialog} model=${model} request=${exchanges.at(-1)?.request ?? next()} onClose=${close} />`);
+  const showCode = () => openDialog(CodeDialog, { model, request: exchanges.at(-1)?.request ?? next() });
   return html`<section class="card talk" aria-label=${`Answers of ${model}`} data-model=${model}>
     <header class="talk-head">
       <input type="text" list="models" aria-label=${`Model ${index + 1}`} value=${model} spellcheck="false" autocomplete="off"
@@ -193,12 +188,12 @@ function Exchange({ of: one, onCompletion, onResults }) {
 /** The calls of an answer, and fields for their results where they are awaited. */
 function Calls({ of: calls, onResults }) {
   const [results, setResults] = useState({});
-  const answers = () => calls.map((call) => ({ role: "tool", tool_call_id: call.id, content: results[call.id] ?? "" }));
+  const sendResults = () => onResults(calls.map((call) => ({ role: "tool", tool_call_id: call.id, content: results[call.id] })));
   return html`<div class="calls">
     ${calls.map((call) => html`<div class="call" key=${call.id} data-call=${call.name}><b>${call.name}</b> <code>${call.arguments}</code>
       ${onResults && html`<input type="text" aria-label=${`Result of ${call.name}`} placeholder="its result" value=${results[call.id] ?? ""} onInput=${(event) => setResults({ ...results, [call.id]: event.target.value })} />`}
     </div>`)}
-    ${onResults && html`<${Button} kind="small" disabled=${calls.some((call) => !results[call.id])} onClick=${() => onResults(answers())}>Send the results<//>`}
+    ${onResults && html`<${Button} kind="small" disabled=${calls.some((call) => !results[call.id])} onClick=${sendResults}>Send the results<//>`}
   </div>`;
 }
 

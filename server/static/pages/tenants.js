@@ -5,7 +5,7 @@ import { ago, bytes, compact, count, money } from "../format.js";
 import { Link, go, param, setParams } from "../place.js";
 import { RangePicker, rangeShown, spanOf, timeShown } from "../range.js";
 import {
-  Badge, Button, Card, ChangeDialog, Code, Confirm, Copy, Dialog, Empty, Facts, Field, Loaded, PageHead, Problem, Select, Stat, Table, numbers, openDialog, say,
+  Badge, Button, Card, ChangeDialog, Code, Confirm, Copy, Dialog, Empty, Facts, Field, Loaded, PageHead, Problem, Select, Stat, Table, confirm, numbers, openDialog, say,
 } from "../ui.js";
 import { NAME_RULE, isName } from "../upload_files.js";
 import { METRICS } from "../usage_rows.js";
@@ -24,10 +24,9 @@ export default function Tenants() {
     { key: "limits", label: "Limits", isFixed: true, cell: (one) => html`<${Limits} limits=${one.limits} />` },
     { key: "created_at", label: "Created", cell: (one) => timeShown(one.created_at) },
   ];
-  const make = () => openDialog((close) => html`<${NewTenant} onClose=${close} />`);
   const empty = html`<${Empty} title="No tenant yet.">A tenant owns adapters and keys. Make the first with “New tenant”, or <code>weft tenant create acme</code>.<//>`;
   return html`<${PageHead} title="Tenants" about="Who may send requests, with their usage and limits.">
-      <div class="picker"><${RangePicker} /><${Button} kind="main" onClick=${make}>New tenant<//></div><//>
+      <div class="picker"><${RangePicker} /><${Button} kind="main" onClick=${() => openDialog(NewTenant)}>New tenant<//></div><//>
     <${Card}>
       <${Problem} error=${usage.error} />
       <${Loaded} of=${tenants}>${({ data }) => html`<${Table} caption="Tenants" columns=${columns} rows=${data} keyOf=${(one) => one.id} empty=${empty}
@@ -61,25 +60,22 @@ export function Tenant({ name }) {
     state.reload();
     say("The limits are in force.");
   };
-  const changeLimits = () => openDialog((close) => html`<${LimitsDialog} tenant=${tenant.data} onClose=${close} save=${save} />`);
-  const remove = () => openDialog((close) => html`<${DeleteTenant} name=${name} onClose=${close} />`);
-  const factsOf = (found) => ({
-    Id: html`<code>${found.id}</code> <${Copy} text=${found.id} />`,
-    Created: timeShown(found.created_at),
-    Adapters: html`<${Link} to="/adapters" params=${{ tenant: name }}>Show them<//>`,
-    Usage: html`<${Link} to="/usage" params=${{ tenant: name }}>Explore it<//>`,
-    Changes: html`<${Link} to="/audit" params=${{ tenant: name }}>In the audit log<//>`,
-  });
   return html`<p class="back"><${Link} to="/tenants">← All tenants<//></p><${PageHead} title=${name}><${RangePicker} /><//>
     <${Loaded} of=${tenant}>${(found) => html`<div class="stack">
       <${Totals} usage=${usage} tenant=${name} />
       <${Keys} tenant=${name} range=${range} />
       <div class="columns">
-        <${Card} title="Limits" note="with how much of them is used now" actions=${html`<${Button} onClick=${changeLimits}>Change limits<//>`}>
+        <${Card} title="Limits" note="with how much of them is used now" actions=${html`<${Button} onClick=${() => openDialog(LimitsDialog, { tenant: found, save })}>Change limits<//>`}>
           <${Loaded} of=${state}>${(me) => html`<${LimitBars} limits=${me.limits.tenant} used=${me.used.tenant} />`}<//>
         <//>
-        <${Card} title="About"><${Facts} of=${factsOf(found)} />
-          <div class="actions end"><${Button} kind="danger" onClick=${remove}>Delete the tenant<//></div><//>
+        <${Card} title="About"><${Facts} of=${{
+          Id: html`<code>${found.id}</code> <${Copy} text=${found.id} />`,
+          Created: timeShown(found.created_at),
+          Adapters: html`<${Link} to="/adapters" params=${{ tenant: name }}>Show them<//>`,
+          Usage: html`<${Link} to="/usage" params=${{ tenant: name }}>Explore it<//>`,
+          Changes: html`<${Link} to="/audit" params=${{ tenant: name }}>In the audit log<//>`,
+        }} />
+          <div class="actions end"><${Button} kind="danger" onClick=${() => openDialog(DeleteTenant, { name })}>Delete the tenant<//></div><//>
       </div>
     </div>`}<//>`;
 }
@@ -118,19 +114,18 @@ function Keys({ tenant, range }) {
   const make = async (path, body) => {
     const made = await call("POST", path, { body });
     keys.reload();
-    openDialog((close) => html`<${SecretDialog} of=${made} onClose=${close} />`);
+    openDialog(SecretDialog, { of: made });
   };
   const change = async (key, method, done, body) => {
     await call(method, `/v1/keys/${key.id}`, { body });
     keys.reload();
     say(done);
   };
-  const askNew = () => openDialog((close) => html`<${KeyDialog} tenant=${tenant} onClose=${close} save=${(body) => make(`/v1/tenants/${tenant}/keys`, body)} />`);
-  const askChange = (key) => openDialog((close) => html`<${KeyDialog} before=${key} onClose=${close} save=${(body) => change(key, "PATCH", "The key was changed.", body)} />`);
-  const askRotate = (key) => openDialog((close) => html`<${RotateDialog} of=${key} onClose=${close} save=${(body) => make(`/v1/keys/${key.id}/rotate`, body)} />`);
-  const askRevoke = (key) => openDialog((close) => html`<${Confirm} title=${`Revoke ${nameOf(key)}?`} verb="Revoke" onClose=${close}
-    act=${() => change(key, "DELETE", `${nameOf(key)} was revoked.`)}>
-    <p>Requests with <code>${key.prefix}…</code> are refused from now on, and browsers that signed in with it are signed out. This cannot be undone; its usage stays.</p><//>`);
+  const askNew = () => openDialog(KeyDialog, { tenant, save: (body) => make(`/v1/tenants/${tenant}/keys`, body) });
+  const askChange = (key) => openDialog(KeyDialog, { before: key, save: (body) => change(key, "PATCH", "The key was changed.", body) });
+  const askRotate = (key) => openDialog(RotateDialog, { of: key, save: (body) => make(`/v1/keys/${key.id}/rotate`, body) });
+  const askRevoke = (key) => confirm(`Revoke ${nameOf(key)}?`, "Revoke", () => change(key, "DELETE", `${nameOf(key)} was revoked.`),
+    html`<p>Requests with <code>${key.prefix}…</code> are refused from now on, and browsers that signed in with it are signed out. This cannot be undone; its usage stays.</p>`);
   const used = new Map((usage.data?.data ?? []).map((row) => [row.key, row]));
   const button = (verb, key, ask, kind = "small") => html`<${Button} kind=${kind} aria-label=${`${verb} ${nameOf(key)}`} onClick=${() => ask(key)}>${verb}<//>`;
   const columns = [
@@ -192,18 +187,17 @@ const SecretDialog = ({ of: key, onClose }) => html`<${Dialog} title=${`The key 
 /** A tenant's own key: what it may do, and what is taken of its limits. */
 export function Account() {
   const state = useApi("/v1/me", {}, { everyS: 5 });
-  const factsOf = ({ tenant, key }) => ({
-    Tenant: tenant?.name ?? "–",
-    "Tenant id": html`${tenant && html`<code>${tenant.id}</code> <${Copy} text=${tenant.id} />`} <span class="quiet">others need it to grant you their adapters</span>`,
-    Key: key !== null && html`${key.name ?? "(no name)"} <code>${key.prefix}…</code>`,
-    "Allowed to": key !== null && html`<${Scopes} of=${key} />`,
-    Expires: key !== null && (key.expires_at ? timeShown(key.expires_at) : "never"),
-  });
   return html`<${PageHead} title="Key and limits" about="The key you signed in with, its limits, and how much of them is used." />
-    <${Loaded} of=${state}>${(me) => html`<div class="columns">
-      <${Card} title="Key"><${Facts} of=${factsOf(me)} /><p class="quiet">Keys are made, changed and revoked by the admin.</p><//>
-      <${Card} title="Limits of the tenant"><${LimitBars} limits=${me.limits.tenant} used=${me.used.tenant} /><//>
-      ${me.key && html`<${Card} title="Limits of this key"><${LimitBars} limits=${me.limits.key} used=${me.used.key} /><//>`}
+    <${Loaded} of=${state}>${({ tenant, key, limits, used }) => html`<div class="columns">
+      <${Card} title="Key"><${Facts} of=${{
+        Tenant: tenant?.name ?? "–",
+        "Tenant id": html`${tenant && html`<code>${tenant.id}</code> <${Copy} text=${tenant.id} />`} <span class="quiet">others need it to grant you their adapters</span>`,
+        Key: key !== null && html`${key.name ?? "(no name)"} <code>${key.prefix}…</code>`,
+        "Allowed to": key !== null && html`<${Scopes} of=${key} />`,
+        Expires: key !== null && (key.expires_at ? timeShown(key.expires_at) : "never"),
+      }} /><p class="quiet">Keys are made, changed and revoked by the admin.</p><//>
+      <${Card} title="Limits of the tenant"><${LimitBars} limits=${limits.tenant} used=${used.tenant} /><//>
+      ${key && html`<${Card} title="Limits of this key"><${LimitBars} limits=${limits.key} used=${used.key} /><//>`}
     </div>`}<//>`;
 }
 
@@ -251,14 +245,11 @@ function LimitBars({ limits, used }) {
 }
 
 /** Inputs for limits; an empty one does not limit. `values` maps names to texts. */
-function LimitFields({ values, setValues, ofKey = false }) {
-  const names = Object.keys(LIMITS).filter((name) => !ofKey || LIMITS[name].key);
-  return html`<div class="limit-fields">
-    ${names.map((name) => html`<${Field} key=${name} label=${LIMITS[name].label} hint=${LIMITS[name].hint} inputmode="numeric" placeholder="no limit" name=${name}
-      value=${values[name] ?? ""} onInput=${(event) => setValues({ ...values, [name]: event.target.value })}
-      error=${isLimit(values[name]) ? null : "A whole number of at least 0, or nothing."} />`)}
-  </div>`;
-}
+const LimitFields = ({ values, setValues, ofKey = false }) => html`<div class="limit-fields">
+  ${Object.keys(LIMITS).filter((name) => !ofKey || LIMITS[name].key).map((name) => html`<${Field} key=${name} label=${LIMITS[name].label} hint=${LIMITS[name].hint}
+    inputmode="numeric" placeholder="no limit" name=${name} value=${values[name] ?? ""} onInput=${(event) => setValues({ ...values, [name]: event.target.value })}
+    error=${isLimit(values[name]) ? null : "A whole number of at least 0, or nothing."} />`)}
+</div>`;
 
 const isLimit = (text) => !text || /^\d{1,15}$/.test(text.trim());
 

@@ -19,9 +19,8 @@ export default function Usage() {
   const { groups, metric, top, filters, isPerBucket } = question;
   const asked = { ...spanOf(range), ...filters, group_by: groups.join() };
   const about = { ...question, range };
-  const ranking = groups.length ? { top, rank_by: METRICS[metric].rankBy } : {};
   const inBuckets = { ...asked, bucket: range.bucket, tz: range.zone };
-  const chart = useApi("/v1/usage", { ...inBuckets, limit: LIMIT, ...ranking }, { about });
+  const chart = useApi("/v1/usage", { ...inBuckets, limit: LIMIT, ...(groups.length && { top, rank_by: METRICS[metric].rankBy }) }, { about });
   const rowsAsked = isPerBucket ? inBuckets : asked;
   const table = useApi("/v1/usage", { ...rowsAsked, limit: LIMIT }, { all: true, about });
   const keys = useKeys(range, groups.includes("key") || paramAll("key").length > 0);
@@ -75,7 +74,8 @@ function columnsOf(answer, { groups, isPerBucket, range }, keys) {
   const dimensions = [...new Set(groups.flatMap((group) => (group === "version" ? ["adapter", "version"] : [group])))];
   const when = { key: "start", label: range.bucket === "1d" ? "Day" : range.bucket === "1h" ? "Hour" : "Minute", cell: (row) => time(row.start, range.zone).slice(0, range.bucket === "1d" ? 10 : 16) };
   const text = (dimension) => (row) => nameOf(row, dimension, keys);
-  const digits = digitsShown(answer);
+  // Costs are shown with all their digits, because they must add up; all with as many as the longest.
+  const digits = answer.currency ? Math.max(2, ...[answer.totals, ...answer.data].map(({ cost }) => digitsOf(cost))) : 2;
   return [
     ...(isPerBucket ? [when] : []),
     ...dimensions.map((key) => (key === "version" ? numbers(key, "Version", String) : { key, label: DIMENSIONS[key], value: text(key), cell: text(key) })),
@@ -85,20 +85,15 @@ function columnsOf(answer, { groups, isPerBucket, range }, keys) {
   ];
 }
 
-/** Costs are shown with all their digits, because they must add up; all with as many as the longest. */
-const digitsShown = ({ data, totals, currency }) => (currency ? Math.max(2, digitsOf(totals.cost), ...data.map((row) => digitsOf(row.cost))) : 2);
-
-function TableCard({ table, asked, range, filters, isPerBucket, keys }) {
-  const rows = html`<${Segmented} label="One row for" value=${isPerBucket ? "bucket" : "range"} onChange=${(value) => setParams({ rows: value === "range" ? null : value, sort: null })}
-    options=${[["range", "Whole range"], ["bucket", { "1m": "Each minute", "1h": "Each hour", "1d": "Each day" }[range.bucket]]]} />`;
-  return html`<${Card} title="All groups" actions=${rows}>
-    <${Loaded} of=${table} isQuiet lines=${3}>${(answer, about) => html`<${Sums} answer=${answer} about=${about} keys=${keys} />`}<//>
-    <div class="table-foot">
-      <p class="quiet">${table.at && html`Totals as of ${time(table.at, range.zone, { withSeconds: true })} (${range.zone.replaceAll("_", " ")}). Requests that end later are added.`}</p>
-      <${Exports} asked=${asked} range=${range} filters=${filters} />
-    </div>
-  <//>`;
-}
+const TableCard = ({ table, asked, range, filters, isPerBucket, keys }) => html`<${Card} title="All groups"
+  actions=${html`<${Segmented} label="One row for" value=${isPerBucket ? "bucket" : "range"} onChange=${(value) => setParams({ rows: value === "range" ? null : value, sort: null })}
+    options=${[["range", "Whole range"], ["bucket", { "1m": "Each minute", "1h": "Each hour", "1d": "Each day" }[range.bucket]]]} />`}>
+  <${Loaded} of=${table} isQuiet lines=${3}>${(answer, about) => html`<${Sums} answer=${answer} about=${about} keys=${keys} />`}<//>
+  <div class="table-foot">
+    <p class="quiet">${table.at && html`Totals as of ${time(table.at, range.zone, { withSeconds: true })} (${range.zone.replaceAll("_", " ")}). Requests that end later are added.`}</p>
+    <${Exports} asked=${asked} range=${range} filters=${filters} />
+  </div>
+<//>`;
 
 function Sums({ answer, about, keys }) {
   if (!answer.data.length) return html`<${Nothing} />`;
@@ -148,11 +143,10 @@ async function csvOf(path, params) {
 
 /** weft-usage_2026-11-01_2026-11-30.csv: the first and the last day, with the hour where a range begins or ends within a day. */
 function fileName(kind, { start, end, zone }, extension) {
-  const stamp = (at, day) => (isMidnight(zone, at) ? day : time(at, zone).replace(" ", "T").replace(":", ""));
+  const isMidnight = (at) => dayOf(zone, at) !== dayOf(zone, at - 1);
+  const stamp = (at, day) => (isMidnight(at) ? day : time(at, zone).replace(" ", "T").replace(":", ""));
   return `weft-${kind}_${stamp(start, dayOf(zone, start))}_${stamp(end, dayOf(zone, end - 1))}.${extension}`;
 }
-
-const isMidnight = (zone, at) => dayOf(zone, at) !== dayOf(zone, at - 1);
 
 const TOPS = ["5", "8", "12"];
 const MAX_TENANTS = 20;
@@ -218,13 +212,10 @@ function labelOf(dimension, value, keys) {
 }
 
 /** The filters of all dimensions. */
-function Filters({ range, keys }) {
-  const isAny = dimensionsShown().some((dimension) => paramAll(dimension).length);
-  return html`<div class="filters" role="group" aria-label="Filters">
-    ${dimensionsShown().map((dimension) => html`<${Filter} key=${dimension} dimension=${dimension} range=${range} keys=${keys} />`)}
-    ${isAny && html`<${Button} kind="small" onClick=${() => setParams(Object.fromEntries(dimensionsShown().map((dimension) => [dimension, null])))}>Clear all<//>`}
-  </div>`;
-}
+const Filters = ({ range, keys }) => html`<div class="filters" role="group" aria-label="Filters">
+  ${dimensionsShown().map((dimension) => html`<${Filter} key=${dimension} dimension=${dimension} range=${range} keys=${keys} />`)}
+  ${dimensionsShown().some((dimension) => paramAll(dimension).length) && html`<${Button} kind="small" onClick=${() => setParams(Object.fromEntries(dimensionsShown().map((dimension) => [dimension, null])))}>Clear all<//>`}
+</div>`;
 
 /** A button that says what is chosen of a dimension and opens the list of choices. */
 function Filter({ dimension, range, keys }) {
@@ -252,8 +243,8 @@ function Filter({ dimension, range, keys }) {
 
 /** Requests by value of a dimension, in the range and under the other filters, most used first; undefined until known. */
 function useOptions(dimension, range) {
-  const { [dimension]: _, ...others } = filtersShown();
-  const { data, error } = useApi("/v1/usage", { ...spanOf(range), ...others, group_by: dimension, limit: 10_000 });
+  const filters = { ...filtersShown(), [dimension]: null };
+  const { data, error } = useApi("/v1/usage", { ...spanOf(range), ...filters, group_by: dimension, limit: LIMIT });
   const requests = new Map();
   for (const row of data?.data ?? []) {
     const value = dimension === "adapter" ? row.adapter ?? BASE : row[dimension];
@@ -278,15 +269,12 @@ function Choices({ id, dimension, range, chosen }) {
     choose(rest.length < chosen.length ? rest : dimension === "tenant" ? [value] : [...chosen, value]);
   };
   const move = (event) => {
-    if (event.key === "Enter" && event.target.type === "search" && shown.length) {
-      event.preventDefault();
-      return turn(shown[0][0]);
-    }
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (!step) return undefined;
-    event.preventDefault();
+    const isFirst = event.key === "Enter" && event.target.type === "search" && shown.length > 0;
+    if (step || isFirst) event.preventDefault();
+    if (isFirst) turn(shown[0][0]);
     const stops = [...panel.current.querySelectorAll("input")];
-    return stops[Math.min(stops.length - 1, Math.max(0, stops.indexOf(event.target) + step))].focus();
+    if (step) stops[Math.min(stops.length - 1, Math.max(0, stops.indexOf(event.target) + step))].focus();
   };
   return html`<div class="choices" id=${id} ref=${panel} role="group" aria-label=${`Choose by ${name}`} onKeyDown=${move}>
     <input type="search" aria-label=${`Search ${name}`} placeholder="Search" value=${text} autocomplete="off" onInput=${(event) => setText(event.target.value)} />

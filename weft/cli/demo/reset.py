@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from weft import demo
@@ -11,7 +13,6 @@ from weft.cli.demo.traffic import KEY_NAME
 from weft.config import Config, environment
 from weft.errors import ConfigError, NotFoundError
 from weft.registry.db.database import database_url
-from weft.registry.records import Key
 from weft.registry.registry import Registry
 from weft.server.auth.admin_key import given_pepper
 from weft.server.settings import load_config
@@ -41,28 +42,19 @@ def reset_demo(data_dir: Path) -> tuple[int, int]:
 async def _reset(config: Config, data_dir: Path) -> tuple[int, int]:
     registry = await Registry.open(config.registry.database_url, data_dir, pepper=given_pepper(environment()))
     try:
-        keys = await _traffic_keys(registry)
-        if keys is None:
+        owned = []
+        for tenant in TENANTS:
+            with suppress(NotFoundError):
+                owned.append(await registry.keys.list_keys(tenant, with_revoked=True))
+        if not owned:
             raise _no_demo(data_dir)
+        keys = [key for key in chain(*owned) if key.name == KEY_NAME]
         living = [key for key in keys if key.revoked_at is None]
         for key in living:
             await registry.keys.revoke_key(key.id)
         return await registry.usage.erase([key.id for key in keys]) if keys else 0, len(living)
     finally:
         await registry.close()
-
-
-async def _traffic_keys(registry: Registry) -> list[Key] | None:
-    """The traffic's keys, revoked ones too; None if there was no demo."""
-    found: list[Key] = []
-    is_demo = False
-    for tenant in TENANTS:
-        try:
-            found += [key for key in await registry.keys.list_keys(tenant, with_revoked=True) if key.name == KEY_NAME]
-        except NotFoundError:
-            continue
-        is_demo = True
-    return found if is_demo else None
 
 
 def _no_demo(data_dir: Path) -> ConfigError:

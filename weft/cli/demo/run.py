@@ -19,7 +19,7 @@ from rich.text import Text
 from weft import demo
 from weft.cli.demo import FOLDER
 from weft.cli.demo.round import ADAPTERS, BASE_NAME, Round, holds_everybody, play
-from weft.cli.demo.traffic import DURATION_S, KEY_NAME, MAX_AT_ONCE, Traffic, UsageCheck, check_usage, plan, replay
+from weft.cli.demo.traffic import DURATION_S, KEY_NAME, MAX_AT_ONCE, UsageCheck, check_usage, plan, replay
 from weft.client import Client
 from weft.errors import WeftError
 from weft.server.server_process import server_process
@@ -54,25 +54,13 @@ def run_demo(*, once: bool, with_traffic: bool, port: int | None, data_dir: Path
             if not once:
                 show_how_to_go_on(console, shown, server.url, server.admin_key(), data_dir)
                 if with_traffic:
-                    _send_traffic(console, server.url, server.admin_key(), data_dir)
+                    send_traffic(console, server.url, server.admin_key(), data_dir)
                 status = server.wait()
                 raise WeftError(f"The server ended by itself with status {status}; see {data_dir / 'serve.log'}.")
     except KeyboardInterrupt:
         console.print("Stopped; running requests were finished.")
         return 0
     return 0 if all(answer.is_expected for answer in shown.answers) else 1
-
-
-def _send_traffic(console: Console, url: str, admin_key: str, data_dir: Path) -> None:
-    """Replay the traffic and show what was compared; if it cannot go on, say so and leave the server to its user."""
-    show_traffic_begins(console, data_dir)
-    try:
-        traffic = asyncio.run(replay(url, admin_key))
-        check = check_usage(url, admin_key, traffic)
-    except WeftError as error:
-        console.print(f"The demo traffic ended early: {error.message}", style="red", soft_wrap=True)
-    else:
-        show_traffic(console, traffic, check)
 
 
 def show_answers(console: Console, shown: Round, seconds: float) -> None:
@@ -108,7 +96,9 @@ def show_how_to_go_on(console: Console, shown: Round, url: str, admin_key: str, 
     """Addresses, keys and snippets that can be pasted."""
     console.print()
     console.print(f"Serving on {url}; data and log in {data_dir.resolve()}. Ctrl-C ends it.", soft_wrap=True)
-    console.print(f"Dashboard (opens once, within 10 minutes): {dashboard_link(url, admin_key)}", soft_wrap=True)
+    with Client(url, admin_key) as client:
+        link = client.request("POST", "/v1/session/links")["link"]  # signs its first visitor in as admin
+    console.print(f"Dashboard (opens once, within 10 minutes): {url}/?range=1h#link={link}", soft_wrap=True)
     again = f"weft dashboard --url {url} --data-dir {shlex.quote(str(data_dir))}"
     console.print(f"Another link to it: {again}", soft_wrap=True)
     for tenant, key in shown.keys.items():
@@ -122,18 +112,11 @@ def show_how_to_go_on(console: Console, shown: Round, url: str, admin_key: str, 
     console.print()
 
 
-def dashboard_link(url: str, admin_key: str) -> str:
-    """The dashboard's address, showing the last hour; its first visitor within ten minutes is signed in as admin.
+def send_traffic(console: Console, url: str, admin_key: str, data_dir: Path) -> None:
+    """Replay the traffic, and show how it ended and whether its usage agrees with what its clients were told.
 
-    Raises:
-        WeftError: The server refused, or does not answer.
+    If it cannot go on, this is said, and the server is left to its user.
     """
-    with Client(url, admin_key) as client:
-        return f"{url}/?range=1h#link={client.request('POST', '/v1/session/links')['link']}"
-
-
-def show_traffic_begins(console: Console, data_dir: Path) -> None:
-    """What runs from now on, and how to be rid of it."""
     folder = "" if data_dir == FOLDER else f" --data-dir {shlex.quote(str(data_dir))}"
     console.print(
         f"Demo traffic now runs for {DURATION_S:.0f} s, to fill the charts: {len(plan())} requests, at most "
@@ -141,10 +124,12 @@ def show_traffic_begins(console: Console, data_dir: Path) -> None:
         f"`weft demo --reset{folder}` removes it.",
         soft_wrap=True,
     )
-
-
-def show_traffic(console: Console, traffic: Traffic, check: UsageCheck) -> None:
-    """How the requests ended, and whether the usage agrees with what their clients were told."""
+    try:
+        traffic = asyncio.run(replay(url, admin_key))
+        check = check_usage(url, admin_key, traffic)
+    except WeftError as error:
+        console.print(f"The demo traffic ended early: {error.message}", style="red", soft_wrap=True)
+        return
     ends = ", ".join(f"{number} {end}" for end, number in Counter(told.end for told in traffic.told).most_common())
     console.print(f"Demo traffic is done: {len(traffic.told)} requests ({ends}).", soft_wrap=True)
     for difference in check.differences:

@@ -5,13 +5,14 @@ import { bytes, compact, count, seconds, shortDigest } from "../../format.js";
 import { go } from "../../place.js";
 import { RangePicker, timeShown } from "../../range.js";
 import { may } from "../../session.js";
-import { Badge, Button, Card, Confirm, Copy, Empty, Field, FirstProblem, Residency, Select, Table, numbers, openDialog } from "../../ui.js";
+import { Badge, Button, Card, Copy, Empty, Field, FirstProblem, Residency, Select, Table, confirm, numbers } from "../../ui.js";
 import { ShareBar } from "../../charts.js";
 import { isName } from "../../upload_files.js";
 
-/** The versions that an alias stands for, with their shares: {2: 95, 3: 5} -> [{version: 2, share: 0.95}, …], the largest first. */
+/** The versions that an alias stands for, with their shares: {2: 95, 3: 5} -> [{version: 2, weight: 95, share: 0.95}, …],
+ * the largest first. One version alone has a weight of 100. */
 function sharesOf(meaning) {
-  const weights = typeof meaning === "number" ? { [meaning]: 1 } : meaning;
+  const weights = typeof meaning === "number" ? { [meaning]: 100 } : meaning;
   const sum = Object.values(weights).reduce((a, b) => a + b, 0);
   return Object.entries(weights)
     .map(([version, weight]) => ({ version: Number(version), weight, share: weight / sum }))
@@ -36,14 +37,12 @@ export const versionColour = ({ version }) => `s${(version - 1) % 8}`;
 
 export function Versions({ it, versions, usage, latency, path, params, change, reload }) {
   const rows = rowsOf(it, versions, usage.data, latency.data);
-  const makeCurrent = (row) => change({ aliases: { default: row.version } }, `Requests for ${it.name} use version ${row.version} now.`);
   const remove = async (version) => {
     await call("DELETE", path, { params: { ...params, version } });
     if (rows.length === 1) go("/adapters");
     else reload();
   };
-  const askRemove = (row) => openDialog((close) => html`<${Confirm} title=${`Delete version ${row.version}?`} verb="Delete it" onClose=${close}
-    act=${() => remove(row.version)}>${doomText(it, row, rows)}<//>`);
+  const askRemove = (row) => confirm(`Delete version ${row.version}?`, "Delete it", () => remove(row.version), doomText(it, row, rows));
   const columns = [
     { key: "version", label: "Version", isNumber: true, cell: (row) => html`${row.version}${row.report?.warnings.length ? html` <${Badge} tone="warn" title=${row.report.warnings.join(" ")}>!<//>` : ""}` },
     { key: "names", label: "Called by", value: (row) => row.names.length, cell: (row) => row.names.map(({ alias, share }) => html`<${Badge} tone=${alias === "default" ? "info" : ""}>${alias === "default" ? it.name : `@${alias}`}${share < 1 ? ` ${shareText(share)}` : ""}<//> `) },
@@ -54,7 +53,7 @@ export function Versions({ it, versions, usage, latency, path, params, change, r
     numbers("size_bytes", "Size", bytes),
     { key: "created_at", label: "Created", cell: (row) => timeShown(row.created_at) },
     ...(may("adapters") ? [{ key: "actions", label: "", isFixed: true, cell: (row) => html`<span class="row-actions">
-      ${row.share < 1 && html`<${Button} kind="small" onClick=${() => makeCurrent(row)}>Make current<//>`}
+      ${row.share < 1 && html`<${Button} kind="small" onClick=${() => change({ aliases: { default: row.version } }, `Requests for ${it.name} use version ${row.version} now.`)}>Make current<//>`}
       <${Button} kind="small danger" aria-label=${`Delete version ${row.version}`} onClick=${() => askRemove(row)}>Delete<//></span>` }] : []),
   ];
   return html`<${Card} title="Versions" note=${count(rows.length)} actions=${may("usage") && html`<${RangePicker} />`}>
@@ -87,11 +86,11 @@ const MOST_WEIGHT = 10_000;
 /** How the requests for an adapter are divided among its versions. */
 export function Canary({ it, versions, change }) {
   const before = sharesOf(it.aliases.default ?? it.version);
-  const [parts, setParts] = useState(() => startOf(before));
+  const [parts, setParts] = useState(before);
   const known = [...versions].sort((a, b) => b.version - a.version);
   const free = known.filter(({ version }) => !parts.some((one) => one.version === version));
   const meaning = meaningOf(parts);
-  const isChanged = JSON.stringify(meaning) !== JSON.stringify(meaningOf(startOf(before)));
+  const isChanged = JSON.stringify(meaning) !== JSON.stringify(meaningOf(before));
   const isValid = parts.every(({ weight }) => Number.isInteger(weight) && weight >= 0 && weight <= MOST_WEIGHT) && parts.some(({ weight }) => weight > 0);
   const set = (version, weight) => setParts(parts.map((one) => (one.version === version ? { ...one, weight } : one)));
   const add = (version) => setParts([...parts.map((one) => ({ ...one, weight: parts.length === 1 ? 95 : one.weight })), { version, weight: 5 }]);
@@ -114,7 +113,7 @@ export function Canary({ it, versions, change }) {
         ${!isValid && html`<p class="field-error">Weights are whole numbers from 0 to ${MOST_WEIGHT}, at least one above 0.</p>`}
         <div class="actions">
           <${Button} kind="main" disabled=${!isChanged || !isValid} onClick=${() => apply(meaning)}>Apply${isChanged && isValid ? `: ${splitText(parts)}` : ""}<//>
-          ${isChanged && html`<${Button} onClick=${() => setParts(startOf(before))}>Reset<//>`}
+          ${isChanged && html`<${Button} onClick=${() => setParts(before)}>Reset<//>`}
           ${back && html`<${Button} onClick=${() => apply(back.version)}>${back.label}<//>`}
         </div>`
       : html`<p class="quiet">There is only one version. Upload another one without making it current; then you can send it a part of the requests here.</p>`)}
@@ -130,9 +129,6 @@ function Preview({ parts }) {
 
 /** "95% / 5%" */
 const splitText = (parts) => parts.filter(({ weight }) => weight > 0).map((one) => shareText(shareOf(one, parts))).join(" / ");
-
-/** Weights as they are; where one version has all, of 100. */
-const startOf = (shares) => shares.map(({ version, weight }) => ({ version, weight: shares.length === 1 ? 100 : weight }));
 
 const shareOf = (one, parts) => one.weight / parts.reduce((sum, { weight }) => sum + weight, 0);
 
@@ -162,9 +158,8 @@ export function Aliases({ it, versions, change }) {
     event.preventDefault();
     if (isGood && (await point(alias, version || options[0][0]))) setAlias("");
   };
-  const remove = (name) => change({ aliases: { [name]: null } }, `${it.name}@${name} was removed.`);
-  const askRemove = (name) => openDialog((close) => html`<${Confirm} title=${`Remove the alias ${name}?`} verb="Remove it" onClose=${close}
-    act=${() => remove(name)}><p>Requests for <code>${it.name}@${name}</code> are refused from then on. The version stays.</p><//>`);
+  const askRemove = (name) => confirm(`Remove the alias ${name}?`, "Remove it", () => change({ aliases: { [name]: null } }, `${it.name}@${name} was removed.`),
+    html`<p>Requests for <code>${it.name}@${name}</code> are refused from then on. The version stays.</p>`);
   const choice = ({ name, meaning }) => html`<${Select} label=${`Version of ${name}`} hideLabel value=${typeof meaning === "number" ? String(meaning) : ""} onChange=${(to) => to && point(name, to)}
     options=${[...(typeof meaning === "number" ? [] : [["", meaningText(meaning)]]), ...options]} />`;
   const columns = [

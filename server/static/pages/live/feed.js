@@ -2,7 +2,6 @@
 import { useEffect, useState } from "../../lib.js";
 import { ApiError, call } from "../../api.js";
 
-const EVENTS = "/v1/engine/events";
 /** The browser does not reconnect after an answer with an error; this page then connects again after so long. */
 const AGAIN_MS = 5000;
 /** How long back the pages by kind are kept. */
@@ -36,7 +35,7 @@ function listen(update, change) {
   let fading = null;
 
   function open() {
-    source = new EventSource(EVENTS);
+    source = new EventSource("/v1/engine/events");
     source.onmessage = (event) => take(JSON.parse(event.data));
     source.addEventListener("engine_error", (event) => change({ state: "live", problem: new ApiError(503, JSON.parse(event.data).error) }));
     source.onerror = () => {

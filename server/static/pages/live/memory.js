@@ -65,17 +65,13 @@ function Cells({ snapshot, cells, lit, onPoint, entries }) {
     setPointed(use && { cell, use, x: column * pitch, y: row * pitch });
     onPoint(entry?.key ?? null);
   };
-  const leave = () => {
-    setPointed(null);
-    onPoint(null);
-  };
   const inner = pitch - (pitch > 7 ? 2 : 1);
   const corner = pitch > 9 ? 2 : 1;
   const hole = `M${pitch - inner} ${corner}a${corner} ${corner} 0 0 1 ${corner} ${-corner}h${inner - 2 * corner}a${corner} ${corner} 0 0 1 ${corner} ${corner}v${inner - 2 * corner}a${corner} ${corner} 0 0 1 ${-corner} ${corner}h${2 * corner - inner}a${corner} ${corner} 0 0 1 ${-corner} ${-corner}z`;
   return html`<div class="cells" ref=${box}>
     <svg width=${columns * pitch} height=${height} viewBox=${`0 0 ${columns * pitch} ${height}`} role="img" class=${lit ? "has-lit" : ""}
       aria-label=${`Map of the pool: ${Object.keys(KINDS).map((kind) => `${KINDS[kind].label} ${snapshot.pages[kind] ?? 0} pages`).join(", ")}`}
-      data-cells=${extentOf(map).all} data-pages-per-cell=${map.pages_per_cell} onPointerMove=${point} onPointerLeave=${leave}>
+      data-cells=${extentOf(map).all} data-pages-per-cell=${map.pages_per_cell} onPointerMove=${point} onPointerLeave=${() => (setPointed(null), onPoint(null))}>
       <defs>
         <pattern id=${`${id}-grid`} width=${pitch} height=${pitch} patternUnits="userSpaceOnUse"><path class="grid-ground" fill-rule="evenodd" d=${`M0 0h${pitch}v${pitch}h${-pitch}z${hole}`} /></pattern>
         <pattern id="weft-hatch" width="4" height="4" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect class="hatch-ground" width="4" height="4" /><rect class="hatch-line" width="2" height="4" /></pattern>

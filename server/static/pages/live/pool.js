@@ -83,11 +83,11 @@ export function entriesOf(snapshot) {
   const held = snapshot.residents.filter((one) => one.tier === "device" && one.pages > 0).sort((a, b) => b.pages - a.pages || (a.digest < b.digest ? -1 : 1));
   const named = held.slice(0, NAMED_ADAPTERS).map((one) => entry([one], one.digest, nameOf(one.digest, one.adapters)));
   const rest = held.slice(NAMED_ADAPTERS);
-  const others = rest.length ? [entry(rest, "others", `${rest.length} more adapters`)] : [];
-  const coming = (pages.adapter ?? 0) - held.reduce((sum, one) => sum + one.pages, 0);
+  const others = entry(rest, "others", `${rest.length} more adapters`);
   const loading = entry(snapshot.residents.filter((one) => one.tier === "loading"), "coming", "Adapters being loaded");
-  const onTheWay = coming > 0 ? [{ ...loading, title: "pages already taken", pages: coming }] : [];
-  return [...named, ...others, ...onTheWay, kind("kv"), kind("prefix"), kind("quarantine"), kind("free")];
+  const taken = (pages.adapter ?? 0) - held.reduce((sum, one) => sum + one.pages, 0);
+  const adapters = [...named, others, { ...loading, title: "pages already taken", pages: taken }].filter((one) => one.pages > 0);
+  return [...adapters, kind("kv"), kind("prefix"), kind("quarantine"), kind("free")];
 }
 
 function entry(residents, key, label) {

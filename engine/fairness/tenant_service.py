@@ -8,7 +8,7 @@ from Sheng et al., "Fairness in Serving Large Language Models" (arXiv:2401.00588
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -192,12 +192,9 @@ class TenantService:
         self, running: Iterable[RequestState], waiting: Mapping[str, int], reasons: Mapping[str, dict[str, int]]
     ) -> dict[str, TenantLoad]:
         """What each tenant with requests has here, and its rate since the last call."""
-        counts: dict[str, list[float]] = {}
+        by_tenant: defaultdict[str, list[RequestState]] = defaultdict(list)
         for state in running:
-            count = counts.setdefault(state.tenant, [0, 0, 0.0])
-            count[0] += 1
-            count[1] += not state.has_row
-            count[2] += self.units_left(state)
+            by_tenant[state.tenant].append(state)
         seconds = min(self._clock() - self._told_s, MAX_RATE_SPAN_S)
         kept = 0.5 ** (seconds / RATE_HALF_LIFE_S)
         self._told_s = self._clock()
@@ -207,16 +204,15 @@ class TenantService:
                 tenant.rate.note_decayed(tenant.service - tenant.told_service, seconds, kept)
             tenant.told_service = tenant.service
             if tenant.num_requests:
-                num_running, num_paused, units = counts.get(name, (0, 0, 0.0))
-                queued = max(tenant.queued, 0.0)
+                states, queued = by_tenant[name], max(tenant.queued, 0.0)
                 found[name] = TenantLoad(
                     weight=tenant.weight,
-                    running=int(num_running),
-                    paused=int(num_paused),
+                    running=len(states),
+                    paused=sum(not state.has_row for state in states),
                     waiting=waiting.get(name, 0),
                     reasons=reasons.get(name, {}),
                     queued=queued,
-                    backlog=queued + units,
+                    backlog=queued + sum(map(self.units_left, states)),
                     rate=tenant.rate.per_s,
                     service=tenant.service,
                 )

@@ -99,12 +99,11 @@ class KeyRing:
         digest = self.digest(token)
 
         async def read() -> tuple[Credential, datetime]:
-            found = await self._database.rows(
-                select(SessionRow).where(SessionRow.digest == digest, SessionRow.kind == "session")
-            )
-            if not found:
-                raise session_ended()
-            return Credential(found[0][0].key_prefix, found[0][0].key_digest), found[0][0].expires_at
+            columns = (SessionRow.key_prefix, SessionRow.key_digest, SessionRow.expires_at)
+            of_token = select(*columns).where(SessionRow.digest == digest, SessionRow.kind == "session")
+            for prefix, key_digest, ends in await self._database.rows(of_token):
+                return Credential(prefix, key_digest), ends
+            raise session_ended()
 
         credential, ends = await self.sessions.ask(digest, read)
         if ends <= self._clock():

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TypeVar, cast
 
 from weft.engine.fairness.inner_order import SortKey
@@ -20,6 +20,8 @@ from weft.errors import EngineError
 MAX_IDLE_SHARES = 4096
 """If there are more idle shares than this, only those with a counter ahead of all active ones are remembered."""
 ShareT = TypeVar("ShareT", bound="Share")
+_sort_key = itemgetter(0)
+"""Of an entry of a queue."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -256,7 +258,3 @@ def charge_shares(units: Mapping[Share, float]) -> None:
         counter = share.counter = share.counter + amount / share.weight
         if share.parent is not None and counter > share.parent._ceiling:
             share.parent._ceiling = counter
-
-
-def _sort_key(entry: tuple[SortKey, RequestState]) -> SortKey:
-    return entry[0]

@@ -44,18 +44,14 @@ class Wakeup:
 
     def wake(self) -> None:
         """Make the descriptor readable. Any thread may call it."""
-        try:
+        with suppress(BlockingIOError):  # the pipe is full of wakeups already
             os.write(self._writer, b"\0")
-        except BlockingIOError:
-            return  # the pipe is full of wakeups already
 
     def clear(self) -> None:
         """Forget all wakeups so far."""
-        try:
+        with suppress(BlockingIOError):
             while os.read(self._reader, 4096):
                 pass
-        except BlockingIOError:
-            return
 
 
 logger = logging.getLogger("weft.engine")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from weft.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
-from weft.memory.geometry import PageGeometry, page_geometry
+from weft.adapters.base_shape import MODULE_PATHS, BaseShape
+from weft.engine.model.spec import DecoderSpec, base_shape, decoder_spec, model_geometry
+from weft.memory.geometry import PageGeometry
 
 DTYPE_BYTES = 2
 """bfloat16, in which these models are served."""
@@ -32,13 +33,13 @@ class ModelShape:
         """Elements per head."""
         return self.hidden // self.num_heads
 
+    def spec(self) -> DecoderSpec:
+        """What the engine reads from its config; a vocabulary of one token, because sizes here do not depend on it."""
+        return decoder_spec({"architectures": ["LlamaForCausalLM"], "vocab_size": 1, **self.config_fields()})
+
     def base(self) -> BaseShape:
         """The shape that adapters are checked against."""
-        kv = self.num_kv_heads * self.head_dim
-        attention = ((self.hidden, self.hidden), (self.hidden, kv), (self.hidden, kv), (self.hidden, self.hidden))
-        mlp = ((self.hidden, self.intermediate), (self.hidden, self.intermediate), (self.intermediate, self.hidden))
-        modules = (ModuleShape(path, *sizes) for path, sizes in zip(MODULE_PATHS, attention + mlp, strict=True))
-        return BaseShape(digest="", num_layers=self.num_layers, modules=tuple(modules))
+        return base_shape(self.spec(), "")
 
     def config_fields(self) -> dict[str, Any]:
         """Fields of config.json for a generated checkpoint of these sizes."""
@@ -53,13 +54,7 @@ class ModelShape:
 
     def geometry(self, dtype_bytes: int = DTYPE_BYTES) -> PageGeometry:
         """Pages of an arena for it."""
-        return page_geometry(
-            num_layers=self.num_layers,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype_bytes=dtype_bytes,
-            largest_row_features=self.base().largest_row_features,
-        )
+        return model_geometry(self.spec(), self.base(), dtype_bytes)
 
 
 QWEN = ModelShape("Qwen2.5-0.5B", num_layers=24, hidden=896, intermediate=4864, num_heads=14, num_kv_heads=2)

@@ -20,7 +20,7 @@ from weft.adapters.blobs.store import open_blobs
 from weft.adapters.lora.step import PagedLora
 from weft.adapters.lora.tables import AdapterTables
 from weft.adapters.residency.images import HostImages
-from weft.adapters.residency.load_threads import LoadPace, copier_thread, loader_threads
+from weft.adapters.residency.load_threads import LoadPace, LoadQueue, copier_thread, loader_threads
 from weft.adapters.residency.loader import AdapterLoader
 from weft.adapters.residency.residency import Residency
 from weft.config import Config
@@ -126,10 +126,9 @@ def build_engine(
         tables,
         evictor,
         costs,
-        loads=loader_threads(config.adapter.load_threads, has_idle_core=has_idle_core()),
-        copies=copier_thread(),
+        load_queue=LoadQueue(loader_threads(config.adapter.load_threads, has_idle_core=has_idle_core()), notify),
+        copy_queue=LoadQueue(copier_thread(), notify),
         prefixes=prefixes,
-        notify=notify,
     )
     ready = EngineReady(
         boot_id=secrets.token_hex(8),
@@ -159,7 +158,7 @@ def build_engine(
         arena=arena,
         slab=slab,
         lora=PagedLora(arena, tables, base),
-        check_lease=residency.check_lease,
+        check_lease=residency.slots.check_lease,
         sampler=Sampler(kernels_for(device, torch.float32), limits.eos_token_ids),
     )
     grammar_tokens = GrammarTokens(folder, limits.eos_token_ids)

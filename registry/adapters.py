@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
 
-from sqlalchemy import ColumnElement, Select, and_, func, or_, select, tuple_
+from sqlalchemy import Select, and_, func, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
@@ -76,6 +76,7 @@ class Adapters(Transactions):
                 row = AdapterRow(
                     id=f"adp_{secrets.token_hex(12)}",
                     tenant_id=tenant_id,
+                    tenant=owner.name,
                     name=name,
                     description=None,
                     pinned=False,
@@ -99,7 +100,7 @@ class Adapters(Transactions):
                 await names.check_not_split(session, row.id)
                 await names.point_aliases(session, row.id, {names.DEFAULT_ALIAS: version.version})
             removed = await mark(session, version, life, is_new=is_new)
-            (adapter,) = await _records(session, [(row, owner.name)])
+            (adapter,) = await _records(session, [row])
             adapter = replace(adapter, current=_version(version))
             detail = {"digest": version.digest, "activate": activate}
             target = f"{name}@{version.version}"
@@ -111,36 +112,35 @@ class Adapters(Transactions):
 
     async def list_adapters(self, tenant_id: str, after: str | None = None, limit: int = 100) -> Page[Adapter]:
         """A tenant's own adapters by name; those after the name `after`."""
-        statement = _with_owner(AdapterRow.tenant_id == tenant_id).order_by(AdapterRow.name)
+        statement = select(AdapterRow).where(AdapterRow.tenant_id == tenant_id).order_by(AdapterRow.name)
         if after is not None:
             statement = statement.where(AdapterRow.name > names.check_text(after, "after", 63))
-        return await self._first(statement, limit, lambda adapter: adapter.name)
+        return await self._page(statement, limit, lambda adapter: adapter.name)
 
     async def list_every_adapter(self, after: str | None = None, limit: int = 100) -> Page[Adapter]:
         """All tenants' adapters by tenant and name; those after `tenant/name`. For admins only."""
         order = (TenantRow.name, AdapterRow.name)
-        statement = _with_owner().order_by(*order)
+        statement = select(AdapterRow).join(TenantRow).order_by(*order)
         if after is not None:
             tenant, _, name = names.check_text(after, "after", 127).partition("/")
             statement = statement.where(tuple_(*order) > tuple_(tenant, name))
-        return await self._first(statement, limit, lambda adapter: f"{adapter.tenant}/{adapter.name}")
+        return await self._page(statement, limit, lambda adapter: f"{adapter.tenant}/{adapter.name}")
 
     async def list_granted(self, tenant_id: str) -> tuple[tuple[Adapter, int | None], ...]:
         """What others let this tenant call, by owner and name: an adapter, with the version if one alone is granted."""
         is_granted = and_(VersionRow.adapter_id == AdapterRow.id, VersionRow.version == GrantRow.version)
         is_there = or_(GrantRow.version == names.EVERY_VERSION, VersionRow.version.is_not(None))
         statement = (
-            select(AdapterRow, TenantRow.name, VersionRow)
-            .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
+            select(AdapterRow, VersionRow)
             .join(GrantRow, GrantRow.adapter_id == AdapterRow.id)
             .outerjoin(VersionRow, is_granted)
             .where(GrantRow.tenant_id == tenant_id, is_there)
-            .order_by(TenantRow.name, AdapterRow.name, GrantRow.version)
+            .order_by(AdapterRow.tenant, AdapterRow.name, GrantRow.version)
         )
         known: dict[str, Adapter] = {}
         async with self.database.read() as session:
             rows = (await session.execute(statement)).all()
-            adapters = list({row.id: (row, owner) for row, owner, _ in rows}.values())
+            adapters = list(dict.fromkeys(row for row, _ in rows))
             # Others decide how much they grant: the number of queries must not grow with it.
             for start in range(0, len(adapters), CHUNK):
                 known |= {adapter.id: adapter for adapter in await _records(session, adapters[start : start + CHUNK])}
@@ -148,7 +148,7 @@ class Adapters(Transactions):
             (known[row.id], None)
             if version is None
             else (replace(known[row.id], current=_version(version)), version.version)
-            for row, _, version in rows
+            for row, version in rows
         )
 
     async def get_adapter(self, tenant_id: str, name: str) -> Adapter:
@@ -164,8 +164,8 @@ class Adapters(Transactions):
         """All tenants' pinned adapters, oldest version first: each once for every version that `default` means."""
         pinned = []
         async with self.database.read() as session:
-            found = [(row, owner) for row, owner in await session.execute(_with_owner(AdapterRow.pinned.is_(True)))]
-            for adapter in await _records(session, found):
+            found = await session.scalars(select(AdapterRow).where(AdapterRow.pinned.is_(True)))
+            for adapter in await _records(session, found.all()):
                 for version in set(adapter.aliases.get(names.DEFAULT_ALIAS, ())) - {adapter.current.version}:
                     row = await session.get(VersionRow, (adapter.id, version))
                     pinned += [replace(adapter, current=_version(row))] if row is not None else []
@@ -175,20 +175,17 @@ class Adapters(Transactions):
     async def version_names(self, digests: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """All tenants' versions with these digests as `tenant/name@version`, by digest. For admins only."""
         wanted = sorted(set(digests))
-        found: dict[str, list[tuple[str, str, int]]] = {}
+        found: dict[str, list[str]] = {}
         for start in range(0, len(wanted), CHUNK):
             statement = (
-                select(VersionRow.digest, TenantRow.name, AdapterRow.name, VersionRow.version)
+                select(VersionRow.digest, AdapterRow.tenant, AdapterRow.name, VersionRow.version)
                 .join(AdapterRow, AdapterRow.id == VersionRow.adapter_id)
-                .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
                 .where(VersionRow.digest.in_(wanted[start : start + CHUNK]))
+                .order_by(AdapterRow.tenant, AdapterRow.name, VersionRow.version)
             )
             for digest, owner, name, version in await self.database.rows(statement):
-                found.setdefault(digest, []).append((owner, name, version))
-        return {
-            digest: tuple(f"{owner}/{name}@{version}" for owner, name, version in sorted(versions))
-            for digest, versions in found.items()
-        }
+                found.setdefault(digest, []).append(f"{owner}/{name}@{version}")
+        return {digest: tuple(versions) for digest, versions in found.items()}
 
     async def list_versions(self, tenant_id: str, name: str) -> tuple[AdapterVersion, ...]:
         """All versions of one of a tenant's adapters, newest first.
@@ -197,7 +194,7 @@ class Adapters(Transactions):
             NotFoundError: The tenant has none of this name.
         """
         async with self.database.read() as session:
-            adapter, _ = await own_row(session, tenant_id, name)
+            adapter = await own_row(session, tenant_id, name)
             versions = select(VersionRow).where(VersionRow.adapter_id == adapter.id)
             newest_first = await session.scalars(versions.order_by(VersionRow.version.desc()))
             return tuple(_version(row) for row in newest_first)
@@ -219,7 +216,7 @@ class Adapters(Transactions):
             InvalidRequestError: A text cannot be stored, an alias is no name, or a version does not exist.
         """
         async with self._change(self.resolved) as session:
-            row, owner = await own_row(session, tenant_id, name)
+            row = await own_row(session, tenant_id, name)
             if description is not None:
                 row.description = names.check_text(description, "description", names.MAX_DESCRIPTION)
             if pinned is not None:
@@ -227,8 +224,8 @@ class Adapters(Transactions):
             await names.point_aliases(session, row.id, aliases or {})
             await session.flush()
             detail = {"pinned": pinned, "aliases": dict(aliases) if aliases else None}
-            audit.add(session, self.clock(), actor, "adapter.update", tenant=owner, target=name, **detail)
-            return (await _records(session, [(row, owner)]))[0]
+            audit.add(session, self.clock(), actor, "adapter.update", tenant=row.tenant, target=name, **detail)
+            return (await _records(session, [row]))[0]
 
     async def delete_adapter(
         self, tenant_id: str, name: str, version: int | None = None, *, actor: str = ADMIN
@@ -245,12 +242,12 @@ class Adapters(Transactions):
             NotFoundError: The tenant has none of this name, or no such version.
         """
         async with self._change(self.resolved) as session:
-            row, owner = await own_row(session, tenant_id, name)
+            row = await own_row(session, tenant_id, name)
             versions = set(await session.scalars(select(VersionRow.version).where(VersionRow.adapter_id == row.id)))
             if version is not None and version not in versions:
                 raise names.no_such("version", f"{name}@{version}")
             target = name if version is None else f"{name}@{version}"
-            audit.add(session, self.clock(), actor, "adapter.delete", tenant=owner, target=target)
+            audit.add(session, self.clock(), actor, "adapter.delete", tenant=row.tenant, target=target)
             own = VersionRow.adapter_id == row.id
             return await remove_versions(session, own if version is None else and_(own, VersionRow.version == version))
 
@@ -280,8 +277,9 @@ class Adapters(Transactions):
             NotFoundError: Unknown, malformed or not granted, without saying which; code model_not_found.
         """
         parsed = names.parse_selector(selector)
-        meant = await self.resolved.ask((tenant_id, selector), lambda: self._resolve(tenant_id, selector, parsed))
-        return meant.adapter, names.pick(meant.choices, sticky)
+        meant = self.resolved.ask((tenant_id, selector), lambda: self._resolve(tenant_id, selector, parsed))
+        adapter, choices = await meant
+        return adapter, names.pick(choices, sticky)
 
     async def _resolve(self, tenant_id: str, text: str, selector: names.Selector) -> Resolution:
         statement = names.meant_by(selector.by, is_own=selector.tenant is None)
@@ -289,42 +287,30 @@ class Adapters(Transactions):
         found = await self.database.rows(statement, values)
         if not found:
             raise names.model_not_found(text)
-        adapter, owner, _, _ = found[0]
-        return Resolution(
-            adapter=to_record(AdapterIdentity, adapter, tenant=owner),
-            choices=tuple((_version(version), weight) for _, _, version, weight in found),
-        )
+        return to_record(AdapterIdentity, found[0][0]), [(_version(version), weight) for _, version, weight in found]
 
-    async def _first(
-        self, statement: Select[AdapterRow, str], limit: int, cursor: Callable[[Adapter], str]
-    ) -> Page[Adapter]:
+    async def _page(self, statement: Select[AdapterRow], limit: int, cursor: Callable[[Adapter], str]) -> Page[Adapter]:
         """The first page of a listing."""
         async with self.database.read() as session:
-            rows = [(row, owner) for row, owner in await session.execute(statement.limit(limit + 1))]
-            return Page.of(await _records(session, rows), limit, cursor)
+            rows = await session.scalars(statement.limit(limit + 1))
+            return Page.of(await _records(session, rows.all()), limit, cursor)
 
 
-async def own_row(session: AsyncSession, tenant_id: str, name: str) -> tuple[AdapterRow, str]:
-    """The row of one of a tenant's own adapters, and the owner's name.
+async def own_row(session: AsyncSession, tenant_id: str, name: str) -> AdapterRow:
+    """The row of one of a tenant's own adapters.
 
     Raises:
         NotFoundError: The tenant has none of this name.
     """
-    own = _with_owner(AdapterRow.tenant_id == tenant_id, AdapterRow.name == name)
-    found = (await session.execute(own)).one_or_none() if names.is_name(name) else None
-    if found is None:
+    own = select(AdapterRow).where(AdapterRow.tenant_id == tenant_id, AdapterRow.name == name)
+    row = await session.scalar(own) if names.is_name(name) else None
+    if row is None:
         raise names.no_such("adapter", name)
-    adapter, owner = found
-    return adapter, owner
+    return row
 
 
-def _with_owner(*conditions: ColumnElement[bool]) -> Select[AdapterRow, str]:
-    return select(AdapterRow, TenantRow.name).join(TenantRow, TenantRow.id == AdapterRow.tenant_id).where(*conditions)
-
-
-async def _records(session: AsyncSession, adapters: Sequence[tuple[AdapterRow, str]]) -> tuple[Adapter, ...]:
-    """Records of adapters with their owners' names."""
-    ids = [adapter.id for adapter, _ in adapters]
+async def _records(session: AsyncSession, adapters: Sequence[AdapterRow]) -> tuple[Adapter, ...]:
+    ids = [adapter.id for adapter in adapters]
     aliases = await names.read_aliases(session, ids)
     other = aliased(VersionRow)
     latest = select(func.max(other.version)).where(other.adapter_id == VersionRow.adapter_id).correlate(VersionRow)
@@ -332,8 +318,8 @@ async def _records(session: AsyncSession, adapters: Sequence[tuple[AdapterRow, s
     meant = select(VersionRow).where(VersionRow.adapter_id.in_(ids), VersionRow.version == plain_name)
     current = {row.adapter_id: row for row in await session.scalars(meant)}
     return tuple(
-        to_record(Adapter, adapter, tenant=owner, aliases=aliases[adapter.id], current=_version(current[adapter.id]))
-        for adapter, owner in adapters
+        to_record(Adapter, adapter, aliases=aliases[adapter.id], current=_version(current[adapter.id]))
+        for adapter in adapters
     )
 
 

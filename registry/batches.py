@@ -30,6 +30,7 @@ KEPT = timedelta(days=30)
 """How long a file lives, and how long a batch is listed."""
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 """Statuses of batches that still need their input."""
+Purpose = Literal["batch", "batch_output"]
 RowT = TypeVar("RowT", FileRow, BatchRow)
 
 
@@ -100,13 +101,7 @@ class Files(Transactions):
 
 
 def new_file(
-    tenant_id: str,
-    filename: str,
-    purpose: Literal["batch", "batch_output"],
-    now: datetime,
-    *,
-    size_bytes: int,
-    sha256: str,
+    tenant_id: str, filename: str, purpose: Purpose, now: datetime, *, size_bytes: int, sha256: str
 ) -> FileRow:
     """A file that is not stored yet; ids are in the order in which files were made."""
     return FileRow(
@@ -130,15 +125,10 @@ async def file_row(session: AsyncSession, tenant_id: str, file_id: str, now: dat
 
 
 async def newest_first(
-    session: AsyncSession,
-    table: type[RowT],
-    tenant_id: str,
-    after: str | None,
-    limit: int,
-    *wanted: ColumnElement[bool],
+    session: AsyncSession, table: type[RowT], tenant_id: str, after: str | None, limit: int, *where: ColumnElement[bool]
 ) -> Page[RowT]:
     """A tenant's rows whose ids begin with the time; those older than the one with the id `after`."""
-    own = select(table).where(table.tenant_id == tenant_id, *wanted).order_by(table.id.desc()).limit(limit + 1)
+    own = select(table).where(table.tenant_id == tenant_id, *where).order_by(table.id.desc()).limit(limit + 1)
     if after is not None:
         own = own.where(table.id < check_text(after, "after", 64))
     return Page.of((await session.scalars(own)).all(), limit, lambda row: row.id)

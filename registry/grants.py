@@ -27,7 +27,7 @@ class Grants(Transactions):
             NotFoundError: The tenant has no adapter of this name.
         """
         async with self.database.read() as session:
-            return await _grants_of(session, (await own_row(session, tenant_id, name))[0])
+            return await _grants_of(session, await own_row(session, tenant_id, name))
 
     async def grant_adapter(
         self, tenant_id: str, name: str, grantee: str, version: int | None = None, *, actor: str = ADMIN
@@ -42,7 +42,7 @@ class Grants(Transactions):
             InvalidRequestError: The grantee is the owner, or there are too many grants.
         """
         async with self._change(self.resolved) as session:
-            adapter, owner = await own_row(session, tenant_id, name)
+            adapter = await own_row(session, tenant_id, name)
             other = await _grantee(session, grantee)
             if other.id == adapter.tenant_id:
                 raise InvalidRequestError("The owner needs no grant.", param="tenant")
@@ -56,12 +56,12 @@ class Grants(Transactions):
             if row is None:
                 if len(await _grants_of(session, adapter)) >= MAX_GRANTS:
                     raise InvalidRequestError(f"An adapter takes at most {MAX_GRANTS} grants.", param="tenant")
-                row = GrantRow(**key, created_at=self.clock())
+                row = GrantRow(**key, tenant=other.name, created_at=self.clock())
                 session.add(row)
                 await session.flush()
             detail = {"grantee": other.name, "version": version}
-            audit.add(session, self.clock(), actor, "adapter.grant", tenant=owner, target=name, **detail)
-            return _grant(row, other), is_new
+            audit.add(session, self.clock(), actor, "adapter.grant", tenant=adapter.tenant, target=name, **detail)
+            return _grant(row), is_new
 
     async def withdraw_grant(
         self, tenant_id: str, name: str, grantee: str, version: int | None = None, *, actor: str = ADMIN
@@ -72,7 +72,7 @@ class Grants(Transactions):
             NotFoundError: There is no such adapter or grant.
         """
         async with self._change(self.resolved) as session:
-            adapter, owner = await own_row(session, tenant_id, name)
+            adapter = await own_row(session, tenant_id, name)
             other = await _grantee(session, grantee)
             row = await session.get(GrantRow, (adapter.id, other.id, version or EVERY_VERSION))
             if row is None:
@@ -80,17 +80,12 @@ class Grants(Transactions):
                 raise NotFoundError(f"`{granted}` is not granted to `{other.name}`.")
             await session.delete(row)
             detail = {"grantee": grantee, "version": version}
-            audit.add(session, self.clock(), actor, "adapter.withdraw", tenant=owner, target=name, **detail)
+            audit.add(session, self.clock(), actor, "adapter.withdraw", tenant=adapter.tenant, target=name, **detail)
 
 
 async def _grants_of(session: AsyncSession, adapter: AdapterRow) -> tuple[Grant, ...]:
-    statement = (
-        select(GrantRow, TenantRow)
-        .join(TenantRow, TenantRow.id == GrantRow.tenant_id)
-        .where(GrantRow.adapter_id == adapter.id)
-        .order_by(TenantRow.name, GrantRow.version)
-    )
-    return tuple(_grant(row, other) for row, other in await session.execute(statement))
+    of_adapter = select(GrantRow).where(GrantRow.adapter_id == adapter.id)
+    return tuple(map(_grant, await session.scalars(of_adapter.order_by(GrantRow.tenant, GrantRow.version))))
 
 
 async def _grantee(session: AsyncSession, tenant_id: str) -> TenantRow:
@@ -100,5 +95,5 @@ async def _grantee(session: AsyncSession, tenant_id: str) -> TenantRow:
     return found
 
 
-def _grant(row: GrantRow, grantee: TenantRow) -> Grant:
-    return to_record(Grant, row, tenant=grantee.name, version=row.version or None)
+def _grant(row: GrantRow) -> Grant:
+    return to_record(Grant, row, version=row.version or None)

@@ -12,8 +12,10 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import cast
 
 from sqlalchemy import or_, select
@@ -97,12 +99,11 @@ class KeyRing:
         digest = self.digest(token)
 
         async def read() -> tuple[Credential, datetime]:
-            found = await self._database.rows(
-                select(SessionRow).where(SessionRow.digest == digest, SessionRow.kind == "session")
-            )
-            if not found:
-                raise session_ended()
-            return Credential(found[0][0].key_prefix, found[0][0].key_digest), found[0][0].expires_at
+            columns = (SessionRow.key_prefix, SessionRow.key_digest, SessionRow.expires_at)
+            of_token = select(*columns).where(SessionRow.digest == digest, SessionRow.kind == "session")
+            for prefix, key_digest, ends in await self._database.rows(of_token):
+                return Credential(prefix, key_digest), ends
+            raise session_ended()
 
         credential, ends = await self.sessions.ask(digest, read)
         if ends <= self._clock():
@@ -119,15 +120,21 @@ class KeyRing:
 
 
 def read_pepper(data_dir: Path, pepper: str | None) -> bytes:
-    """The pepper that was given, or the one in `data_dir`, made (mode 0600) when missing."""
+    """The pepper that was given, or the one in `data_dir`, made (mode 0600) when missing.
+
+    The file appears complete or not at all, and is never replaced.
+    """
     if pepper is not None:
         return pepper.encode()
     path = data_dir / "pepper"
-    while True:
-        try:
-            return bytes.fromhex(path.read_text())
-        except FileNotFoundError:
-            _make_pepper(path)
+    if not path.exists():
+        with NamedTemporaryFile(dir=data_dir, prefix=".pepper.") as file:  # mode 0600
+            file.write(secrets.token_hex(32).encode())
+            file.flush()
+            os.fsync(file.fileno())
+            with suppress(FileExistsError):
+                os.link(file.name, path)
+    return bytes.fromhex(path.read_text())
 
 
 class Keys(Transactions):
@@ -164,14 +171,14 @@ class Keys(Transactions):
         """
         async with self._change() as session:
             owner = await tenant_row(session, tenant)
-            row = KeyRow(id=f"key_{secrets.token_hex(12)}", tenant_id=owner.id, created_at=self.clock(), limits={})
-            row.name = name and check_text(name, "name", 255)
+            row = KeyRow(id=f"key_{secrets.token_hex(12)}", tenant_id=owner.id, tenant=tenant, limits={})
+            row.created_at, row.name = self.clock(), name and check_text(name, "name", 255)
             detail = _set(row, self.clock(), scopes or SCOPES, expires_at, limits or None)
             secret = _new_secret(self.key_ring, row)
             session.add(row)
             await session.flush()
             audit.add(session, self.clock(), ADMIN, "key.create", tenant=tenant, target=row.id, **detail)
-            return _key(row, tenant), secret
+            return _key(row), secret
 
     async def update_key(
         self,
@@ -189,11 +196,11 @@ class Keys(Transactions):
             InvalidRequestError: As for `create_key`.
         """
         async with self._change(self.key_ring) as session:
-            row, tenant = await _living(session, key_id)
+            row = await _living(session, key_id)
             row.name = row.name if name is None else check_text(name, "name", 255)
             detail = {"name": name, **_set(row, self.clock(), scopes, expires_at, limits)}
-            audit.add(session, self.clock(), ADMIN, "key.update", tenant=tenant, target=key_id, **detail)
-            return _key(row, tenant)
+            audit.add(session, self.clock(), ADMIN, "key.update", tenant=row.tenant, target=key_id, **detail)
+            return _key(row)
 
     async def get_key(self, key_id: str) -> Key:
         """One key.
@@ -202,7 +209,7 @@ class Keys(Transactions):
             NotFoundError: There is no such key, or it was revoked.
         """
         async with self.database.read() as session:
-            return _key(*await _living(session, key_id))
+            return _key(await _living(session, key_id))
 
     async def list_keys(self, tenant: str, *, with_revoked: bool = False) -> tuple[Key, ...]:
         """The keys of the tenant of this name, oldest first.
@@ -216,7 +223,7 @@ class Keys(Transactions):
         async with self.database.read() as session:
             owner = await tenant_row(session, tenant)
             rows = await session.scalars(wanted.where(KeyRow.tenant_id == owner.id))
-            return tuple(_key(row, owner.name) for row in rows)
+            return tuple(map(_key, rows))
 
     async def revoke_key(self, key_id: str) -> None:
         """Revoke a key, at once.
@@ -225,9 +232,9 @@ class Keys(Transactions):
             NotFoundError: There is no such key, or it was revoked.
         """
         async with self._change(self.key_ring) as session:
-            row, tenant = await _living(session, key_id)
+            row = await _living(session, key_id)
             row.revoked_at = self.clock()
-            audit.add(session, self.clock(), ADMIN, "key.revoke", tenant=tenant, target=key_id)
+            audit.add(session, self.clock(), ADMIN, "key.revoke", tenant=row.tenant, target=key_id)
 
     async def rotate_key(self, key_id: str, grace_s: float = 0.0) -> tuple[Key, str]:
         """Give a key a new secret. The last one works for `grace_s` seconds more, earlier ones stop at once.
@@ -239,25 +246,23 @@ class Keys(Transactions):
             NotFoundError: There is no such key, or it was revoked.
         """
         async with self._change(self.key_ring) as session:
-            row, tenant = await _living(session, key_id)
+            row = await _living(session, key_id)
             if grace_s > 0:
                 row.previous_prefix, row.previous_digest = row.prefix, row.digest
                 row.previous_until = self.clock() + timedelta(seconds=grace_s)
             else:
                 row.previous_prefix = row.previous_digest = row.previous_until = None
             secret = _new_secret(self.key_ring, row)
-            audit.add(session, self.clock(), ADMIN, "key.rotate", tenant=tenant, target=key_id, grace_s=grace_s)
-            return _key(row, tenant), secret
+            audit.add(session, self.clock(), ADMIN, "key.rotate", tenant=row.tenant, target=key_id, grace_s=grace_s)
+            return _key(row), secret
 
 
-async def _living(session: AsyncSession, key_id: str) -> tuple[KeyRow, str]:
-    """The row of a key that was not revoked, and its tenant's name."""
-    check_text(key_id, "id", 512)
-    living = _WITH_TENANT.where(KeyRow.id == key_id, KeyRow.revoked_at.is_(None))
-    found = (await session.execute(living)).one_or_none()
-    if found is None:
+async def _living(session: AsyncSession, key_id: str) -> KeyRow:
+    """The row of a key that was not revoked."""
+    row = await session.get(KeyRow, check_text(key_id, "id", 512))
+    if row is None or row.revoked_at is not None:
         raise no_such("key", key_id)
-    return found[0], found[1].name
+    return row
 
 
 def _new_secret(ring: KeyRing, row: KeyRow) -> str:
@@ -320,25 +325,8 @@ def _identity(row: KeyRow, owner: TenantRow, credential: Credential | None) -> I
     )
 
 
-def _key(row: KeyRow, tenant: str) -> Key:
-    return to_record(Key, row, tenant=tenant, scopes=tuple(row.scopes))
-
-
-def _make_pepper(path: Path) -> None:
-    """Write a new pepper: the file appears complete or not at all, and is never replaced."""
-    temporary = path.with_name(f".pepper.{secrets.token_hex(8)}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.write(fd, secrets.token_hex(32).encode())
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        pass
-    finally:
-        temporary.unlink()
+def _key(row: KeyRow) -> Key:
+    return to_record(Key, row, scopes=tuple(row.scopes))
 
 
 def session_ended() -> AuthenticationError:

@@ -139,14 +139,13 @@ def parse_selector(text: str) -> Selector:
     tenant, name = (owner, rest) if slash else (None, path)
     if not is_name(name) or (tenant is not None and not is_name(tenant)):
         raise model_not_found(text)
-    if not at:
-        return Selector(tenant=tenant, name=name)
     if _VERSION.fullmatch(pin):
         return Selector(tenant=tenant, name=name, by="version", value=int(pin))
     if _DIGEST.fullmatch(pin):
         return Selector(tenant=tenant, name=name, by="digest", value=pin)
-    if is_name(pin) and not pin.isdigit():
-        return Selector(tenant=tenant, name=name, value=pin)
+    alias = pin if at else DEFAULT_ALIAS
+    if is_name(alias) and not alias.isdigit():
+        return Selector(tenant=tenant, name=name, value=alias)
     raise model_not_found(text)
 
 
@@ -231,7 +230,7 @@ def pick(choices: Iterable[tuple[AdapterVersion, int]], sticky: str) -> AdapterV
 
 
 @cache
-def meant_by(by: str, *, is_own: bool) -> sa.Select[AdapterRow, str, VersionRow, int]:
+def meant_by(by: str, *, is_own: bool) -> sa.Select[AdapterRow, VersionRow, int]:
     """The statement that finds what a selector means. Cached: building it takes as long as running it.
 
     Bind `name`, `caller`, `by` (the version, digest or alias) and, unless `is_own`, `owner`.
@@ -244,14 +243,10 @@ def meant_by(by: str, *, is_own: bool) -> sa.Select[AdapterRow, str, VersionRow,
         "digest": VersionRow.digest == sa.bindparam("by"),
         "alias": sa.and_(shares, AliasRow.alias == sa.bindparam("by")),
     }[by]
-    owner = AdapterRow.tenant_id == caller if is_own else TenantRow.name == sa.bindparam("owner")
-    return (
-        sa.select(AdapterRow, TenantRow.name, VersionRow, weight)
-        .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
-        .join(VersionRow, VersionRow.adapter_id == AdapterRow.id)
-        .where(AdapterRow.name == sa.bindparam("name"), owner, _may_call(caller), chosen)
-        .order_by(VersionRow.version)
-    )
+    owner = sa.select(TenantRow.id).where(TenantRow.name == sa.bindparam("owner")).scalar_subquery()
+    adapter = (AdapterRow.name == sa.bindparam("name"), AdapterRow.tenant_id == (caller if is_own else owner))
+    meant = sa.select(AdapterRow, VersionRow, weight).join(VersionRow, VersionRow.adapter_id == AdapterRow.id)
+    return meant.where(*adapter, _may_call(caller), chosen).order_by(VersionRow.version)
 
 
 def _may_call(tenant_id: sa.BindParameter[str]) -> sa.ColumnElement[bool]:

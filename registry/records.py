@@ -227,13 +227,9 @@ class Upload(UploadDraft):
     expires_at: datetime
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resolution:
-    """What a selector means to a caller."""
-
-    adapter: AdapterIdentity
-    choices: tuple[tuple[AdapterVersion, int], ...]
-    """Versions with their weights; one, unless an alias splits its requests."""
+Resolution = tuple[AdapterIdentity, Sequence[tuple[AdapterVersion, int]]]
+"""What a selector means to a caller: an adapter, and versions of it with their weights; one version, unless an alias
+splits its requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from sqlalchemy.orm import InstrumentedAttribute
 
 from weft.registry import audit
 from weft.registry.cache import Transactions
-from weft.registry.db.models import AdapterRow, AliasRow, FileRow, GrantRow, TenantRow, VersionRow
+from weft.registry.db.models import AdapterRow, AliasRow, FileRow, GrantRow, VersionRow
 from weft.registry.names import no_such
 from weft.registry.records import Ephemeral, Removed
 
@@ -132,9 +132,8 @@ class EphemeralVersions(Transactions):
 
     async def _withdraw(self, action: str, doomed: ColumnElement[bool], actor: str = SERVER) -> Removed:
         statement = (
-            select(TenantRow.name, AdapterRow.name, VersionRow.version)
-            .join(AdapterRow, AdapterRow.id == VersionRow.adapter_id)
-            .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
+            select(AdapterRow.tenant, AdapterRow.name, VersionRow.version)
+            .join(VersionRow, VersionRow.adapter_id == AdapterRow.id)
             .where(doomed)
             .order_by(VersionRow.version)
         )

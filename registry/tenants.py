@@ -16,9 +16,7 @@ from weft.registry.db.models import AdapterRow, TenantRow, VersionRow
 from weft.registry.limits import TENANT_LIMITS, Limits, checked_limits, count_adapters, stored_bytes
 from weft.registry.names import check_name, check_text, is_name, no_such
 from weft.registry.records import Page, Removed
-from weft.registry.removal import remove
-
-_CHUNK = 1000
+from weft.registry.removal import CHUNK, remove
 
 
 class Tenants(Transactions):
@@ -70,8 +68,8 @@ class Tenants(Transactions):
         """Names of the tenants with these ids, by id; ids that no tenant has are absent."""
         wanted = sorted(set(ids))
         names: dict[str, str] = {}
-        for start in range(0, len(wanted), _CHUNK):
-            some = TenantRow.id.in_(wanted[start : start + _CHUNK])
+        for start in range(0, len(wanted), CHUNK):
+            some = TenantRow.id.in_(wanted[start : start + CHUNK])
             names.update(await self.database.rows(select(TenantRow.id, TenantRow.name).where(some)))
         return names
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
+import msgspec
 from sqlalchemy import delete, exists, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -58,14 +59,7 @@ class AnsweredBeforeError(Exception):
 
 def body_digest(*parts: str | bytes | bool | None) -> str:
     """SHA-256 (64 hex digits) over parts; other parts, or other borders between them, give another digest."""
-    found = hashlib.sha256()
-    for part in parts:
-        if part is None or isinstance(part, bool):
-            found.update(f"{part};".encode())
-        else:
-            raw = part.encode() if isinstance(part, str) else part
-            found.update(b"%d:" % len(raw) + raw)
-    return found.hexdigest()
+    return hashlib.sha256(msgspec.msgpack.encode(parts)).hexdigest()
 
 
 async def find_answer(session: AsyncSession, tenant_id: str, retry: Retry, now: datetime) -> Answer | None:
@@ -213,13 +207,15 @@ class Uploads(Transactions):
         check_text(draft.description or "", "description", MAX_DESCRIPTION)
         now = self.clock()
         async with self.database.write() as session:
-            if await session.get(TenantRow, tenant_id) is None:
+            owner = await session.get(TenantRow, tenant_id)
+            if owner is None:
                 raise no_such("tenant", tenant_id)
             await _check_open(session, tenant_id, now)
             row = UploadRow(
                 # Ids begin with the time: their order is that of the uploads.
                 id=f"upl_{to_micros(now):014x}{secrets.token_hex(6)}",
                 tenant_id=tenant_id,
+                tenant=owner.name,
                 key_id=key_id or "",
                 name=draft.name,
                 description=draft.description,
@@ -233,7 +229,7 @@ class Uploads(Transactions):
             )
             session.add(row)
             await session.flush()
-            made = answer((await _records(session, [row]))[0])
+            made = answer(await _record(session, row))
             if retry is not None:
                 await keep_answer(session, tenant_id, retry, made, now)
             await check_storage(session, tenant_id, now)
@@ -252,7 +248,7 @@ class Uploads(Transactions):
             NotFoundError: The tenant has none of this id, or it has expired.
         """
         async with self.database.read() as session:
-            return (await _records(session, [await _row(session, tenant_id, upload_id, self.clock())]))[0]
+            return await _record(session, await _row(session, tenant_id, upload_id, self.clock()))
 
     async def list(self, tenant_id: str, after: str | None, limit: int) -> Page[Upload]:
         """A tenant's uploads, oldest first; those after the one with the id `after`."""
@@ -261,7 +257,7 @@ class Uploads(Transactions):
             own = own.where(UploadRow.id > check_text(after, "after", 64))
         async with self.database.read() as session:
             rows = (await session.scalars(own.order_by(UploadRow.id).limit(limit + 1))).all()
-            return Page.of(await _records(session, rows), limit, lambda upload: upload.id)
+            return Page.of([await _record(session, row) for row in rows], limit, lambda upload: upload.id)
 
     async def reject(self, tenant_id: str, upload_id: str, error: Mapping[str, Any]) -> None:
         """End an upload whose adapter was refused; `error` says why. Does nothing where it has ended already."""
@@ -310,19 +306,14 @@ async def _row(session: AsyncSession, tenant_id: str, upload_id: str, now: datet
     return row
 
 
-async def _records(session: AsyncSession, rows: Sequence[UploadRow]) -> tuple[Upload, ...]:
-    records = []
-    for row in rows:
-        files = {name: FileFacts(**facts) for name, facts in row.manifest.items()}
-        # Only the tenant's own versions count: with a digest alone nobody gets another tenant's adapter.
-        stored = exists().where(
-            VersionRow.adapter_id == AdapterRow.id,
-            AdapterRow.tenant_id == row.tenant_id,
-            VersionRow.held_by.is_(None),
-            VersionRow.weights_sha256 == files[WEIGHTS_FILE].sha256,
-            VersionRow.size_bytes == files[WEIGHTS_FILE].size,
-        )
-        owner = select(TenantRow.name, stored.label("stored")).where(TenantRow.id == row.tenant_id)
-        tenant, has_weights = (await session.execute(owner)).one()
-        records.append(to_record(Upload, row, files=files, tenant=tenant, has_weights=has_weights))
-    return tuple(records)
+async def _record(session: AsyncSession, row: UploadRow) -> Upload:
+    files = {name: FileFacts(**facts) for name, facts in row.manifest.items()}
+    # Only the tenant's own versions count: with a digest alone nobody gets another tenant's adapter.
+    stored = exists().where(
+        VersionRow.adapter_id == AdapterRow.id,
+        AdapterRow.tenant_id == row.tenant_id,
+        VersionRow.held_by.is_(None),
+        VersionRow.weights_sha256 == files[WEIGHTS_FILE].sha256,
+        VersionRow.size_bytes == files[WEIGHTS_FILE].size,
+    )
+    return to_record(Upload, row, files=files, has_weights=bool(await session.scalar(select(stored))))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
-from weft.errors import AdapterError, Finding
+from weft.errors import AdapterError, AdapterFormatError, AdapterIncompatibleError, Finding
 
 MAX_FINDINGS = 20
 MAX_ALSO = 3
@@ -21,6 +21,16 @@ MAX_NAME = 96
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+
+def refuse(code: str, message: str, param: str | None, hint: str) -> NoReturn:
+    """Refuse what neither PEFT nor MLX writes."""
+    raise AdapterFormatError(message, code=code, param=param, hint=hint)
+
+
+def refuse_unsupported(code: str, message: str, param: str, hint: str) -> NoReturn:
+    """Refuse what is sound, but not served here."""
+    raise AdapterIncompatibleError(message, code=code, param=param, hint=hint)
 
 
 class Findings:

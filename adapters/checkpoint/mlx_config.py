@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from weft.adapters.checkpoint.findings import refuse, refuse_unsupported
 from weft.adapters.checkpoint.peft_fields import UNUSED, field_names, is_one_of
 from weft.adapters.checkpoint.strict_json import named, shown
-from weft.errors import AdapterError, AdapterFormatError, AdapterIncompatibleError
 
 _AS_WRITTEN = "Upload the adapter_config.json that mlx-lm wrote."
 _KNOWN_FIELDS = field_names("""
@@ -39,10 +39,11 @@ def as_peft(config: Mapping[str, object]) -> dict[str, object]:
     if kind != "lora":
         message = f"fine_tune_type is {shown(kind)}; only LoRA is served."
         hint = "Train again with `mlx_lm.lora --fine-tune-type lora`."
-        raise _wrong(AdapterIncompatibleError, "feature_unsupported", message, hint, "fine_tune_type")
+        refuse_unsupported("config.feature_unsupported", message, "fine_tune_type", hint)
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict) or parameters.get("rank") is None or parameters.get("scale") is None:
-        raise _wrong(AdapterFormatError, "field_missing", "lora_parameters must give rank and scale.", _AS_WRITTEN)
+        message = "lora_parameters must give rank and scale."
+        refuse("config.field_missing", message, "lora_parameters", _AS_WRITTEN)
     rank, scale, alpha = parameters["rank"], parameters["scale"], parameters.get("alpha")
     if "fine_tune_type" not in config and alpha not in (None, rank):
         # mlx-lm multiplied with scale * alpha / rank once, and left alpha unused before it wrote fine_tune_type.
@@ -51,20 +52,14 @@ def as_peft(config: Mapping[str, object]) -> dict[str, object]:
             "ones."
         )
         hint = "Remove alpha, and let scale be the factor that was trained with."
-        raise _wrong(AdapterIncompatibleError, "field_unsupported", message, hint)
+        refuse_unsupported("config.field_unsupported", message, "lora_parameters", hint)
     if type(rank) not in (int, float) or type(scale) not in (int, float):
         message = f"rank and scale of lora_parameters must be numbers, got {shown(rank)} and {shown(scale)}."
-        raise _wrong(AdapterFormatError, "value_invalid", message, _AS_WRITTEN)
+        refuse("config.value_invalid", message, "lora_parameters", _AS_WRITTEN)
     for name, value in [*parameters.items(), *config.items()]:
         if name not in _KNOWN_FIELDS and not is_one_of(value, UNUSED):
             what = f"The field {shown(name)} of mlx-lm is not known"
             message = f"{what}, so {shown(value)} might change what the adapter computes."
             hint = "Remove it if it does not, as where only the training needed it."
-            raise _wrong(AdapterIncompatibleError, "field_unknown", message, hint, named(name))
+            refuse_unsupported("config.field_unknown", message, named(name), hint)
     return {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank}
-
-
-def _wrong(
-    kind: type[AdapterError], code: str, message: str, hint: str, param: str = "lora_parameters"
-) -> AdapterError:
-    return kind(message, code=f"config.{code}", param=param, hint=hint)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn, TypeVar
 
 from weft.adapters.checkpoint import peft_fields
-from weft.adapters.checkpoint.findings import Findings
+from weft.adapters.checkpoint.findings import Findings, refuse, refuse_unsupported
 from weft.adapters.checkpoint.mlx_config import as_peft, is_mlx
 from weft.adapters.checkpoint.strict_json import (
     MAX_INT,
@@ -25,7 +25,7 @@ from weft.adapters.checkpoint.strict_json import (
     shown,
 )
 from weft.adapters.ref import LoraSpec
-from weft.errors import AdapterFormatError, AdapterIncompatibleError, PayloadTooLargeError
+from weft.errors import PayloadTooLargeError
 
 MAX_CONFIG_BYTES = 64 << 10
 MAX_DEPTH = 16
@@ -112,7 +112,7 @@ def check_scaling(scaling: float, module: str) -> float:
     if not MIN_SCALING <= scaling <= MAX_SCALING:
         expected = f"expected {MIN_SCALING:g} to {MAX_SCALING:g}"
         message = f"lora_alpha and r make a scaling of {scaling:.6g} at {module}; {expected}."
-        _refuse("alpha_invalid", message, "lora_alpha", "Check lora_alpha and alpha_pattern.")
+        refuse("config.alpha_invalid", message, "lora_alpha", "Check lora_alpha and alpha_pattern.")
     return scaling
 
 
@@ -131,16 +131,17 @@ def parse_config(raw: bytes) -> dict[str, object]:
                 code="config.too_large",
             )
         if raw[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{" and b"\0" in raw[:_LENGTH_BYTES]:
-            _refuse("not_json", "adapter_config.json is a safetensors file.", None, _SWAPPED)
+            refuse("config.not_json", "adapter_config.json is a safetensors file.", None, _SWAPPED)
         config = parse(raw, MAX_DEPTH)
     except TooDeepError as error:
-        _refuse("too_deep", f"adapter_config.json is {error}.", None, _AS_SAVED)
+        refuse("config.too_deep", f"adapter_config.json is {error}.", None, _AS_SAVED)
     except DuplicateKeyError as error:
-        _refuse("duplicate_key", f"adapter_config.json is ambiguous: {error}.", None, "Keep one of them.")
+        refuse("config.duplicate_key", f"adapter_config.json is ambiguous: {error}.", None, "Keep one of them.")
     except JsonRefusedError as error:
-        _refuse("not_json", f"adapter_config.json is not JSON in UTF-8: {error}.", None, _AS_SAVED)
+        refuse("config.not_json", f"adapter_config.json is not JSON in UTF-8: {error}.", None, _AS_SAVED)
     if not isinstance(config, dict):
-        _refuse("not_object", f"adapter_config.json must hold a JSON object, got {shown(config)}.", None, _AS_SAVED)
+        message = f"adapter_config.json must hold a JSON object, got {shown(config)}."
+        refuse("config.not_object", message, None, _AS_SAVED)
     return config
 
 
@@ -148,25 +149,25 @@ def _check_peft_type(config: Mapping[str, object]) -> None:
     if peft_fields.is_model_config(config):
         message = "adapter_config.json lacks peft_type: it is the config.json of a whole model."
         hint = "Upload the adapter_config.json that PEFT's save_pretrained wrote beside the adapter's weights."
-        _refuse("field_missing", message, "peft_type", hint)
+        refuse("config.field_missing", message, "peft_type", hint)
     peft_type = _required(config, "peft_type")
     if peft_type != "LORA":
         message = f'peft_type must be "LORA", got {shown(peft_type)}.'
-        _unsupported("peft_type_unsupported", message, "peft_type", "Retrain as LoRA.")
+        refuse_unsupported("config.peft_type_unsupported", message, "peft_type", "Retrain as LoRA.")
 
 
 def _check_task_type(value: object) -> None:
     if value not in (None, "CAUSAL_LM"):
         message = f'task_type must be "CAUSAL_LM" or null, got {shown(value)}: adapters here write text.'
         hint = "Retrain for CAUSAL_LM, or set task_type to null where the adapter was trained to write text."
-        _unsupported("task_type_unsupported", message, "task_type", hint)
+        refuse_unsupported("config.task_type_unsupported", message, "task_type", hint)
 
 
 def _required(config: Mapping[str, object], name: str) -> object:
     value = config.get(name)
     if value is None:
         hint = f"Save the adapter again with PEFT's save_pretrained, which writes {name}."
-        _refuse("field_missing", f"adapter_config.json lacks {name}, which PEFT always writes.", name, hint)
+        refuse("config.field_missing", f"adapter_config.json lacks {name}, which PEFT always writes.", name, hint)
     return value
 
 
@@ -175,7 +176,7 @@ def _check_field(name: str, value: object) -> None:
     if feature is not None:
         if not peft_fields.is_one_of(value, feature.neutral):
             message = f"{name} is {shown(value)}: Weft does not serve {feature.what}."
-            _unsupported(feature.code, message, name, feature.hint.format(field=name))
+            refuse_unsupported(f"config.{feature.code}", message, name, feature.hint.format(field=name))
     elif name in peft_fields.MODULE_LIST_FIELDS:
         is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
         if not is_list and not isinstance(value, str | None):
@@ -194,7 +195,7 @@ def _check_field(name: str, value: object) -> None:
     ):
         message = f"The field {shown(name)} is not known, so {shown(value)} might change what the adapter computes."
         hint = "Remove it if it does not, as where only the training needed it."
-        _unsupported("field_unknown", message, named(name), hint)
+        refuse_unsupported("config.field_unknown", message, named(name), hint)
 
 
 def _check_initialisation(value: object) -> None:
@@ -207,13 +208,13 @@ def _check_initialisation(value: object) -> None:
             "Convert it with PEFT: save the untrained adapter first, and after training call "
             "save_pretrained(..., path_initial_model_for_weight_conversion=<that folder>)."
         )
-        _unsupported("feature_unsupported", f"{field} is {shown(value)}: {why}.", field, hint)
+        refuse_unsupported("config.feature_unsupported", f"{field} is {shown(value)}: {why}.", field, hint)
     if name == "loftq":
         why = "the adapter makes up for the rounding of a quantised base and is wrong on the original one"
         hint = "Retrain with init_lora_weights=true, or merge it into a base model of its own."
-        _unsupported("feature_unsupported", f"{field} is 'loftq': {why}.", field, hint)
+        refuse_unsupported("config.feature_unsupported", f"{field} is 'loftq': {why}.", field, hint)
     hint = "Set it to true if the base's weights were left as they are, and retrain if not."
-    _refuse("value_invalid", f"{field} is {shown(value)}, which is not known.", field, hint)
+    refuse("config.value_invalid", f"{field} is {shown(value)}, which is not known.", field, hint)
 
 
 def _check_auto_mapping(value: object) -> None:
@@ -231,25 +232,25 @@ def _check_auto_mapping(value: object) -> None:
         ):
             return
     message = f"auto_mapping is {shown(value)}; expected null or a class of transformers."
-    _unsupported("field_unsupported", message, "auto_mapping", "Set it to null: it is not used.")
+    refuse_unsupported("config.field_unsupported", message, "auto_mapping", "Set it to null: it is not used.")
 
 
 def _rank(name: str, value: object, max_rank: int, findings: Findings) -> int:
     """The rank, also one that is only larger than this server serves: the tensors are measured by it."""
     if type(value) is not int or not 1 <= value <= MAX_INT:
         message = f"{name} must be an integer from 1 to {max_rank}, got {shown(value)}."
-        _refuse("rank_invalid", message, name, "Give the rank that was trained, as PEFT wrote it.")
+        refuse("config.rank_invalid", message, name, "Give the rank that was trained, as PEFT wrote it.")
     if value > max_rank:
         message = f"{name} is {value}; this server serves ranks up to {max_rank}."
         hint = "Retrain with a smaller rank, or have adapter.max_rank raised on the server."
-        findings.attempt(_unsupported, "rank_invalid", message, name, hint)
+        findings.attempt(refuse_unsupported, "config.rank_invalid", message, name, hint)
     return value
 
 
 def _alpha(name: str, value: object) -> float:
     if type(value) not in (int, float) or not isinstance(value, int | float) or not 0 < value <= _MAX_ALPHA:
         message = f"{name} must be a number above 0, at most {_MAX_ALPHA:g}, got {shown(value)}."
-        _refuse("alpha_invalid", message, name, "Give the alpha that was trained with, as PEFT wrote it.")
+        refuse("config.alpha_invalid", message, name, "Give the alpha that was trained with, as PEFT wrote it.")
     return float(value)
 
 
@@ -265,7 +266,7 @@ def _pattern(name: str, value: object) -> dict[str, object]:
     if not isinstance(value, dict) or len(value) > MAX_PATTERN_KEYS:
         message = f"{name} must be an object of at most {MAX_PATTERN_KEYS} module paths."
         hint = "Name modules by their endings, such as q_proj: one entry then covers all layers."
-        _refuse("pattern_invalid", message, name, hint)
+        refuse("config.pattern_invalid", message, name, hint)
     return value
 
 
@@ -275,7 +276,8 @@ def _literal(name: str, key: str) -> str:
             "only module paths or their endings are read, as in 'layers.0.self_attn.q_proj', no regular expressions"
         )
         message = f"{name} has the key {shown(key)}; {expected}."
-        _unsupported("pattern_unsupported", message, named(f"{name}[{key}]"), "List the modules one by one.")
+        hint = "List the modules one by one."
+        refuse_unsupported("config.pattern_unsupported", message, named(f"{name}[{key}]"), hint)
     return key
 
 
@@ -298,12 +300,4 @@ def _check_values(field: str, *values: object) -> None:
 
 def _refuse_value(field: str, expected: str) -> NoReturn:
     hint = f"Leave {named(field)} as PEFT wrote it, or take it out."
-    _refuse("value_invalid", f"{named(field)} must hold {expected}.", named(field), hint)
-
-
-def _refuse(code: str, message: str, param: str | None, hint: str) -> NoReturn:
-    raise AdapterFormatError(message, code=f"config.{code}", param=param, hint=hint)
-
-
-def _unsupported(code: str, message: str, param: str, hint: str) -> NoReturn:
-    raise AdapterIncompatibleError(message, code=f"config.{code}", param=param, hint=hint)
+    refuse("config.value_invalid", f"{named(field)} must hold {expected}.", named(field), hint)

@@ -14,17 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import BufferedReader
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from weft.adapters.base_shape import MODULE_PATHS, BaseShape
-from weft.adapters.checkpoint.findings import Findings
+from weft.adapters.checkpoint.findings import Findings, refuse, refuse_unsupported
 from weft.adapters.checkpoint.peft_config import check_config, check_scaling, parse_config
 from weft.adapters.checkpoint.report import report_on
 from weft.adapters.checkpoint.safetensors_header import TensorEntry, check_header
-from weft.adapters.checkpoint.tensor_names import Part, TensorName, TensorNames, TensorPlace
+from weft.adapters.checkpoint.tensor_names import TensorName, TensorNames, TensorPlace
 from weft.adapters.checkpoint.values import scan_values as scan
 from weft.adapters.ref import LoraSpec
-from weft.errors import AdapterFormatError, AdapterIncompatibleError
 
 _SAVE_AGAIN = "Save the adapter again with PEFT's save_pretrained, and upload the file that it writes."
 _ANOTHER_BASE = (
@@ -33,26 +32,15 @@ _ANOTHER_BASE = (
 )
 _TRANSPOSE = "Save it as PEFT does, lora_A as [rank, in] and lora_B as [out, rank]."
 _PEFT_VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+@_-]{,63}")
-_Named = tuple[TensorEntry, TensorName]
 
 
-@dataclass(frozen=True, slots=True)
-class LoraTensor:
+class LoraTensor(NamedTuple):
     """One matrix of the file."""
 
-    layer: int
-    module: int
-    """Index into `BaseShape.modules`."""
-    part: Part
-    """`a`: rank and in; `b`: rank and out."""
-    rank_axis: int
-    """Which axis of `shape` is the rank: PEFT writes [rank, in] and [out, rank], MLX the transposes."""
-    shape: tuple[int, int]
-    dtype: str
-    """F32, F16 or BF16, little-endian."""
-    start: int
-    """First byte, counted from the start of the file."""
-    end: int
+    entry: TensorEntry
+    """Its shape and its bytes."""
+    name: TensorName
+    """Which matrix it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +49,7 @@ class Checkpoint:
 
     spec: LoraSpec
     tensors: tuple[LoraTensor, ...]
-    """Ordered by layer, module, part."""
+    """Ordered by layer, module, part; each has two extents."""
     ranks: dict[tuple[int, int], int]
     """True rank by (layer, module index); modules that are not touched are absent."""
     scalings: dict[tuple[int, int], float]
@@ -121,11 +109,11 @@ def read_checkpoint(
     findings = Findings()
     spec = findings.attempt(check_config, config_bytes, max_rank, findings)
     found = findings.attempt(_check_file, spec, weights, base, scan_values, findings)
-    checkpoint, names, zeros = findings.passed(found)
+    checkpoint, zeros = findings.passed(found)
     if not scan_values:
         return checkpoint
     config = parse_config(config_bytes)
-    report = report_on(checkpoint.spec, config, names, zeros, base_names)
+    report = report_on(checkpoint.spec, config, checkpoint.tensors, zeros, base_names)
     written = config.get("peft_version")
     version = written if isinstance(written, str) and _PEFT_VERSION.fullmatch(written) else None
     return replace(checkpoint, peft_version=version, report=report)
@@ -150,12 +138,12 @@ def check_weights(
     findings = Findings()
     tensors = findings.passed(findings.attempt(check_header, io.BytesIO(header), file_size, findings))
     pause()
-    return findings.passed(findings.attempt(_check_tensors, spec, tensors, base, findings))[0]
+    return findings.passed(findings.attempt(_check_tensors, spec, tensors, base, findings))
 
 
 def _check_file(
     spec: LoraSpec | None, weights: Path | int, base: BaseShape | None, scan_values: bool, findings: Findings
-) -> tuple[Checkpoint, Sequence[_Named], frozenset[str]] | None:
+) -> tuple[Checkpoint, frozenset[str]] | None:
     with _open_plain(weights) as file:
         seen = findings.seen
         tensors = check_header(file, os.fstat(file.fileno()).st_size, findings)
@@ -163,7 +151,7 @@ def _check_file(
         if findings.seen > seen:
             return None
         zeros = scan(file, tensors, findings) if scan_values else frozenset()
-    return None if found is None else (*found, zeros)
+    return None if found is None else (found, zeros)
 
 
 def _open_plain(file: Path | int) -> BufferedReader:
@@ -171,13 +159,13 @@ def _open_plain(file: Path | int) -> BufferedReader:
     fd = file if isinstance(file, int) else os.open(file, flags)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        _refuse("not_safetensors", "The weights are not a plain file.", None, _SAVE_AGAIN)
+        refuse("weights.not_safetensors", "The weights are not a plain file.", None, _SAVE_AGAIN)
     return open(fd, "rb")
 
 
 def _check_tensors(
     spec: LoraSpec | None, tensors: Sequence[TensorEntry], base: BaseShape | None, findings: Findings
-) -> tuple[Checkpoint, Sequence[_Named]] | None:
+) -> Checkpoint | None:
     """What the tensors are; None where something is wrong with them, or there is no `spec` to measure them by."""
     seen = findings.seen
     placed = _place(tensors, base, findings)
@@ -190,7 +178,7 @@ def _check_tensors(
     ranks: dict[tuple[int, int], int] = {}
     scalings: dict[tuple[int, int], float] = {}
     for (layer, module), (lora_a, lora_b) in sorted(pairs.items()):
-        path = f"{lora_a[1].stem}.{layer}.{MODULE_PATHS[module]}"
+        path = f"{lora_a.name.stem}.{layer}.{MODULE_PATHS[module]}"
         # Without a base, the first layer that touches a module says how wide it is.
         width_in, width_out = widths.setdefault(module, (_width(lora_a), _width(lora_b)))
         rank = findings.attempt(_rank_of, spec, path, lora_a)
@@ -204,9 +192,9 @@ def _check_tensors(
         return None
     modules = sorted({module for _, module in ranks})
     num_layers = base.num_layers if base else max(layer for layer, _ in ranks) + 1
-    checkpoint = Checkpoint(
+    return Checkpoint(
         spec=spec,
-        tensors=tuple(_lora_tensor(*placed[place]) for place in sorted(placed)),
+        tensors=tuple(placed[place] for place in sorted(placed)),
         ranks=ranks,
         scalings=scalings,
         parameters=sum(rank * sum(widths[module]) for (_, module), rank in ranks.items()),
@@ -215,30 +203,29 @@ def _check_tensors(
         applied=len(ranks),
         total=num_layers * (len(base.modules) if base else len(MODULE_PATHS)),
     )
-    return checkpoint, list(placed.values())
 
 
-def _rank_of(spec: LoraSpec, path: str, named: _Named) -> int:
+def _rank_of(spec: LoraSpec, path: str, tensor: LoraTensor) -> int:
     """The rank of one module; refuses patterns that mean something else on the wrapped model that was trained."""
-    rank, written = spec.module_rank(path), named[1].written
+    rank, written = spec.module_rank(path), tensor.name.written
     if written != path and (rank, spec.module_scaling(path)) != (
         spec.module_rank(written),
         spec.module_scaling(written),
     ):
-        raise AdapterIncompatibleError(
-            f"Tensor {named[0].name} is of a wrapped model, where rank_pattern and alpha_pattern match other modules "
-            f"than on the plain one: {path} is {written} there.",
-            code="config.pattern_unsupported",
-            param="rank_pattern" if spec.rank_pattern else "alpha_pattern",
-            hint="Write the patterns by module name alone, as in q_proj, or save the adapter from the model without "
-            "its wrappers.",
+        refuse_unsupported(
+            "config.pattern_unsupported",
+            f"Tensor {tensor.entry.name} is of a wrapped model, where rank_pattern and alpha_pattern match other "
+            f"modules than on the plain one: {path} is {written} there.",
+            "rank_pattern" if spec.rank_pattern else "alpha_pattern",
+            "Write the patterns by module name alone, as in q_proj, or save the adapter from the model without its "
+            "wrappers.",
         )
     return rank
 
 
-def _place(tensors: Sequence[TensorEntry], base: BaseShape | None, findings: Findings) -> dict[TensorPlace, _Named]:
+def _place(tensors: Sequence[TensorEntry], base: BaseShape | None, findings: Findings) -> dict[TensorPlace, LoraTensor]:
     names = TensorNames(base)
-    placed: dict[TensorPlace, _Named] = {}
+    placed: dict[TensorPlace, LoraTensor] = {}
     spellings: dict[tuple[str | None, str, str], str] = {}
     for tensor in tensors:
         name = findings.attempt(names.read, tensor.name)
@@ -248,16 +235,16 @@ def _place(tensors: Sequence[TensorEntry], base: BaseShape | None, findings: Fin
         if len({adapter for adapter, _, _ in spellings if adapter is not None}) > 1:
             _refuse_mixture(spellings)
         findings.attempt(_check_new, tensor, placed.get(name.place))
-        placed[name.place] = (tensor, name)
+        placed[name.place] = LoraTensor(tensor, name)
     if len(spellings) > 1:
         _refuse_mixture(spellings)
     return placed
 
 
-def _check_new(tensor: TensorEntry, twin: _Named | None) -> None:
+def _check_new(tensor: TensorEntry, twin: LoraTensor | None) -> None:
     if twin is not None:
-        message = f"Tensors {twin[0].name} and {tensor.name} are the same matrix in two spellings."
-        _refuse("duplicate_tensor", message, tensor.name, "Keep one.")
+        message = f"Tensors {twin.entry.name} and {tensor.name} are the same matrix in two spellings."
+        refuse("weights.duplicate_tensor", message, tensor.name, "Keep one.")
     if not _is_matrix(tensor):
         _refuse_degenerate(tensor)
 
@@ -273,9 +260,8 @@ def _refuse_mixture(spellings: Mapping[tuple[str | None, str, str], str]) -> NoR
         why = f"belong to two adapters, {one[0] or 'one without a name'} and {other[0] or 'one without a name'}"
     elif one[1] != other[1]:
         why = f"belong to two models, with layers at {one[1]} and at {other[1]}"
-    message, code = f"Tensors {first} and {second} {why}.", "weights.tensor_not_allowed"
     hint = "Save each adapter by itself with PEFT's save_pretrained, and upload it by itself."
-    raise AdapterIncompatibleError(message, code=code, param=second, hint=hint)
+    refuse_unsupported("weights.tensor_not_allowed", f"Tensors {first} and {second} {why}.", second, hint)
 
 
 def _refuse_degenerate(tensor: TensorEntry) -> NoReturn:
@@ -286,56 +272,47 @@ def _refuse_degenerate(tensor: TensorEntry) -> NoReturn:
             "with stage3_gather_16bit_weights_on_model_save."
         )
     message = f"Tensor {tensor.name} has shape {list(tensor.shape)}; expected two extents of at least 1."
-    _refuse("shape_invalid", message, tensor.name, hint)
+    refuse("weights.shape_invalid", message, tensor.name, hint)
 
 
-def _pair(placed: Mapping[TensorPlace, _Named], findings: Findings) -> dict[tuple[int, int], tuple[_Named, _Named]]:
+def _pair(
+    placed: Mapping[TensorPlace, LoraTensor], findings: Findings
+) -> dict[tuple[int, int], tuple[LoraTensor, LoraTensor]]:
     """Both matrices of each module, where both have two extents."""
     pairs = {}
-    for place, named in placed.items():
+    for place, tensor in placed.items():
         other = findings.attempt(_partner, placed, place)
-        if other is not None and _is_matrix(named[0]) and _is_matrix(other[0]):
-            pairs[place.layer, place.module] = (named, other) if place.part == "a" else (other, named)
+        if other is not None and _is_matrix(tensor.entry) and _is_matrix(other.entry):
+            pairs[place.layer, place.module] = (tensor, other) if place.part == "a" else (other, tensor)
     return pairs
 
 
-def _partner(placed: Mapping[TensorPlace, _Named], place: TensorPlace) -> _Named:
+def _partner(placed: Mapping[TensorPlace, LoraTensor], place: TensorPlace) -> LoraTensor:
     other = placed.get(place._replace(part="b" if place.part == "a" else "a"))
     if other is None:
-        name, missing = placed[place][0].name, "lora_B" if place.part == "a" else "lora_A"
+        name, missing = placed[place].entry.name, "lora_B" if place.part == "a" else "lora_A"
         message = f"Tensor {name} has no partner: its {missing} is not in the file, and each module needs both."
-        _refuse(
-            "pair_incomplete", message, name, "Save the adapter again with PEFT's save_pretrained, which writes both."
-        )
+        hint = "Save the adapter again with PEFT's save_pretrained, which writes both."
+        refuse("weights.pair_incomplete", message, name, hint)
     return other
 
 
-def _width(named: _Named) -> int:
-    tensor, name = named
-    return tensor.shape[1 - name.rank_axis]
+def _width(tensor: LoraTensor) -> int:
+    return tensor.entry.shape[1 - tensor.name.rank_axis]
 
 
-def _check_shape(named: _Named, rank: int, width: int) -> None:
-    tensor, name = named
-    got_rank, got_width = tensor.shape[name.rank_axis], _width(named)
+def _check_shape(lora: LoraTensor, rank: int, width: int) -> None:
+    tensor, name = lora
+    got_rank, got_width = tensor.shape[name.rank_axis], _width(lora)
     if (got_rank, got_width) == (rank, width):
         return
     got = list(tensor.shape)
     if got_width == width:
         message = f"Tensor {tensor.name} has shape {got}, so rank {got_rank}; the config gives this module rank {rank}."
         hint = "Set r, or rank_pattern for single modules, to the rank that was trained."
-        _refuse("rank_mismatch", message, tensor.name, hint)
+        refuse("weights.rank_mismatch", message, tensor.name, hint)
     expected = [rank, width] if name.rank_axis == 0 else [width, rank]
     is_transposed = got_rank == width and got_width == rank
     message = f"Tensor {tensor.name} has shape {got}, expected {expected}.{' It looks transposed.' * is_transposed}"
     hint = _TRANSPOSE if is_transposed else _ANOTHER_BASE
-    raise AdapterIncompatibleError(message, code="weights.shape_mismatch", param=tensor.name, hint=hint)
-
-
-def _lora_tensor(tensor: TensorEntry, name: TensorName) -> LoraTensor:
-    rows, columns = tensor.shape
-    return LoraTensor(*name.place, name.rank_axis, (rows, columns), tensor.dtype, tensor.start, tensor.end)
-
-
-def _refuse(code: str, message: str, param: str | None, hint: str) -> NoReturn:
-    raise AdapterFormatError(message, code=f"weights.{code}", param=param, hint=hint)
+    refuse_unsupported("weights.shape_mismatch", message, tensor.name, hint)

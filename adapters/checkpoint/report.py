@@ -16,6 +16,7 @@ from weft.adapters.ref import LoraSpec
 
 MAX_NAMES = 8
 """Names that one warning lists."""
+_MOVED = "The layers that the file has at {} were taken for those of the served model."
 _QUANTISED = re.compile(r"(-unsloth)?-bnb-4bit$")
 
 
@@ -42,7 +43,7 @@ def report_on(
     names = [name for _, name in tensors]
     warnings = [
         _untrained([entry.name in zeros for entry, name in tensors if name.place.part == "b"]),
-        _moved(names[0].stem, "language_model" in names[0].stem),
+        _MOVED.format(names[0].stem) if "language_model" in names[0].stem else "",
         _unused(spec, config, names),
         _overlap(spec),
         _other_base(config.get("base_model_name_or_path") or config.get("model"), base_names),
@@ -61,10 +62,6 @@ def _untrained(is_zero: Sequence[bool]) -> str:
     if all(is_zero):
         return "Every lora_B is zero, so the adapter answers as the base does: it was saved before it was trained."
     return f"{sum(is_zero)} of {len(is_zero)} lora_B are zero: these modules answer as the base does."
-
-
-def _moved(stem: str, is_moved: bool) -> str:
-    return f"The layers that the file has at {stem} were taken for those of the served model." if is_moved else ""
 
 
 def _unused(spec: LoraSpec, config: Mapping[str, object], names: Sequence[TensorName]) -> str:

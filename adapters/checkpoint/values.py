@@ -20,22 +20,14 @@ MAX_MAGNITUDE = 1e4
 _DIVERGED = "The training has probably diverged: take an earlier checkpoint"
 
 
-class _Format:
-    """How one dtype spells magnitudes: with the sign bit off, larger bit patterns are larger numbers, then Inf, NaN."""
-
-    def __init__(self, unsigned: str, limit_bits: int, infinity_bits: int) -> None:
-        self.dtype: np.dtype[Any] = np.dtype(unsigned)
-        self.magnitude_mask = (1 << (8 * self.dtype.itemsize - 1)) - 1
-        self.limit_bits = limit_bits
-        self.infinity_bits = infinity_bits
-
-
 _FLOAT32_LIMIT = int(np.float32(MAX_MAGNITUDE).view(np.uint32))
-_FORMATS = {
-    "F32": _Format("<u4", _FLOAT32_LIMIT, 0x7F800000),
-    "BF16": _Format("<u2", _FLOAT32_LIMIT >> 16, 0x7F80),
-    "F16": _Format("<u2", int(np.float16(MAX_MAGNITUDE).view(np.uint16)), 0x7C00),
+_FORMATS: dict[str, tuple[np.dtype[Any], int, int]] = {
+    "F32": (np.dtype("<u4"), _FLOAT32_LIMIT, 0x7F800000),
+    "BF16": (np.dtype("<u2"), _FLOAT32_LIMIT >> 16, 0x7F80),
+    "F16": (np.dtype("<u2"), int(np.float16(MAX_MAGNITUDE).view(np.uint16)), 0x7C00),
 }
+"""Of each dtype: unsigned integers of its size, and the bit patterns of the largest magnitude that is allowed and of
+infinity. With the sign bit off, larger bit patterns are larger numbers, then infinity, then NaN."""
 
 
 def scan_values(file: BufferedReader, tensors: Iterable[TensorEntry], findings: Findings) -> frozenset[str]:
@@ -66,15 +58,15 @@ def _scan_tensor(file: BufferedReader, tensor: TensorEntry, window: memoryview) 
 
 def _check_window(tensor: TensorEntry, piece: memoryview, done: int) -> int:
     """The bit pattern of the largest magnitude: 0 where all are zero."""
-    fmt = _FORMATS[tensor.dtype]
-    magnitudes = np.bitwise_and(np.frombuffer(piece, fmt.dtype), fmt.dtype.type(fmt.magnitude_mask))
+    dtype, limit_bits, infinity_bits = _FORMATS[tensor.dtype]
+    magnitudes = np.frombuffer(piece, dtype) & (np.iinfo(dtype).max >> 1)
     largest = int(magnitudes.max())
-    if largest <= fmt.limit_bits:
+    if largest <= limit_bits:
         return largest
-    first = int(np.argmax(magnitudes > fmt.limit_bits))
-    element = done // fmt.dtype.itemsize + first
+    first = int(np.argmax(magnitudes > limit_bits))
+    element = done // dtype.itemsize + first
     index = [int(i) for i in np.unravel_index(element, tensor.shape)]
-    if int(magnitudes[first]) >= fmt.infinity_bits:
+    if int(magnitudes[first]) >= infinity_bits:
         message = f"Tensor {tensor.name} holds NaN or infinity at {index}; expected finite numbers."
         raise AdapterFormatError(message, code="weights.non_finite", param=tensor.name, hint=f"{_DIVERGED}.")
     message = f"Tensor {tensor.name} holds a number beyond {MAX_MAGNITUDE:g} in magnitude at {index}."

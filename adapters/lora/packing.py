@@ -48,9 +48,11 @@ class Packing:
     """
 
     def __init__(self, checkpoint: Checkpoint, layout: LoraLayout, base: BaseShape, geometry: PageGeometry) -> None:
+        self.checkpoint = checkpoint
+        self.layout = layout
         self._item_bytes = geometry.dtype_bytes
         runs = group_runs(layout, base, geometry)
-        tensors = sorted(checkpoint.tensors, key=lambda tensor: tensor.start)
+        tensors = sorted(checkpoint.tensors, key=lambda tensor: tensor.entry.start)
         self._reads = [self._read(group, runs, base) for group in _together(tensors)]
 
     def pack(
@@ -90,27 +92,27 @@ class Packing:
     def _read(
         self, tensors: Sequence[LoraTensor], runs: Mapping[tuple[int, int, int], Sequence[_Run]], base: BaseShape
     ) -> _Read:
-        dtype = _SOURCE_DTYPES[tensors[0].dtype]
+        start, dtype = tensors[0].entry.start, _SOURCE_DTYPES[tensors[0].entry.dtype]
         moves: list[_Move] = []
-        for tensor in tensors:
-            part = PART_A if tensor.part == "a" else PART_B
-            module = base.modules[tensor.module]
+        for entry, name in tensors:
+            part = PART_A if name.place.part == "a" else PART_B
+            module = base.modules[name.place.module]
             features = module.in_features if part == PART_A else module.out_features
-            first = (tensor.start - tensors[0].start) // dtype.itemsize * self._item_bytes
-            strides = (tensor.shape[1] * self._item_bytes, self._item_bytes)
-            rank_stride, feature_stride = strides[:: -1 if tensor.rank_axis else 1]
+            first = (entry.start - start) // dtype.itemsize * self._item_bytes
+            strides = (entry.shape[1] * self._item_bytes, self._item_bytes)
+            rank_stride, feature_stride = strides[:: -1 if name.rank_axis else 1]
             moves += [
                 _Move(
                     page=run.page,
                     start=run.offset_units * PITCH_BYTES,
                     pitch=row_pitch_bytes(features, self._item_bytes),
-                    shape=(min(run.num_rows, tensor.shape[tensor.rank_axis] - run.first_row), features),
+                    shape=(min(run.num_rows, entry.shape[name.rank_axis] - run.first_row), features),
                     source_start=first + run.first_row * rank_stride,
                     source_strides=(rank_stride, feature_stride),
                 )
-                for run in runs[tensor.layer, tensor.module, part]
+                for run in runs[name.place.layer, name.place.module, part]
             ]
-        return _Read(tensors[-1].end - tensors[0].start, dtype, tuple(moves))
+        return _Read(tensors[-1].entry.end - start, dtype, tuple(moves))
 
 
 class _Move(NamedTuple):
@@ -147,10 +149,10 @@ class _Run(NamedTuple):
 
 def _together(tensors: Sequence[LoraTensor]) -> Iterator[Sequence[LoraTensor]]:
     """Tensors in the file's order, in groups of one dtype and at most `READ_BYTES`; a larger one is alone."""
-    for _, same in groupby(tensors, lambda tensor: tensor.dtype):
+    for _, same in groupby(tensors, lambda tensor: tensor.entry.dtype):
         group: list[LoraTensor] = []
         for tensor in same:
-            if group and tensor.end - group[0].start > READ_BYTES:
+            if group and tensor.entry.end - group[0].entry.start > READ_BYTES:
                 yield group
                 group = []
             group.append(tensor)

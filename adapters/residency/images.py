@@ -45,7 +45,7 @@ class HostImages:
         self._images: dict[str, HostImage] = {}
         """Least recently used first."""
         self._reserved = 0
-        self._dropped_in_use: list[HostImage] = []
+        """Slab pages of images that nobody can find: in the making, or dropped while in use."""
         self._gone: list[str] = []
 
     def __contains__(self, digest: str) -> bool:
@@ -113,14 +113,10 @@ class HostImages:
             keep: Whether others may find it; otherwise its pages go back when the caller releases it.
         """
         with self._lock:
-            self._reserved -= len(image.slab_pages)
             image.users = 1
-            if not image.slab_pages:
-                return
-            if keep and image.digest not in self._images:
+            if image.slab_pages and keep and image.digest not in self._images:
+                self._reserved -= len(image.slab_pages)
                 self._images[image.digest] = image
-            else:
-                self._dropped_in_use.append(image)
 
     def hold(self, digest: str) -> HostImage | None:
         """Find an image and use it, which keeps its pages until `release`."""
@@ -135,21 +131,18 @@ class HostImages:
         """End one use of an image."""
         with self._lock:
             image.users -= 1
-            if image.users == 0 and image in self._dropped_in_use:
-                self._dropped_in_use.remove(image)
-                self._slab.free(image.slab_pages)
+            if image.users == 0 and self._images.get(image.digest) is not image:
+                self.cancel(image.slab_pages)
 
     def drop(self, digest: str) -> None:
         """Forget an image; its pages go back when its last user is done."""
         with self._lock:
             image = self._images.get(digest)
-            if image is None:
-                return
-            if image.users == 0:
-                self._remove(image)
-            else:
+            if image is not None and image.users:
                 del self._images[digest]
-                self._dropped_in_use.append(image)
+                self._reserved += len(image.slab_pages)
+            elif image is not None:
+                self._remove(image)
 
     def check(self, num_other_used: int = 0) -> None:
         """Verify that the slab's pages are those of the images.
@@ -162,8 +155,7 @@ class HostImages:
         """
         self._slab.check()
         with self._lock:
-            images = [*self._images.values(), *self._dropped_in_use]
-            pages = [page for image in images for page in image.slab_pages]
+            pages = [page for image in self._images.values() for page in image.slab_pages]
             used = self._slab.num_pages - self._slab.num_free
             if len(set(pages)) != len(pages) or len(pages) + self._reserved + num_other_used != used:
                 raise PageAccountingError(

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 import torch
@@ -35,34 +35,24 @@ PIECE_S = 0.001
 """Work of a thread between two pauses, at least."""
 
 
+@dataclass(eq=False)
 class LoadPace:
-    """One budget for all threads that load or copy. Thread-safe.
+    """One budget for all threads that load or copy. Thread-safe."""
 
-    The share is that of the requests that wait for loads among these and those that run: what a step of the few takes
-    longer is worth it where many wait. While no request waits, it is the setting.
+    share: float
+    """What they may take of one core at least while steps run, all together; 1 does not hold them up."""
+    _: KW_ONLY
+    clock: Callable[[], float] = time.perf_counter
+    """Monotonic seconds."""
+    thread_clock: Callable[[], float] = time.thread_time
+    """Seconds that the calling thread has computed."""
+    idle: threading.Event = field(default_factory=threading.Event)
+    """Is set while no step runs, which ends all pauses."""
 
-    Args:
-        share: What they may take of one core at least while steps run, all together; 1 does not hold them up.
-        clock: Monotonic seconds.
-        thread_clock: Seconds that the calling thread has computed.
-        idle: Is set while no step runs, which ends all pauses.
-    """
-
-    def __init__(
-        self,
-        share: float,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-        thread_clock: Callable[[], float] = time.thread_time,
-        idle: threading.Event | None = None,
-    ) -> None:
-        self._share = share
-        self._share_now = share
-        self._clock = clock
-        self._thread_clock = thread_clock
+    def __post_init__(self) -> None:
+        self._share_now = self.share
         self._lock = threading.Lock()
-        self._idle = idle or threading.Event()
-        self._idle.set()
+        self.idle.set()
         self._free_s = 0.0
         """When the work done so far is paid for."""
         self._thread = threading.local()
@@ -75,20 +65,20 @@ class LoadPace:
             held_up: Requests that wait for loads and would run otherwise.
         """
         if running:
-            self._share_now = max(self._share, held_up / (running + held_up))
-            self._idle.clear()
+            self._share_now = max(self.share, held_up / (running + held_up))
+            self.idle.clear()
             return
-        self._idle.set()
+        self.idle.set()
         with self._lock:
             self._free_s = 0.0  # threads in a pause continue, and owe nothing to later steps
 
     def pause(self) -> None:
         """Called by a loading thread after each small piece of work; sleeps as long as the budget is spent."""
         share = self._share_now
-        if share >= 1 or self._idle.is_set():
+        if share >= 1 or self.idle.is_set():
             self._thread.paid_s = None
             return
-        computed_s = self._thread_clock()
+        computed_s = self.thread_clock()
         paid_s: float | None = getattr(self._thread, "paid_s", None)
         piece_s = 0.0 if paid_s is None else computed_s - paid_s
         if piece_s < PIECE_S:
@@ -96,12 +86,12 @@ class LoadPace:
             return
         self._thread.paid_s = computed_s
         with self._lock:
-            now = self._clock()
+            now = self.clock()
             saved_up_s = now - piece_s - BURST_S / share
             self._free_s = max(self._free_s, saved_up_s) + piece_s / share
             pause_s = self._free_s - now
         if pause_s > 0:
-            self._idle.wait(pause_s)
+            self.idle.wait(pause_s)
 
 
 logger = logging.getLogger(__name__)
@@ -110,7 +100,7 @@ LAST_TURN = 1 << 62
 """Turn of a job for which no turn was given; such jobs start in the order in which they came."""
 
 
-class LoadExecutor(Protocol):
+class TaskExecutor(Protocol):
     """Runs work some time; a ThreadPoolExecutor, or what a simulator makes of it."""
 
     def submit(self, fn: Callable[[], None], /) -> Future[None]:
@@ -143,7 +133,7 @@ class LoadQueue:
         notify: Called by the executor's thread whenever a job is done.
     """
 
-    def __init__(self, executor: LoadExecutor, notify: Callable[[], None] | None = None) -> None:
+    def __init__(self, executor: TaskExecutor, notify: Callable[[], None] | None = None) -> None:
         self._executor = executor
         self._notify = notify
         self._lock = threading.Lock()

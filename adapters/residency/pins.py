@@ -6,10 +6,8 @@ first have precedence.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
-from operator import attrgetter
-from typing import NamedTuple
+from itertools import islice
 
 from weft.adapters.ref import AdapterRef
 from weft.adapters.residency.entry import Entries, Entry
@@ -18,16 +16,6 @@ PIN_DIVISOR = 2
 """Pinned adapters may keep 1 / PIN_DIVISOR of the slots, and of the pages of the pool."""
 LOOK_AHEAD = 64
 """Pinned adapters that are looked at, at a time, for one to bring in."""
-
-
-_ticket = attrgetter("ticket")
-
-
-class _Pin(NamedTuple):
-    """A pinned adapter, and when it was pinned."""
-
-    ticket: int
-    ref: AdapterRef
 
 
 class Pins:
@@ -41,13 +29,14 @@ class Pins:
     def __init__(self, slots: int, num_pages: int) -> None:
         self._max_kept = slots // PIN_DIVISOR
         self._max_pages = num_pages // PIN_DIVISOR
-        self._pinned: dict[str, _Pin] = {}
+        self._pinned: dict[str, AdapterRef] = {}
         self._failed: set[str] = set()
-        self._absent: list[_Pin] = []
-        """Neither on the device nor on their way, and can be loaded; those pinned first come first."""
+        self._absent: set[str] = set()
+        """Neither on the device nor on their way, and can be loaded."""
+        self._missing: list[AdapterRef] | None = None
+        """The first of these, while none has come or gone."""
         self._num_kept = 0
         self._kept_pages = 0
-        self._last_ticket = 0
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._pinned
@@ -59,9 +48,7 @@ class Pins:
             ref: The adapter.
             is_here: Whether it is on the device or on its way.
         """
-        if ref.digest not in self._pinned:
-            self._last_ticket += 1
-            self._pinned[ref.digest] = _Pin(self._last_ticket, ref)
+        self._pinned.setdefault(ref.digest, ref)
         self._failed.discard(ref.digest)
         if not is_here:
             self.left(ref.digest)
@@ -74,15 +61,15 @@ class Pins:
 
     def entered(self, digest: str) -> None:
         """Note that an adapter is on its way."""
-        pin = self._pinned.get(digest)
-        if pin is not None and self._is_absent(pin):
-            del self._absent[bisect_left(self._absent, pin.ticket, key=_ticket)]
+        if digest in self._absent:
+            self._absent.remove(digest)
+            self._missing = None
 
     def left(self, digest: str) -> None:
         """Note that an adapter is neither on the device nor on its way any more."""
-        pin = self._pinned.get(digest)
-        if pin is not None and digest not in self._failed and not self._is_absent(pin):
-            insort(self._absent, pin, key=_ticket)
+        if digest in self._pinned and digest not in self._failed:
+            self._absent.add(digest)
+            self._missing = None
 
     def note_load(self, digest: str, succeeded: bool) -> None:
         """Remember that a pinned adapter cannot be loaded, or can: one that cannot is not brought in for its pin."""
@@ -118,8 +105,7 @@ class Pins:
 
     def missing(self) -> Sequence[AdapterRef]:
         """The first pinned adapters that are neither on the device nor on their way, and can be loaded."""
-        return [pin.ref for pin in self._absent[:LOOK_AHEAD]]
-
-    def _is_absent(self, pin: _Pin) -> bool:
-        index = bisect_left(self._absent, pin.ticket, key=_ticket)
-        return index < len(self._absent) and self._absent[index] is pin
+        if self._missing is None:
+            absent = (ref for digest, ref in self._pinned.items() if digest in self._absent)
+            self._missing = list(islice(absent, LOOK_AHEAD))
+        return self._missing

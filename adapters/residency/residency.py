@@ -16,6 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Literal
 
@@ -23,7 +24,7 @@ from weft.adapters.lora.tables import AdapterTables
 from weft.adapters.ref import AdapterRef, AdapterTier, ResidentAdapter
 from weft.adapters.residency.entry import Entries, Entry, KnownAdapters, LoadFailure, LoadTimes, Stage
 from weft.adapters.residency.images import HostImage, HostImages
-from weft.adapters.residency.load_threads import LAST_TURN, LoadExecutor, LoadJob, LoadQueue
+from weft.adapters.residency.load_threads import LAST_TURN, LoadJob, LoadQueue
 from weft.adapters.residency.loader import AdapterLoader
 from weft.adapters.residency.pins import Pins
 from weft.adapters.residency.slots import AdapterSlots, SlotLease
@@ -46,54 +47,38 @@ MAX_KNOWN = 1 << 16
 """Adapters whose size and uses are remembered after they left memory."""
 
 
+@dataclass(eq=False, repr=False)
 class Residency:
-    """The adapters' places, driven by the engine's thread. All methods are called from that thread.
+    """The adapters' places, driven by the engine's thread. All methods are called from that thread."""
 
-    Args:
-        loader: Makes page images from what is stored.
-        copier: Copies page images to the device.
-        pool: Pages, shared with the KV cache.
-        images: Page images in host memory.
-        tables: Where kernels find the weights.
-        evictor: Makes room; idle adapters are offered to it.
-        costs: What it takes to have an adapter again.
-        loads: Runs loads; closed by `close`.
-        copies: Runs copies, beside the loads, so that none waits behind a load; closed by `close`.
-        prefixes: Cached KV, which goes with the adapter it was computed with; its `on_group_change` is taken.
-        clock: Monotonic seconds.
-        notify: Called by a thread of the executors when `tick` has something to take in.
-    """
+    loader: AdapterLoader
+    """Makes page images from what is stored."""
+    copier: PageCopier
+    """Copies page images to the device."""
+    pool: PagePool
+    """Pages, shared with the KV cache."""
+    images: HostImages
+    """Page images in host memory."""
+    tables: AdapterTables
+    """Where kernels find the weights."""
+    evictor: Evictor
+    """Makes room; idle adapters are offered to it."""
+    costs: PageCosts
+    """What it takes to have an adapter again."""
+    _: KW_ONLY
+    load_queue: LoadQueue
+    """Runs loads, and tells when `tick` has something to take in; closed by `close`."""
+    copy_queue: LoadQueue
+    """The same for copies, beside the loads, so that none waits behind a load."""
+    prefixes: PrefixCache
+    """Cached KV, which goes with the adapter it was computed with; its `on_group_change` is taken."""
+    clock: Callable[[], float] = time.monotonic
+    """Monotonic seconds."""
 
-    def __init__(  # noqa: PLR0913 - it joins all parts of the adapters' memory
-        self,
-        loader: AdapterLoader,
-        copier: PageCopier,
-        pool: PagePool,
-        images: HostImages,
-        tables: AdapterTables,
-        evictor: Evictor,
-        costs: PageCosts,
-        *,
-        loads: LoadExecutor,
-        copies: LoadExecutor,
-        prefixes: PrefixCache,
-        clock: Callable[[], float] = time.monotonic,
-        notify: Callable[[], None] | None = None,
-    ) -> None:
-        self._loader = loader
-        self._copier = copier
-        self._pool = pool
-        self._images = images
-        self._tables = tables
-        self._evictor = evictor
-        self._costs = costs
-        self._load_queue = LoadQueue(loads, notify)
-        self._copy_queue = LoadQueue(copies, notify)
-        self._prefixes = prefixes
-        prefixes.on_group_change = self._rescore
-        self._clock = clock
-        self._slots = AdapterSlots(tables.slots)
-        self._pins = Pins(tables.slots, pool.capacity)
+    def __post_init__(self) -> None:
+        self.prefixes.on_group_change = self._rescore
+        self.slots = AdapterSlots(self.tables.slots)
+        self._pins = Pins(self.tables.slots, self.pool.capacity)
         self.known = KnownAdapters(MAX_KNOWN)
         self.entries = Entries()
         self._copied_pages = 0
@@ -122,14 +107,14 @@ class Residency:
     def lacks_slot(self) -> bool:
         """Whether no slot is free, cools down, or belongs to an adapter that can go."""
         on_device = self.entries.by_stage[Stage.DEVICE].values()
-        return self._slots.all_taken and not any(entry in self._evictor for entry in on_device)
+        return self.slots.all_taken and not any(entry in self.evictor for entry in on_device)
 
     def state(self, digest: str) -> AdapterTier:
         """The nearest memory that has the adapter now."""
         entry = self.entries.get(digest)
         if entry is not None and entry.stage is Stage.DEVICE:
             return "device"
-        return "host" if digest in self._images or (entry is not None and entry.image is not None) else "stored"
+        return "host" if digest in self.images or (entry is not None and entry.image is not None) else "stored"
 
     def waiting_reason(self, digest: str) -> Literal["LOADING", "NO_ROOM"]:
         """Why a held adapter is not on the device: it is on its way, or pages or a slot are lacking."""
@@ -146,7 +131,7 @@ class Residency:
         entry = self.entries.get(ref.digest) or self._enter(ref)
         entry.is_forgotten = False
         self.entries.set_holds(entry, entry.holds + 1)
-        self._evictor.withdraw(entry)
+        self.evictor.withdraw(entry)
         if entry.stage is Stage.QUEUED and self.entries.num_under_way()[self._origin(ref.digest)] < MAX_UNDER_WAY:
             self._start(entry)
 
@@ -196,7 +181,7 @@ class Residency:
             return None
         entry.running += 1
         self.entries.count_held(entry)
-        self._evictor.withdraw(entry)
+        self.evictor.withdraw(entry)
         return entry.lease
 
     def release(self, digest: str, last_step: int = 0) -> None:
@@ -218,17 +203,9 @@ class Residency:
             entry.last_step = max(entry.last_step, last_step)
             entry.known.num_runs += 1
             # Its arrival was counted for the first that runs with it, but this is when it was used last.
-            self._evictor.used(entry, weight=0.0 if entry.is_counted else 1.0)
+            self.evictor.used(entry, weight=0.0 if entry.is_counted else 1.0)
             entry.is_counted = False
         self._settle(entry)
-
-    def check_lease(self, lease: SlotLease) -> None:
-        """Verify that a slot still is what a lease says.
-
-        Raises:
-            StaleSlotError: The slot was reused or freed, or never held that adapter.
-        """
-        self._slots.check_lease(lease)
 
     def pin(self, ref: AdapterRef, pinned: bool) -> None:
         """Set whether the adapter stays on the device, as far as the share of pins goes, and is brought there."""
@@ -243,7 +220,7 @@ class Residency:
         self._unpin(digest)
         self._apply_pins()
         self.known.forget(digest)
-        self._images.drop(digest)
+        self.images.drop(digest)
         entry = self.entries.get(digest)
         if entry is not None:
             entry.is_forgotten = True
@@ -261,12 +238,12 @@ class Residency:
         Raises:
             Exception: What a load or a copy raised because the device is lost; see `is_device_lost`.
         """
-        self._pool.complete(step)
-        self._slots.complete(self._pool.completed_step)
+        self.pool.complete(step)
+        self.slots.complete(self.pool.completed_step)
         self._copied_pages = 0
-        for job in [*self._copy_queue.take_done(), *self._load_queue.take_done()]:
+        for job in [*self.copy_queue.take_done(), *self.load_queue.take_done()]:
             self._take_in(job)
-        for digest in self._images.take_gone():
+        for digest in self.images.take_gone():
             self._rescore(digest)
         for entry in self.entries.in_turn(Stage.PLACING):
             if entry.holds:
@@ -283,7 +260,7 @@ class Residency:
 
     def residents(self) -> list[ResidentAdapter]:
         """Adapters in memory or on their way there, those of the device first."""
-        pages = self._images.page_counts()
+        pages = self.images.page_counts()
         entries = sorted(self.entries.values(), key=lambda entry: entry.stage is not Stage.DEVICE)
         started = [entry.ref.digest for entry in entries if entry.stage is not Stage.QUEUED]
         return [self._resident(digest, pages) for digest in dict.fromkeys([*started, *pages])]
@@ -301,7 +278,7 @@ class Residency:
             pinned=digest in self._pins,
             holds=0 if entry is None else entry.holds,
             uses=known.num_runs + running,
-            prefix_pages=self._prefixes.group_reload_cost(digest)[1],
+            prefix_pages=self.prefixes.group_reload_cost(digest)[1],
             slot=-1 if entry is None else entry.slot,
             loads=known.loads.count,
             load_p95_s=known.loads.p95_s,
@@ -318,24 +295,24 @@ class Residency:
                 those that may be evicted.
         """
         self.entries.check()
-        self._images.check(num_swap_pages)
-        self._slots.check({entry.slot: entry.ref.digest for entry in self.entries.values() if entry.slot >= 0})
+        self.images.check(num_swap_pages)
+        self.slots.check({entry.slot: entry.ref.digest for entry in self.entries.values() if entry.slot >= 0})
         pages = [page for entry in self.entries.values() for page in entry.pages]
-        if len(set(pages)) != len(pages) or len(pages) != self._pool.counts()["adapter"]:
-            raise PageAccountingError(f"adapters hold {len(pages)} pages, the pool says {self._pool.counts()}")
+        if len(set(pages)) != len(pages) or len(pages) != self.pool.counts()["adapter"]:
+            raise PageAccountingError(f"adapters hold {len(pages)} pages, the pool says {self.pool.counts()}")
         for entry in self.entries.values():
             on_device = entry.stage is Stage.DEVICE
             if (entry.slot >= 0) != bool(entry.pages) or (entry.running and not on_device) or entry.holds < 0:
                 raise PageAccountingError(f"adapter {entry.ref.digest} cannot be {entry.stage.name} with what it has")
-            if (entry in self._evictor) != (entry.is_idle and not entry.is_kept):
+            if (entry in self.evictor) != (entry.is_idle and not entry.is_kept):
                 raise PageAccountingError(f"adapter {entry.ref.digest} is in use and can be evicted, or neither")
-        if stray := self._prefixes.groups().keys() - self.entries.by_stage[Stage.DEVICE].keys() - {None}:
+        if stray := self.prefixes.groups().keys() - self.entries.by_stage[Stage.DEVICE].keys() - {None}:
             raise PageAccountingError(f"adapters have cached blocks and are not on the device: {stray}")
 
     def reload_cost(self, entry: Entry) -> tuple[float, int]:
         """Seconds to have an adapter and the KV cached with it again, and the pages of both."""
-        page_s = self._costs.copy_s if entry.ref.digest in self._images else self._costs.copy_s + self._costs.load_s
-        group_s, group_pages = self._prefixes.group_reload_cost(entry.ref.digest)
+        page_s = self.costs.copy_s if entry.ref.digest in self.images else self.costs.copy_s + self.costs.load_s
+        group_s, group_pages = self.prefixes.group_reload_cost(entry.ref.digest)
         return entry.num_pages * page_s + group_s, entry.num_pages + group_pages
 
     def evict(self, entry: Entry) -> None:
@@ -344,32 +321,32 @@ class Residency:
         Pages, slot, image and the KV that was cached with it are freed. The evictor calls this by `Entry.evict`.
         """
         if entry.stage is Stage.DEVICE:
-            self._prefixes.evict_group(entry.ref.digest)
+            self.prefixes.evict_group(entry.ref.digest)
         self.entries.remove(entry)
         self._pins.left(entry.ref.digest)
         if entry.image is not None:
-            self._images.release(entry.image)
+            self.images.release(entry.image)
         if entry.slot >= 0:
-            self._pool.free(entry.pages, entry.last_step)
-            self._slots.complete(self._pool.completed_step)
-            self._slots.free(entry.slot, entry.last_step)
+            self.pool.free(entry.pages, entry.last_step)
+            self.slots.complete(self.pool.completed_step)
+            self.slots.free(entry.slot, entry.last_step)
 
     def close(self) -> None:
         """Drop work that waits, and return when what runs is done."""
-        self._load_queue.close()
-        self._copy_queue.close()
+        self.load_queue.close()
+        self.copy_queue.close()
 
     def _enter(self, ref: AdapterRef, *, comes_unasked: bool = False) -> Entry:
         known = self.known[ref.digest]
         entry = Entry(
-            ref=ref, known=known, uses=known.uses, entered_s=self._clock(), residency=self, comes_unasked=comes_unasked
+            ref=ref, known=known, uses=known.uses, entered_s=self.clock(), residency=self, comes_unasked=comes_unasked
         )
         self.entries.add(entry)
         self._pins.entered(ref.digest)
         return entry
 
     def _origin(self, digest: str) -> AdapterTier:
-        return "host" if digest in self._images else "stored"
+        return "host" if digest in self.images else "stored"
 
     def _start_queued(self) -> None:
         queued = self.entries.in_turn(Stage.QUEUED)
@@ -382,7 +359,7 @@ class Residency:
 
     def _start(self, entry: Entry, *, is_paced: bool = True) -> None:
         ref = entry.ref
-        entry.image = self._images.hold(ref.digest)
+        entry.image = self.images.hold(ref.digest)
         if entry.image is not None:
             entry.origin = "host"
             self.entries.advance(entry, Stage.PLACING)
@@ -392,9 +369,9 @@ class Residency:
         entry.origin = "stored"
         self.entries.advance(entry, Stage.LOADING)
         entry.known.num_runs = 0
-        load = partial(self._loader.load, ref) if is_paced else partial(self._loader.load, ref, is_paced=False)
+        load = partial(self.loader.load, ref) if is_paced else partial(self.loader.load, ref, is_paced=False)
         entry.job = LoadJob(ref.digest, load, turn=entry.turn)
-        self._load_queue.submit(entry.job)
+        self.load_queue.submit(entry.job)
 
     def _bring_pinned(self) -> None:
         """Bring one pinned adapter at a time, as long as no held adapter lacks room or a loader."""
@@ -422,7 +399,7 @@ class Residency:
             self._fail(entry, job.error)
             return
         if entry.stage is Stage.LOADING:
-            self._images.add(job.image, keep=not entry.is_forgotten)
+            self.images.add(job.image, keep=not entry.is_forgotten)
             entry.image = job.image
             self.entries.advance(entry, Stage.PLACING)
             entry.known.num_pages = len(job.image.pages)
@@ -448,40 +425,40 @@ class Residency:
             return
         if not self._make_room(len(image.pages)):
             return
-        lease = self._slots.take(entry.ref.digest)
-        pages = self._pool.allocate(len(image.pages), "adapter", lease.slot) if lease is not None else None
+        lease = self.slots.take(entry.ref.digest)
+        pages = self.pool.allocate(len(image.pages), "adapter", lease.slot) if lease is not None else None
         if pages is None:
             raise PageAccountingError("room that was made for an adapter is not there")
         entry.pages, entry.lease = pages, lease
         self.entries.advance(entry, Stage.COPYING)
         self.entries.count_held(entry)
-        is_small = self._copied_pages + len(pages) <= self._copier.pages_at_once
-        fence = None if is_small else self._copier.fence()
+        is_small = self._copied_pages + len(pages) <= self.copier.pages_at_once
+        fence = None if is_small else self.copier.fence()
 
         def copy() -> HostImage:
             if is_small:
-                self._copier.copy_now(image.pages, pages)
+                self.copier.copy_now(image.pages, pages)
             else:
-                self._copier.copy(image.pages, pages, fence)
+                self.copier.copy(image.pages, pages, fence)
             return image
 
         entry.job = LoadJob(entry.ref.digest, copy, turn=entry.turn)
         if is_small:
             self._copied_pages += len(pages)
-            self._copy_queue.run_now(entry.job)
+            self.copy_queue.run_now(entry.job)
             self._take_in(entry.job)
         else:
-            self._copy_queue.submit(entry.job)
+            self.copy_queue.submit(entry.job)
 
     def _arrive(self, entry: Entry, image: HostImage) -> None:
-        self._tables.write(entry.slot, image.layout, entry.pages, image.ranks, image.scalings)
+        self.tables.write(entry.slot, image.layout, entry.pages, image.ranks, image.scalings)
         self.entries.advance(entry, Stage.DEVICE)
         entry.image = None
-        self._images.release(image)
-        self._evictor.used(entry)
+        self.images.release(image)
+        self.evictor.used(entry)
         entry.is_counted = True
         self.loads[f"{entry.origin}>device:ok"] += 1
-        seconds = self._clock() - entry.entered_s
+        seconds = self.clock() - entry.entered_s
         self.load_seconds += seconds
         entry.known.loads.note(seconds)
         self._load_times.setdefault(f"{entry.origin}>device", LoadTimes(NUM_LOADS)).note(seconds)
@@ -492,35 +469,35 @@ class Residency:
     def _may_hold(self, num_pages: int) -> bool:
         """Whether an adapter of `num_pages` pages may join those that only wait for their requests."""
         held_pages = self.entries.held_pages
-        return held_pages == 0 or held_pages + num_pages <= self._pool.capacity // HOLD_DIVISOR
+        return held_pages == 0 or held_pages + num_pages <= self.pool.capacity // HOLD_DIVISOR
 
     def _has_room_for_pin(self, num_pages: int) -> bool:
         """Whether a pin would keep an adapter of `num_pages` pages, and it has room beside what is in use."""
         return (
             self._pins.has_share(num_pages)
-            and self._evictor.num_available - num_pages >= self.reserve_pages
-            and (self._slots.num_free > 0 or self._slot_victim() is not None)
+            and self.evictor.num_available - num_pages >= self.reserve_pages
+            and (self.slots.num_free > 0 or self._slot_victim() is not None)
         )
 
     def _make_room(self, num_pages: int) -> bool:
         """Have pages and a slot free for one adapter; nothing is evicted where that would not do."""
-        if self._evictor.num_available - num_pages < self.reserve_pages:
+        if self.evictor.num_available - num_pages < self.reserve_pages:
             return False
-        self._slots.complete(self._pool.completed_step)
-        if self._slots.num_free:
-            return self._evictor.make_room(num_pages)
+        self.slots.complete(self.pool.completed_step)
+        if self.slots.num_free:
+            return self.evictor.make_room(num_pages)
         victim = self._slot_victim()
-        return victim is not None and self._evictor.make_room(num_pages, victim)
+        return victim is not None and self.evictor.make_room(num_pages, victim)
 
     def _slot_victim(self) -> Evictable | None:
         """The adapter that goes first where only a slot is lacking."""
-        return self._evictor.first(self.entries.by_stage[Stage.DEVICE].values())
+        return self.evictor.first(self.entries.by_stage[Stage.DEVICE].values())
 
     def _rescore(self, digest: str) -> None:
         """Offer an adapter again, if it is offered: the cost to load it again has changed."""
         entry = self.entries.get(digest)
-        if entry is not None and entry in self._evictor:
-            self._evictor.offer(entry)
+        if entry is not None and entry in self.evictor:
+            self.evictor.offer(entry)
 
     def _apply_pins(self) -> None:
         for entry in self._pins.apply(self.entries):
@@ -539,14 +516,14 @@ class Residency:
             return
         if entry.stage is Stage.DEVICE:
             if entry.is_forgotten:
-                self._evictor.take(entry)
+                self.evictor.take(entry)
             elif entry.is_kept:
-                self._evictor.withdraw(entry)
+                self.evictor.withdraw(entry)
             else:
-                self._evictor.offer(entry)
+                self.evictor.offer(entry)
         elif entry.comes_unasked:
             return
         elif entry.stage in (Stage.QUEUED, Stage.PLACING) or (
-            entry.stage is Stage.LOADING and entry.job is not None and self._load_queue.cancel(entry.job)
+            entry.stage is Stage.LOADING and entry.job is not None and self.load_queue.cancel(entry.job)
         ):
             self.evict(entry)

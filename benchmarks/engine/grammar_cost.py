@@ -24,17 +24,17 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from weft import demo
-from weft.benchmarks.engine.own_engine import OwnEngine, own_engine
+from weft.benchmarks.engine.own_engine import OwnEngine, add_shape_options, own_engine, shape_config
 from weft.benchmarks.metrics import distribution, percentile
-from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, AddOption, goal
-from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig
+from weft.benchmarks.qwen_shape import VOCAB_SIZE
+from weft.benchmarks.report import AddOption, goal, take_turns
+from weft.config import Config, MemoryConfig
 from weft.engine.request import FlowKey, GenerationRequest, Grammar
 from weft.engine.sampling_params import SamplingParams
 from weft.errors import InvalidRequestError
@@ -89,19 +89,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def _config(options: argparse.Namespace) -> Iterator[Config]:
-    is_demo = options.shape == "demo"
-    base = demo.MODEL if is_demo else make_checkpoints(options.cache)[0]
-    memory = MemoryConfig(gib=0.03125, host_gib=0.03125) if is_demo else MemoryConfig(gib=0.25, host_gib=0.125)
+    config, _ = shape_config(options, MemoryConfig(gib=0.25, host_gib=0.125))
     with tempfile.TemporaryDirectory(prefix="weft-grammar-") as folder:
-        for file in base.iterdir():
+        for file in Path(config.model.path).iterdir():
             (Path(folder) / file.name).symlink_to(file)
-        if not is_demo:
+        if options.shape == "qwen":
             (Path(folder) / "tokenizer.json").unlink()
             _byte_level_tokenizer().save(str(Path(folder) / "tokenizer.json"))
-        model = ModelConfig(
-            path=folder, device="cpu", dtype="float32" if is_demo else "bfloat16", threads=options.threads
-        )
-        yield Config(model=model, memory=memory, scheduler=SchedulerConfig(max_running=options.requests))
+        yield replace(config, model=replace(config.model, path=folder))
 
 
 def _byte_level_tokenizer() -> Tokenizer:
@@ -122,21 +117,22 @@ def _byte_level_tokenizer() -> Tokenizer:
 def _steps(engine: OwnEngine, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Milliseconds of steps whose rows are all free, or all held to a list of objects that has no end."""
     endless = Grammar.of(f"start: {json_rule({'type': 'array', 'items': ORDER, 'minItems': 100_000})}")
-    step_s: dict[str, list[float]] = {"free": [], "held": []}
-    for round_ in range(options.rounds):
-        for phase in step_s if round_ % 2 == 0 else reversed(step_s):
-            most = engine.parts.ready.max_model_len - len(PROMPT)
-            requests = [f"{phase}-{round_}-{index}" for index in range(options.requests)]
-            for index, request_id in enumerate(requests):
-                params = SamplingParams(max_tokens=most, temperature=1.0, seed=index, ignore_eos=phase == "free")
-                grammar = endless if phase == "held" else None
-                engine.submit(_request(request_id, params, grammar))
-            engine.pump_until_running(options.requests)
-            for _ in range(SETTLE_STEPS):
-                engine.pump()
-            step_s[phase] += [engine.pump() for _ in range(options.steps)]
-            engine.abort(requests)
-    return {name: distribution(each, 1e3) for name, each in step_s.items()}
+    most = engine.parts.ready.max_model_len - len(PROMPT)
+
+    def run(phase: str, round_: int) -> list[float]:
+        requests = [f"{phase}-{round_}-{index}" for index in range(options.requests)]
+        for index, request_id in enumerate(requests):
+            params = SamplingParams(max_tokens=most, temperature=1.0, seed=index, ignore_eos=phase == "free")
+            engine.submit(_request(request_id, params, endless if phase == "held" else None))
+        engine.pump_until_running(options.requests)
+        for _ in range(SETTLE_STEPS):
+            engine.pump()
+        step_s = [engine.pump() for _ in range(options.steps)]
+        engine.abort(requests)
+        return step_s
+
+    turns = take_turns(("free", "held"), options.rounds, run, first=1)
+    return {name: distribution(list(itertools.chain(*each)), 1e3) for name, each in turns.items()}
 
 
 def _flood(engine: OwnEngine, options: argparse.Namespace) -> dict[str, Any]:
@@ -144,19 +140,19 @@ def _flood(engine: OwnEngine, options: argparse.Namespace) -> dict[str, Any]:
 
     The 99th percentile is also given as the median of those of the turns: a stall of the machine is in one of them.
     """
-    first_s: dict[str, list[list[float]]] = {"quiet": [], "flooded": []}
-    memory = []
+    memory_mib: dict[int, float] = {}
     schemas = map(_schema_number, itertools.count())
-    for round_ in range(2 * FLOOD_ROUNDS):
-        phase = ("quiet", "flooded", "flooded", "quiet")[round_ % 4]
-        asking = schemas if phase == "flooded" else None
-        first_s[phase].append(_flood_round(engine, f"{phase}-{round_}", asking, options))
-        if round_ + 1 in (FLOOD_ROUNDS, 2 * FLOOD_ROUNDS):
-            memory.append(_resident_mib())
-    found = {phase: distribution([*itertools.chain(*turns)], 1e3) for phase, turns in first_s.items()}
-    for phase, turns in first_s.items():
-        found[phase]["p99 of a turn"] = statistics.median(percentile(turn, 99) for turn in turns) * 1e3
-    return {**found, "memory_mib": memory}
+
+    def run(phase: str, round_: int) -> list[float]:
+        first_s = _flood_round(engine, f"{phase}-{round_}", schemas if phase == "flooded" else None, options)
+        memory_mib[round_] = _resident_mib()
+        return first_s
+
+    turns = take_turns(("quiet", "flooded"), FLOOD_ROUNDS, run, first=1)
+    found = {phase: distribution(list(itertools.chain(*each)), 1e3) for phase, each in turns.items()}
+    for phase, each in turns.items():
+        found[phase]["p99 of a turn"] = statistics.median(percentile(turn, 99) for turn in each) * 1e3
+    return {**found, "memory_mib": [memory_mib[FLOOD_ROUNDS // 2], memory_mib[FLOOD_ROUNDS]]}
 
 
 def _flood_round(
@@ -238,11 +234,9 @@ def _resident_mib() -> float:
 
 def add_options(add: AddOption) -> None:
     """Add its options."""
-    add("--shape", choices=("qwen", "demo"), default="qwen")
+    add_shape_options(add)
     add("--requests", type=int, default=32, help="rows of a step")
     add("--rounds", type=int, default=4, help="how often free and held steps take turns")
     add("--steps", type=int, default=60, help="timed steps of each phase in a round")
     add("--seconds", type=float, default=120.0, help="of each phase of the flood")
     add("--schemas-per-minute", type=float, default=1000.0, help="of the flood")
-    add("--threads", type=int, default=0, help="of the engine; 0 lets it choose")
-    add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import tempfile
@@ -9,10 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from weft import demo
 from weft.adapters.ref import AdapterRef
 from weft.benchmarks.engine.stored import greedy_request
-from weft.config import Config, RegistryConfig
+from weft.benchmarks.qwen_shape import make_checkpoints
+from weft.benchmarks.report import DEFAULT_CACHE, AddOption
+from weft.config import Config, Dtype, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from weft.engine.build import EngineParts, build_engine
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.errors import EngineError
@@ -107,3 +112,25 @@ def own_engine(
             yield OwnEngine(parts, loaded, config)
         finally:
             parts.core.close()
+
+
+def add_shape_options(add: AddOption) -> None:
+    """Add the options that `shape_config` reads, but for `--requests`."""
+    add("--shape", choices=("qwen", "demo"), default="qwen")
+    add("--threads", type=int, default=0, help="of the engine; 0 lets it choose")
+    add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
+
+
+def shape_config(options: argparse.Namespace, memory: MemoryConfig) -> tuple[Config, list[Path]]:
+    """Settings for steps of `--requests` with the model of `--shape`, and the folders of its adapters.
+
+    The 0.5B shape has these pages and computes in bfloat16; the shipped model has fewer, and computes in float32.
+    """
+    dtype: Dtype = "bfloat16"
+    if options.shape == "demo":
+        base, adapters, dtype = demo.MODEL, sorted(demo.ADAPTERS.iterdir()), "float32"
+        memory = MemoryConfig(gib=0.03125, host_gib=0.03125)
+    else:
+        base, adapters = make_checkpoints(options.cache)
+    model = ModelConfig(path=str(base), device="cpu", dtype=dtype, threads=options.threads)
+    return Config(model=model, memory=memory, scheduler=SchedulerConfig(max_running=options.requests)), adapters

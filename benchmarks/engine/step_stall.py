@@ -19,17 +19,14 @@ import argparse
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from weft import demo
 from weft.adapters.ref import AdapterRef
-from weft.benchmarks.engine.own_engine import OwnEngine, own_engine
+from weft.benchmarks.engine.own_engine import OwnEngine, add_shape_options, own_engine, shape_config
 from weft.benchmarks.engine.stored import store_adapters
 from weft.benchmarks.metrics import distribution
-from weft.benchmarks.qwen_shape import make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, AddOption
-from weft.config import Config, Dtype, MemoryConfig, ModelConfig, SchedulerConfig
+from weft.benchmarks.report import AddOption
+from weft.config import MemoryConfig
 
 PROMPT = list(range(10, 18))
 UNDER_WAY = 2
@@ -42,19 +39,13 @@ SETTLE_STEPS = 40
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run both phases in turns; the memory holds the steady batch and a few more adapters."""
-    is_demo = options.shape == "demo"
-    base, folders = (demo.MODEL, sorted(demo.ADAPTERS.iterdir())) if is_demo else make_checkpoints(options.cache)
-    memory = MemoryConfig(gib=0.03125, host_gib=0.03125) if is_demo else MemoryConfig(gib=1.0, host_gib=0.5)
-    dtype: Dtype = "float32" if is_demo else "bfloat16"
-    model = ModelConfig(path=str(base), device="cpu", dtype=dtype, threads=options.threads)
-    scheduler = SchedulerConfig(max_running=options.requests)
-    with own_engine(Config(model=model, memory=memory, scheduler=scheduler)) as engine:
+    config, folders = shape_config(options, MemoryConfig(gib=1.0, host_gib=0.5))
+    phase_steps = options.phase_steps or (200 if options.shape == "demo" else 60)
+    with own_engine(config) as engine:
         refs = store_adapters(engine.parts.ready, engine.blob_dir, folders, 2 * options.adapters)
         swaps = Swaps(engine, refs[options.adapters :])
         swaps.load_idle(options.requests)
-        step_s = time_steps(
-            options, engine, refs[: options.adapters], swaps, options.phase_steps or (200 if is_demo else 60)
-        )
+        step_s = time_steps(options, engine, refs[: options.adapters], swaps, phase_steps)
     return make_result(step_s, swaps.load_s)
 
 
@@ -145,10 +136,8 @@ def _milliseconds(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str,
 
 def add_options(add: AddOption) -> None:
     """Add its options."""
-    add("--shape", choices=("qwen", "demo"), default="qwen")
+    add_shape_options(add)
     add("--requests", type=int, default=16, help="size of the steady batch")
     add("--adapters", type=int, default=8, help="adapters of the steady batch")
     add("--rounds", type=int, default=4, help="how often the phases take turns")
     add("--phase-steps", type=int, default=None, help="timed steps of each phase in a round")
-    add("--threads", type=int, default=0, help="of the engine; 0 lets it choose")
-    add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")

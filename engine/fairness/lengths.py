@@ -30,11 +30,8 @@ class Lengths:
 
     def __init__(self) -> None:
         self._all = _Histogram()
-        self._histograms: dict[tuple[str | None, ...], _Histogram] = {}
-
-    def __len__(self) -> int:
-        """Histograms in memory."""
-        return len(self._histograms)
+        self.histograms: dict[tuple[str | None, ...], _Histogram] = {}
+        """By tenant, and by tenant and adapter; the one updated last is at the end."""
 
     def observe(self, tenant: str, adapter: str | None, tokens: int) -> None:
         """Take in the length of an answer that ended by itself or at its bound, never that of an aborted one.
@@ -46,15 +43,15 @@ class Lengths:
         """
         self._all.add(tokens)
         for key in ((tenant,), (tenant, adapter)):
-            histogram = self._histograms.pop(key, None) or _Histogram()
+            histogram = self.histograms.pop(key, None) or _Histogram()
             histogram.add(tokens)
-            self._histograms[key] = histogram
-        while len(self._histograms) > MAX_HISTOGRAMS:
-            del self._histograms[next(iter(self._histograms))]
+            self.histograms[key] = histogram
+        while len(self.histograms) > MAX_HISTOGRAMS:
+            del self.histograms[next(iter(self.histograms))]
 
     def p50(self, tenant: str, adapter: str | None, cap: int) -> int:
         """Median length in tokens, from 1 to `cap`; `UNSEEN_TOKENS` where nothing is known."""
-        candidates = (self._histograms.get((tenant, adapter)), self._histograms.get((tenant,)), self._all)
+        candidates = (self.histograms.get((tenant, adapter)), self.histograms.get((tenant,)), self._all)
         known = (one for one in candidates if one is not None and one.num_observations >= MIN_OBSERVATIONS)
         histogram = next(known, None)
         tokens = UNSEEN_TOKENS if histogram is None else histogram.median()

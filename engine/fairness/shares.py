@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TypeVar, cast
 
 from weft.engine.fairness.inner_order import SortKey
@@ -20,6 +20,8 @@ from weft.errors import EngineError
 MAX_IDLE_SHARES = 4096
 """If there are more idle shares than this, only those with a counter ahead of all active ones are remembered."""
 ShareT = TypeVar("ShareT", bound="Share")
+_sort_key = itemgetter(0)
+"""Of an entry of a queue."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -177,7 +179,8 @@ class Flow(Share):
     """How many of the queue this plan has looked at."""
     path: tuple[Flow, Share, Share] = field(init=False)
     """Itself, its tenant and its lane."""
-    _queue: list[tuple[SortKey, RequestState]] = field(default_factory=list)
+    queue: list[tuple[SortKey, RequestState]] = field(default_factory=list)
+    """Requests without a row, first to be served first."""
 
     def __post_init__(self) -> None:
         tenant = self.parent
@@ -185,40 +188,36 @@ class Flow(Share):
             raise ValueError("a flow belongs to a tenant, and a tenant to a lane")
         self.path = (self, tenant, tenant.parent)
 
-    def queued(self) -> list[RequestState]:
-        """Requests without a row, first to be served first."""
-        return [state for _, state in self._queue]
-
     def check(self) -> tuple[int, int, set[str]]:
         """See `Share.check`."""
-        queued = [state.request_id for _, state in self._queue]
+        queued = [state.request_id for _, state in self.queue]
         return self._check_counts(len(queued), len(self.in_step), {*queued, *self.in_step})
 
     def push(self, key: SortKey, state: RequestState) -> None:
         """Queue a request."""
-        index = bisect_left(self._queue, key, key=_sort_key)
-        self._queue.insert(index, (key, state))
+        index = bisect_left(self.queue, key, key=_sort_key)
+        self.queue.insert(index, (key, state))
         if index < self.cursor:
             self.cursor += 1  # it lost its row in this plan, and waits for the next
 
     def pop(self, state: RequestState) -> None:
         """Take a request out of the queue."""
-        index = bisect_left(self._queue, state.queue_key, key=_sort_key)
-        del self._queue[index]
+        index = bisect_left(self.queue, state.queue_key, key=_sort_key)
+        del self.queue[index]
         if index < self.cursor:
             self.cursor -= 1
 
     def look(self) -> RequestState | None:
         """The next request that this plan has not looked at."""
-        if self.cursor >= len(self._queue):
+        if self.cursor >= len(self.queue):
             return None
         self.cursor += 1
-        return self._queue[self.cursor - 1][1]
+        return self.queue[self.cursor - 1][1]
 
     def _make_entry(self, priority: int = 0) -> Entry:
         """With the priority of the next request: a tenant's own priorities go before the shares of its adapters."""
-        if self.cursor < len(self._queue):
-            priority = self._queue[self.cursor][1].priority
+        if self.cursor < len(self.queue):
+            priority = self.queue[self.cursor][1].priority
         return Share._make_entry(self, priority)
 
 
@@ -259,7 +258,3 @@ def charge_shares(units: Mapping[Share, float]) -> None:
         counter = share.counter = share.counter + amount / share.weight
         if share.parent is not None and counter > share.parent._ceiling:
             share.parent._ceiling = counter
-
-
-def _sort_key(entry: tuple[SortKey, RequestState]) -> SortKey:
-    return entry[0]

@@ -8,7 +8,7 @@ from Sheng et al., "Fairness in Serving Large Language Models" (arXiv:2401.00588
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -77,7 +77,8 @@ class TenantService:
         self.prices = prices
         self.lengths = lengths
         self._clock = clock
-        self._tenants: dict[str, _Tenant] = {}
+        self.tenants: dict[str, _Tenant] = {}
+        """Those with requests, and the last ones without."""
         self._ends_s: deque[float] = deque(maxlen=NUM_KEPT_ENDS)
         self._rate, self._full_rate = Rate(), Rate()
         self._told_s = 0.0
@@ -85,30 +86,28 @@ class TenantService:
 
     def arrive(self, state: RequestState) -> None:
         """A request comes to the engine."""
-        tenant = self._tenants.get(state.tenant)
+        tenant = self.tenants.get(state.tenant)
         if tenant is None:
-            tenant = self._tenants[state.tenant] = _Tenant()
-            if len(self._tenants) > MAX_KNOWN_TENANTS:
-                self._tenants = {
-                    key: kept for key, kept in self._tenants.items() if kept.num_requests or kept is tenant
-                }
+            tenant = self.tenants[state.tenant] = _Tenant()
+            if len(self.tenants) > MAX_KNOWN_TENANTS:
+                self.tenants = {key: kept for key, kept in self.tenants.items() if kept.num_requests or kept is tenant}
         tenant.weight = state.request.flow.weight
         tenant.num_requests += 1
 
     def note_end(self, state: RequestState) -> None:
         """A request has left the engine."""
-        self._tenants[state.tenant].num_requests -= 1
+        self.tenants[state.tenant].num_requests -= 1
         if not state.is_beam_fork:
             self._ends_s.append(self._clock())
 
     def wait(self, state: RequestState) -> None:
         """A request begins to wait: its predicted work is in the queue."""
         state.queued_units = self.units_left(state)
-        self._tenants[state.tenant].queued += state.queued_units
+        self.tenants[state.tenant].queued += state.queued_units
 
     def stop_waiting(self, state: RequestState) -> None:
         """It no longer waits."""
-        self._tenants[state.tenant].queued -= state.queued_units
+        self.tenants[state.tenant].queued -= state.queued_units
 
     def units_left(self, state: RequestState) -> float:
         """Predicted price of what is still to be computed for a request."""
@@ -149,7 +148,7 @@ class TenantService:
                 units += self._load_price(state)
             if state.rank:
                 units += prices.rank * state.rank / num_users[state.digest]
-            tenant = self._tenants[state.tenant]
+            tenant = self.tenants[state.tenant]
             tenant.tokens += num_tokens
             tenant.service += units
             charges.append((state, units))
@@ -158,7 +157,7 @@ class TenantService:
     def charge_load(self, state: RequestState) -> list[tuple[RequestState, float]]:
         """The price of the load that a request caused which leaves before it ran."""
         units = self._load_price(state)
-        self._tenants[state.tenant].service += units
+        self.tenants[state.tenant].service += units
         return [(state, units)]
 
     def _load_price(self, state: RequestState) -> float:
@@ -178,45 +177,36 @@ class TenantService:
         full = self._full_rate.per_s
         return max(full, self._rate.per_s) if full else 0.0
 
-    def service(self, tenant: str) -> float:
-        """Units computed for a tenant since start."""
-        known = self._tenants.get(tenant)
-        return known.service if known is not None else 0.0
-
     def tokens(self, limit: int) -> dict[str, int]:
         """Tokens computed since start, of the `limit` busiest tenants, those computed again included."""
-        busiest = sorted(self._tenants.items(), key=lambda item: -item[1].tokens)[:limit]
+        busiest = sorted(self.tenants.items(), key=lambda item: -item[1].tokens)[:limit]
         return {name: tenant.tokens for name, tenant in busiest if tenant.tokens}
 
     def loads(
         self, running: Iterable[RequestState], waiting: Mapping[str, int], reasons: Mapping[str, dict[str, int]]
     ) -> dict[str, TenantLoad]:
         """What each tenant with requests has here, and its rate since the last call."""
-        counts: dict[str, list[float]] = {}
+        by_tenant: defaultdict[str, list[RequestState]] = defaultdict(list)
         for state in running:
-            count = counts.setdefault(state.tenant, [0, 0, 0.0])
-            count[0] += 1
-            count[1] += not state.has_row
-            count[2] += self.units_left(state)
+            by_tenant[state.tenant].append(state)
         seconds = min(self._clock() - self._told_s, MAX_RATE_SPAN_S)
         kept = 0.5 ** (seconds / RATE_HALF_LIFE_S)
         self._told_s = self._clock()
         found = {}
-        for name, tenant in self._tenants.items():
+        for name, tenant in self.tenants.items():
             if tenant.told_service is not None:
                 tenant.rate.note_decayed(tenant.service - tenant.told_service, seconds, kept)
             tenant.told_service = tenant.service
             if tenant.num_requests:
-                num_running, num_paused, units = counts.get(name, (0, 0, 0.0))
-                queued = max(tenant.queued, 0.0)
+                states, queued = by_tenant[name], max(tenant.queued, 0.0)
                 found[name] = TenantLoad(
                     weight=tenant.weight,
-                    running=int(num_running),
-                    paused=int(num_paused),
+                    running=len(states),
+                    paused=sum(not state.has_row for state in states),
                     waiting=waiting.get(name, 0),
                     reasons=reasons.get(name, {}),
                     queued=queued,
-                    backlog=queued + units,
+                    backlog=queued + sum(map(self.units_left, states)),
                     rate=tenant.rate.per_s,
                     service=tenant.service,
                 )

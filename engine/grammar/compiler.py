@@ -11,10 +11,9 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from weft.adapters.residency.load_threads import TaskExecutor
 from weft.engine.grammar.matcher import BYTES_PER_TOKEN, Matcher
 from weft.engine.request import INTERNAL, GenerationRequest, RequestError, request_error
 from weft.errors import WeftError
@@ -30,16 +29,6 @@ BYTES_PER_SECOND = 200_000_000
 """Memory that is filled in a second of compiling, at most."""
 _Key = tuple[str, str]
 """Tenant and digest."""
-
-
-class Executor(Protocol):
-    """Runs work some time, one piece after another."""
-
-    def submit(self, fn: Callable[[], None], /) -> Future[None]:
-        """Run `fn` now or later."""
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more work."""
 
 
 @dataclass(eq=False)
@@ -64,7 +53,7 @@ class Grammars:
     """
 
     def __init__(
-        self, compiled: Callable[[str], Matcher], executor: Executor, notify: Callable[[], None] | None = None
+        self, compiled: Callable[[str], Matcher], executor: TaskExecutor, notify: Callable[[], None] | None = None
     ) -> None:
         self._compile = compiled
         self._executor = executor
@@ -74,23 +63,18 @@ class Grammars:
         """By tenant, the next to be served first."""
         self._jobs: dict[_Key, _Job] = {}
         self._done: deque[_Job] = deque()
-        self._kept: OrderedDict[_Key, tuple[Matcher, int]] = OrderedDict()
-        """With the bytes that each takes at most; the one used last is at the end."""
-
-    @property
-    def num_kept(self) -> int:
-        """Grammars that are there without compiling."""
-        return len(self._kept)
+        self.kept: OrderedDict[_Key, tuple[Matcher, int]] = OrderedDict()
+        """Compiled grammars, with the bytes that each takes at most; the one used last is at the end."""
 
     def ask(self, request: GenerationRequest) -> Matcher | RequestError | None:
         """A request's matcher, after what it generated already; None if it is to be compiled, see `take_done`."""
         if request.grammar is None:
             raise ValueError("the request has no grammar")
         key = (request.flow.tenant, request.grammar.digest)
-        if (kept := self._kept.get(key)) is not None and kept[0].is_worn:
-            del self._kept[key]
+        if (kept := self.kept.get(key)) is not None and kept[0].is_worn:
+            del self.kept[key]
         elif kept is not None:
-            self._kept.move_to_end(key)
+            self.kept.move_to_end(key)
             self._hold_bounds()
             return _started(kept[0], request)
         if (job := self._jobs.get(key)) is not None:
@@ -120,7 +104,7 @@ class Grammars:
             if result is None:
                 continue
             if isinstance(result, Matcher):
-                self._kept[job.key] = (result, job.cost)
+                self.kept[job.key] = (result, job.cost)
                 self._hold_bounds()
             for request_id, request in job.requests.items():
                 yield request_id, _started(result, request) if isinstance(result, Matcher) else result
@@ -138,12 +122,12 @@ class Grammars:
 
     def _hold_bounds(self) -> None:
         held: dict[str, int] = {}
-        for (tenant, _), (matcher, cost) in self._kept.items():
+        for (tenant, _), (matcher, cost) in self.kept.items():
             held[tenant] = held.get(tenant, 0) + cost + matcher.wear.num_tokens * BYTES_PER_TOKEN
-        while len(self._kept) > MAX_KEPT or sum(held.values()) > MAX_KEPT_BYTES:
+        while len(self.kept) > MAX_KEPT or sum(held.values()) > MAX_KEPT_BYTES:
             largest = max(held, key=held.__getitem__)
-            key = next(key for key in self._kept if key[0] == largest)
-            matcher, cost = self._kept.pop(key)
+            key = next(key for key in self.kept if key[0] == largest)
+            matcher, cost = self.kept.pop(key)
             held[largest] -= cost + matcher.wear.num_tokens * BYTES_PER_TOKEN
 
     def _run_next(self) -> None:
@@ -158,29 +142,28 @@ class Grammars:
                 del self._queues[tenant]
         if job.requests:
             started_s = time.thread_time()
-            job.result = self._compiled(job.text)
+            job.result = _made("compiling a grammar", lambda: self._compile(job.text))
             job.cost = BASE_BYTES + int(BYTES_PER_SECOND * (time.thread_time() - started_s))
         self._done.append(job)
         if self._notify is not None:
             self._notify()
 
-    def _compiled(self, text: str) -> Matcher | RequestError:
-        try:
-            return self._compile(text)
-        except WeftError as error:
-            return request_error(error)
-        except BaseException:  # a panic of llguidance is no Exception, and must end no more than this request
-            logger.exception("compiling a grammar failed")
-            return INTERNAL
+
+def _made(what: str, make: Callable[[], Matcher]) -> Matcher | RequestError:
+    """A matcher, or why there is none; `what` names the work in the log."""
+    try:
+        return make()
+    except WeftError as error:
+        return request_error(error)
+    except BaseException:  # a panic of llguidance is no Exception, and must end no more than this request
+        logger.exception("%s failed", what)
+        return INTERNAL
 
 
 def _started(compiled: Matcher, request: GenerationRequest) -> Matcher | RequestError:
-    try:
-        matcher = compiled.copy(request.params.stop_token_ids)
-    except BaseException:  # as above
-        logger.exception("copying a matcher failed")
-        return INTERNAL
-    if not request.generated_token_ids or matcher.take(request.generated_token_ids):
+    matcher = _made("copying a matcher", lambda: compiled.copy(request.params.stop_token_ids))
+    generated = request.generated_token_ids
+    if isinstance(matcher, RequestError) or not generated or matcher.take(generated):
         return matcher
     message = "The tokens that were generated already are no beginning of a text of this grammar."
     return RequestError(code="grammar_mismatch", message=message)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
@@ -41,10 +40,6 @@ REQUESTS_A_ROUND = 8
 """Requests whose outputs are passed on in one round of the event loop."""
 
 
-def _write_to_stderr(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-
-
 class EngineClient:
     """Starts the engine process, restarts it when it dies, and carries requests to it and outputs back.
 
@@ -55,11 +50,7 @@ class EngineClient:
     """
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        announce: Callable[[str], None] = _write_to_stderr,
-        clock: Callable[[], float] = time.monotonic,
+        self, config: Config, *, announce: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._config = config
         self._announce = announce

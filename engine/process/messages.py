@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import msgspec
 
 from weft.adapters.blobs.memory import MemoryPlace
@@ -133,19 +130,8 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     load: EngineLoad
 
 
-ToEngine = (
-    Submit
-    | Abort
-    | DropAdapter
-    | PinAdapter
-    | TakeWeights
-    | DropWeights
-    | AskStatus
-    | Pause
-    | ResetPrefixCache
-    | Taken
-    | Close
-)
+AboutAdapter = DropAdapter | PinAdapter | TakeWeights | DropWeights
+ToEngine = Submit | Abort | AboutAdapter | AskStatus | Pause | ResetPrefixCache | Taken | Close
 FromEngine = Ready | StartFailed | Outputs | Status | Load
 
 _encoder = msgspec.msgpack.Encoder()
@@ -171,8 +157,8 @@ def encode(message: ToEngine | FromEngine) -> bytes:
 
 
 def encode_launch(launch: Launch) -> bytes:
-    """The launch line."""
-    return msgspec.json.encode(launch, enc_hook=_path_to_text) + b"\n"
+    """The launch line; paths are written as text."""
+    return msgspec.json.encode(launch, enc_hook=str) + b"\n"
 
 
 def decode_launch(line: bytes) -> Launch:
@@ -182,18 +168,4 @@ def decode_launch(line: bytes) -> Launch:
         msgspec.DecodeError: It is not one.
         ConfigError: A setting is out of range.
     """
-    return msgspec.json.decode(line, type=Launch, dec_hook=_text_to_path)
-
-
-def _path_to_text(value: object) -> str:
-    """Msgspec's hook for what it cannot encode; it takes NotImplementedError for what we do not know either."""
-    if isinstance(value, Path):
-        return str(value)
-    raise NotImplementedError(type(value))
-
-
-def _text_to_path(kind: type[Any], value: object) -> Path:
-    """The way back; msgspec turns NotImplementedError into its own error."""
-    if kind is Path and isinstance(value, str):
-        return Path(value)
-    raise NotImplementedError(kind)
+    return msgspec.json.decode(line, type=Launch, dec_hook=lambda kind, value: kind(value))

@@ -95,7 +95,8 @@ class EngineConnection:
         finally:
             receiving.cancel()
         if isinstance(first, messages.StartFailed):
-            raise _start_error(first)
+            kind = ConfigError if first.is_setting else EngineUnavailableError
+            raise kind(first.message, code=first.code, param=first.param)
         if not isinstance(first, messages.Ready):
             raise EngineUnavailableError(f"The engine's first word was {type(first).__name__}, not Ready.")
         return first
@@ -167,12 +168,6 @@ class EngineConnection:
         self._context.destroy(linger=0)
         self._end_input()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _start_error(failed: messages.StartFailed) -> ConfigError | EngineUnavailableError:
-    if failed.is_setting:
-        return ConfigError(failed.message, code=failed.code, param=failed.param)
-    return EngineUnavailableError(failed.message, code=failed.code, param=failed.param)
 
 
 class RestartPolicy:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -43,18 +44,14 @@ class Wakeup:
 
     def wake(self) -> None:
         """Make the descriptor readable. Any thread may call it."""
-        try:
+        with suppress(BlockingIOError):  # the pipe is full of wakeups already
             os.write(self._writer, b"\0")
-        except BlockingIOError:
-            return  # the pipe is full of wakeups already
 
     def clear(self) -> None:
         """Forget all wakeups so far."""
-        try:
+        with suppress(BlockingIOError):
             while os.read(self._reader, 4096):
                 pass
-        except BlockingIOError:
-            return
 
 
 logger = logging.getLogger("weft.engine")
@@ -73,33 +70,23 @@ EXIT_GRACE_S = 5.0
 """How long the end of standard input waits for a step or a model load before the process ends hard."""
 
 
+@dataclass(eq=False)
 class EngineLoop:
-    """Reads messages, pumps the core, sends outputs: a message per step, at most `MAX_STEPS_AHEAD` before the client.
+    """Reads messages, pumps the core, sends outputs: a message a step, at most `MAX_STEPS_AHEAD` before the client."""
 
-    Args:
-        core: The engine.
-        memory: Takes weights that are in no store.
-        socket: Connected to the client.
-        wakeup: Woken when a load is done or the parent is gone.
-        parent_gone: Set when the parent is gone.
-    """
+    core: EngineCore
+    memory: MemoryBlobs
+    """Takes weights that are in no store."""
+    socket: zmq.Socket[bytes]
+    """Connected to the client."""
+    wakeup: Wakeup
+    """Woken when a load is done or the parent is gone."""
+    parent_gone: threading.Event
 
-    def __init__(
-        self,
-        core: EngineCore,
-        memory: MemoryBlobs,
-        socket: zmq.Socket[bytes],
-        wakeup: Wakeup,
-        parent_gone: threading.Event,
-    ) -> None:
-        self._core = core
-        self._memory = memory
-        self._socket = socket
-        self._wakeup = wakeup
-        self._parent_gone = parent_gone
+    def __post_init__(self) -> None:
         self._poller = zmq.Poller()
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(wakeup.fileno(), zmq.POLLIN)
+        self._poller.register(self.socket, zmq.POLLIN)
+        self._poller.register(self.wakeup.fileno(), zmq.POLLIN)
         self._is_open = True
         self._next_load_s = 0.0
         self._is_idle_told = True
@@ -111,18 +98,18 @@ class EngineLoop:
         timeout_ms = 0
         while True:
             self._poller.poll(timeout_ms)
-            self._wakeup.clear()
+            self.wakeup.clear()
             refusals = self._read()
-            if not self._is_open or self._parent_gone.is_set():
+            if not self._is_open or self.parent_gone.is_set():
                 return
-            steps_before = self._core.num_steps
-            outputs = refusals if self._is_too_far_ahead() else refusals + self._core.pump()
+            steps_before = self.core.num_steps
+            outputs = refusals if self._is_too_far_ahead() else refusals + self.core.pump()
             if outputs:
                 self._send(messages.Outputs(outputs=outputs))
                 self._num_ahead += 1
             self._tell_load()
-            timeout_ms = BLOCKED_POLL_MS if self._core.has_work() else IDLE_POLL_MS
-            if self._core.num_steps > steps_before and not self._is_too_far_ahead():
+            timeout_ms = BLOCKED_POLL_MS if self.core.has_work() else IDLE_POLL_MS
+            if self.core.num_steps > steps_before and not self._is_too_far_ahead():
                 timeout_ms = 0
 
     def _is_too_far_ahead(self) -> bool:
@@ -130,9 +117,9 @@ class EngineLoop:
 
     def _tell_load(self) -> None:
         """Send the load every `LOAD_PERIOD_S` while there is work, and once when there is none any more."""
-        has_work, now_s = self._core.has_work(), time.monotonic()
+        has_work, now_s = self.core.has_work(), time.monotonic()
         if (now_s >= self._next_load_s) if has_work else not self._is_idle_told:
-            self._send(messages.Load(self._core.load()))
+            self._send(messages.Load(self.core.load()))
             self._next_load_s = now_s + LOAD_PERIOD_S
         self._is_idle_told = not has_work
 
@@ -141,7 +128,7 @@ class EngineLoop:
         refusals: list[RequestOutput] = []
         while self._is_open:
             try:
-                message = messages.decode_to_engine(self._socket.recv(zmq.NOBLOCK))
+                message = messages.decode_to_engine(self.socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 break
             except (msgspec.DecodeError, WeftError):
@@ -157,13 +144,13 @@ class EngineLoop:
             case messages.Submit(request=request):
                 return self._submit(request)
             case messages.Abort(request_id=request_id):
-                self._core.abort(request_id)
+                self.core.abort(request_id)
             case messages.AskStatus(query_id=query_id, is_detailed=is_detailed):
-                self._send(messages.Status(query_id=query_id, status=self._core.status(is_detailed=is_detailed)))
+                self._send(messages.Status(query_id=query_id, status=self.core.status(is_detailed=is_detailed)))
             case messages.Pause(mode=mode, is_ending=is_ending):
-                self._core.pause(mode, is_ending=is_ending)
+                self.core.pause(mode, is_ending=is_ending)
             case messages.ResetPrefixCache():
-                self._core.reset_prefix_cache()
+                self.core.reset_prefix_cache()
             case messages.Taken(count=count):
                 self._num_ahead -= count
             case messages.Close():
@@ -172,36 +159,34 @@ class EngineLoop:
                 self._act_on_adapter(message)
         return None
 
-    def _act_on_adapter(
-        self, message: messages.DropAdapter | messages.PinAdapter | messages.TakeWeights | messages.DropWeights
-    ) -> None:
+    def _act_on_adapter(self, message: messages.AboutAdapter) -> None:
         match message:
             case messages.DropAdapter(digest=digest):
-                self._core.drop_adapter(digest)
+                self.core.drop_adapter(digest)
             case messages.PinAdapter(ref=ref, is_pinned=is_pinned):
-                self._core.pin_adapter(ref, is_pinned)
+                self.core.pin_adapter(ref, is_pinned)
             case messages.TakeWeights(ref=ref, place=place):
                 self._take_weights(ref, place)
             case messages.DropWeights(weights_sha256=weights_sha256):
-                self._memory.delete(weights_sha256)
+                self.memory.delete(weights_sha256)
 
     def _submit(self, request: GenerationRequest) -> RequestOutput | None:
         try:
-            self._core.submit(request)
+            self.core.submit(request)
         except WeftError as error:
             return RequestOutput(request_id=request.request_id, finish_reason="error", error=request_error(error))
         return None
 
     def _take_weights(self, ref: AdapterRef, place: MemoryPlace) -> None:
         try:
-            self._memory.adopt(ref.weights_sha256, place)
+            self.memory.adopt(ref.weights_sha256, place)
         except OSError:  # the version was withdrawn meanwhile
             logger.warning("the weights %s are gone", ref.weights_sha256)
             return
-        self._core.warm_adapter(ref)
+        self.core.warm_adapter(ref)
 
     def _send(self, message: messages.FromEngine) -> None:
-        self._socket.send(messages.encode(message), zmq.NOBLOCK)
+        self.socket.send(messages.encode(message), zmq.NOBLOCK)
 
 
 def main() -> int:

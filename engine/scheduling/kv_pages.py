@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Literal
 
 from weft.engine.model.rope_spec import RopeSpec
@@ -72,44 +72,30 @@ class PrefixHit:
     """The request that has the blocks after the cached ones; their pages are copied."""
 
 
+@dataclass(eq=False)
 class KvPages:
-    """Pages by request.
+    """Pages by request."""
 
-    Args:
-        geometry: Sizes of the pages.
-        pool: Where they come from.
-        evictor: Makes room in it.
-        prefixes: Where full blocks are shared.
-        swap: Host memory of preempted requests.
-        costs: Decide between swapping and computing again.
-        prefix_seed: What a request's blocks depend on besides its tokens, and who may share them.
-        is_sharing: False publishes nothing and finds nothing.
-    """
-
-    def __init__(  # noqa: PLR0913 - it joins all that KV pages come from
-        self,
-        geometry: PageGeometry,
-        pool: PagePool,
-        evictor: Evictor,
-        *,
-        prefixes: PrefixCache,
-        swap: SwapSpace,
-        costs: PageCosts,
-        prefix_seed: PrefixSeed,
-        is_sharing: bool = True,
-    ) -> None:
-        self.geometry = geometry
-        self.pool = pool
-        self.evictor = evictor
-        self.prefixes = prefixes
-        self.swap = swap
-        self.costs = costs
-        self._prefix_seed = prefix_seed
-        self._is_sharing = is_sharing
-        self._leaving_host: list[tuple[int, list[int]]] = []
-        """(step, host pages): free when that step is complete."""
-        self._num_named = 0
-        """Tokens named in this plan."""
+    geometry: PageGeometry
+    pool: PagePool
+    """Where the pages come from."""
+    evictor: Evictor
+    """Makes room in the pool."""
+    _: KW_ONLY
+    prefixes: PrefixCache
+    """Where full blocks are shared."""
+    swap: SwapSpace
+    """Host memory of preempted requests."""
+    costs: PageCosts
+    """Decide between swapping and computing again."""
+    prefix_seed: PrefixSeed
+    """What a request's blocks depend on besides its tokens, and who may share them."""
+    is_sharing: bool = True
+    """False publishes nothing and finds nothing."""
+    _leaving_host: list[tuple[int, list[int]]] = field(default_factory=list, init=False)
+    """(step, host pages): free when that step is complete."""
+    _num_named: int = field(default=0, init=False)
+    """Tokens named in this plan."""
 
     def begin_plan(self) -> None:
         """Note that a plan is begun."""
@@ -129,7 +115,7 @@ class KvPages:
             NeverFitsError: With the numbers.
         """
         width, num_tokens = (1 if request.beam is None else request.beam.width), kv_tokens(request)
-        num_shared = (len(request.prompt_token_ids) - 1) // self.geometry.page_tokens if self._is_sharing else 0
+        num_shared = (len(request.prompt_token_ids) - 1) // self.geometry.page_tokens if self.is_sharing else 0
         num_blocks = num_shared + width * (self.geometry.blocks(num_tokens) - num_shared)
         num_pages = num_blocks * self.geometry.num_groups
         if num_pages + (adapter_pages or 0) <= self.pool.capacity:
@@ -164,12 +150,12 @@ class KvPages:
     def may_fork(self, leader: RequestState, state: RequestState) -> bool:
         """Whether a request that just arrived may wait for the prompt of `leader` to be computed, and share it."""
         return (
-            self._is_sharing
+            self.is_sharing
             and leader.request.flow.lane == state.request.flow.lane
             and not state.output_token_ids
             and not state.keeps_prompt_logprobs
             and leader.request.prompt_token_ids == state.request.prompt_token_ids
-            and self._prefix_seed(leader.request) == self._prefix_seed(state.request)
+            and self.prefix_seed(leader.request) == self.prefix_seed(state.request)
         )
 
     def prefix_hit(self, state: RequestState) -> PrefixHit:
@@ -235,14 +221,14 @@ class KvPages:
 
     def note_lookup(self, num_queried: int, num_found: int) -> None:
         """Count the prompt tokens of a request that starts for the first time."""
-        if self._is_sharing:
+        if self.is_sharing:
             self.prefixes.note_lookup(num_queried, num_found)
 
     def publish(self, state: RequestState) -> None:
         """Offer a running request's blocks that became full to others."""
         pages = state.pages
         num_full = state.num_computed // self.geometry.page_tokens
-        if not (self._is_sharing and pages.is_publishing):
+        if not (self.is_sharing and pages.is_publishing):
             return
         chain = self._chain(state, num_full)
         for index in range(len(pages.held), num_full):
@@ -327,7 +313,7 @@ class KvPages:
         """Cached blocks that a waiting request begins with, but never all of its tokens: the last is to be computed."""
         pages = state.pages
         max_blocks = (state.num_tokens - 1) // self.geometry.page_tokens
-        if not self._is_sharing or state.keeps_prompt_logprobs or not max_blocks:
+        if not self.is_sharing or state.keeps_prompt_logprobs or not max_blocks:
             return []
         self._num_named += self._num_unnamed(state)
         pages.found = self.prefixes.find(self._chain(state, max_blocks), max_blocks, pages.found)
@@ -335,7 +321,7 @@ class KvPages:
 
     def _num_unnamed(self, state: RequestState) -> int:
         """Tokens of a waiting request that a lookup has to name."""
-        if not self._is_sharing or state.keeps_prompt_logprobs:
+        if not self.is_sharing or state.keeps_prompt_logprobs:
             return 0
         page_tokens, chain = self.geometry.page_tokens, state.pages.chain
         return (state.num_tokens - 1) // page_tokens * page_tokens - (chain.num_tokens if chain is not None else 0)
@@ -344,7 +330,7 @@ class KvPages:
         """Names of a request's first `num_blocks` blocks, at least."""
         pages, page_tokens = state.pages, self.geometry.page_tokens
         if pages.chain is None:
-            pages.chain = TokenChain(self._prefix_seed(state.request), page_tokens)
+            pages.chain = TokenChain(self.prefix_seed(state.request), page_tokens)
         if num_blocks > len(pages.chain.blocks):
             pages.chain.extend(state.tokens(pages.chain.num_tokens, num_blocks * page_tokens))
         return pages.chain

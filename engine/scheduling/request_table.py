@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterator, KeysView, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 
 from weft.adapters.residency.residency import Residency
@@ -80,11 +80,6 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
 
-    @property
-    def request_ids(self) -> KeysView[str]:
-        """Ids of the requests that wait."""
-        return self._states.keys()
-
     def add(self, state: RequestState) -> None:
         """Let a request wait."""
         self._states[state.request_id] = state
@@ -144,11 +139,6 @@ class WaitingQueue:
             state.caused_load, heir.caused_load = False, True
         return heir is not None
 
-    def keep_holds(self, looked_at: Collection[str]) -> None:
-        """Drop the holds of all other requests; their adapters can then be evicted."""
-        for state in [state for state in self._all_holders() if state.request_id not in looked_at]:
-            self._unhold(state)
-
     def yield_hold(self) -> bool:
         """Drop the newest hold on an adapter with pages, for a running request that lacks some; False without one."""
         with_pages = [state for state in self._all_holders() if self._residency.state(state.digest or "") == "device"]
@@ -156,9 +146,9 @@ class WaitingQueue:
             self._unhold(max(with_pages, key=lambda state: state.age_key))
         return bool(with_pages)
 
-    def drop_holds(self, keep: str | None) -> None:
-        """Drop all holds but those on one adapter."""
-        for state in [state for state in self._all_holders() if state.digest != keep]:
+    def drop_holds(self, is_kept: Callable[[RequestState], bool]) -> None:
+        """Drop the holds of all other requests; their adapters can then be evicted."""
+        for state in [state for state in self._all_holders() if not is_kept(state)]:
             self._unhold(state)
 
     def num_loading(self) -> int:
@@ -311,7 +301,7 @@ class RequestTable:
             PageAccountingError: Pages were lost or are held twice.
         """
         running = {state.request_id for state in self.running}
-        waiting = self.waiting.request_ids
+        waiting = {state.request_id for state in self.waiting}
         if running & waiting or running | waiting != self.requests.keys():
             raise EngineError("a request is not in exactly one of waiting and running")
         if self.order.check() != self.requests.keys() - self.parked.keys() or self.num_rows > self.max_rows:

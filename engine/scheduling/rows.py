@@ -6,6 +6,7 @@ Each plan looks at the first requests in the fair order. One that is blocked doe
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from weft.engine.request import FinishReason, RequestError, request_error
 from weft.engine.scheduling.kv_pages import PrefixHit
@@ -28,44 +29,36 @@ MAX_STALLS = 16
 """Empty plans in a row, while no copy or load runs, after which the first request in line is refused."""
 
 
+@dataclass(eq=False)
 class Rows:
-    """Fills the rows of each step.
+    """Fills the rows of each step."""
 
-    Args:
-        table: The requests.
-        preemption: Where pages and rows come from that others have.
-        clock: Monotonic seconds.
-        finish: Ends a request that can never be served.
-    """
+    table: RequestTable
+    preemption: Preemption
+    """Where pages and rows come from that others have."""
+    clock: Callable[[], float]
+    """Monotonic seconds."""
+    finish: Callable[[str, FinishReason, RequestError], None]
+    """Ends a request that can never be served."""
+    is_draining: bool = False
+    """Whether only requests that have started get rows."""
 
-    def __init__(
-        self,
-        table: RequestTable,
-        preemption: Preemption,
-        clock: Callable[[], float],
-        finish: Callable[[str, FinishReason, RequestError], None],
-    ) -> None:
-        self._table = table
-        self._order = table.order
-        self._waiting = table.waiting
-        self._kv = table.kv
-        self._residency = table.residency
-        self._preemption = preemption
-        self._clock = clock
-        self._finish = finish
+    def __post_init__(self) -> None:
+        self._order = self.table.order
+        self._waiting = self.table.waiting
+        self._kv = self.table.kv
+        self._residency = self.table.residency
         self._num_stalls = 0
-        self.is_draining = False
-        """Whether only requests that have started get rows."""
 
     def fill(self, draft: PlanBuilder) -> None:
         """Give rows to the first in the fair order, from what is free and from shares that are ahead."""
         is_whole_look = draft.plan.step % WHOLE_LOOK_STEPS == 0
-        has_room = self._table.has_free_row
+        has_room = self.table.has_free_row
         is_due = has_room or is_whole_look or self._waiting.has_changed or draft.plan.step % GLANCE_STEPS == 0
         if not self._order.num_queued or not (is_due or self._waiting.num_loading()):
             return
         self._waiting.has_changed = False
-        prefilling = self._table.prefilling
+        prefilling = self.table.prefilling
         draft.prefilling = [
             (self._order.turn(state), state.num_left, state.in_batch_lane) for state in prefilling if state.has_row
         ]
@@ -75,7 +68,7 @@ class Rows:
             self._try_row(state, draft)
         blocked: list[RequestState] = []
         num_bypassed = num_glanced = 0
-        num_looked = LOOK_AHEAD + self._table.max_rows - self._table.num_rows
+        num_looked = LOOK_AHEAD + self.table.max_rows - self.table.num_rows
         line = self._order.candidates(self._order.num_queued if self.is_draining else num_looked)
         for state in line:
             reason: WaitingReason | None = None
@@ -87,14 +80,14 @@ class Rows:
                     num_bypassed = len(blocked)
                 elif reason == "NO_PAGES" or (reason == "NO_ROOM" and not self._waits_for_read(state)):
                     blocked.append(state)
-            num_glanced += reason == "NEW" and not self._table.has_free_row
+            num_glanced += reason == "NEW" and not self.table.has_free_row
             if num_glanced >= GLANCE and not is_whole_look:
                 break
         line.close()
         for state in blocked[:num_bypassed]:
             self._waiting.bypass(state)
         if has_room or is_whole_look:
-            self._waiting.keep_holds(looked)
+            self._waiting.drop_holds(lambda state: state.request_id in looked)
             self._residency.expect([state.digest for state in looked.values() if state.digest and state.is_holding])
 
     def waits_for_leader(self, state: RequestState) -> bool:
@@ -103,7 +96,7 @@ class Rows:
         if leader is None:
             return False
         is_without_pages = leader.num_preemptions if state.beam is None else leader.status == "waiting"
-        if self._table.requests.get(leader.request_id) is not leader or is_without_pages or state.num_preemptions:
+        if self.table.requests.get(leader.request_id) is not leader or is_without_pages or state.num_preemptions:
             state.leader = None
             return False
         return leader.num_computed < state.num_shared
@@ -119,25 +112,25 @@ class Rows:
         # An adapter that is being read has no pages yet, so it is in nobody's way, however long it takes.
         if first is None or self._kv.pool.num_quarantined or self._residency.is_copying:
             return
-        waiting.drop_holds(keep=first.digest)
+        waiting.drop_holds(lambda state: state.digest == first.digest)
         if first.status == "waiting":
             waiting.bypass(first, MAX_BYPASSES)
-        in_the_way = [state for state in self._table.running if state.is_idle and not _are_beams(state, first)]
+        in_the_way = [state for state in self.table.running if state.is_idle and not _are_beams(state, first)]
         if in_the_way:
-            self._preemption.preempt(max(in_the_way, key=self._order.place), draft)
+            self.preemption.preempt(max(in_the_way, key=self._order.place), draft)
             return
         self._num_stalls += 1
         if self._num_stalls > MAX_STALLS:
             self._num_stalls = 0
             error = CapacityError("Pinned adapters leave too little room for this request. Try again, or unpin some.")
-            self._finish(first.request_id, "error", request_error(error))
+            self.finish(first.request_id, "error", request_error(error))
 
     def _may_run(self, state: RequestState) -> bool:
         return state.has_started or not self.is_draining
 
     def _first_in_line(self) -> RequestState | None:
         """The most entitled that runs and is not idle, or else of those that idle ones wait for, or of all."""
-        table = self._table
+        table = self.table
         running = [state for state in table.running if not state.is_idle]
         awaited = [state for state in table.waiting if any(_are_beams(state, idle) for idle in table.running)]
         begun = running or [state for state in awaited if not state.is_idle]
@@ -154,8 +147,8 @@ class Rows:
         is_waiting = state.status == "waiting"
         reason = self._why_not(state, draft) if is_waiting else "FORK" if state.is_idle else None
         if reason is None:
-            row = None if self._table.has_free_row else self._order.row_for(state)
-            if row is None and not self._table.has_free_row:
+            row = None if self.table.has_free_row else self._order.row_for(state)
+            if row is None and not self.table.has_free_row:
                 reason = "NEW"
             elif is_waiting:
                 reason = self._start(state, row, draft)
@@ -163,7 +156,7 @@ class Rows:
                 self._take_row(row, draft)
                 self._order.start(state)
         elif reason == "NO_ROOM" and state.is_holding:
-            self._preemption.make_way_for_adapter(state, draft)
+            self.preemption.make_way_for_adapter(state, draft)
         if reason is not None and state.status == "waiting":
             state.waiting_reason = reason
             if reason in ("LOADING", "NO_ROOM"):
@@ -175,7 +168,7 @@ class Rows:
 
     def _take_row(self, row: RequestState | None, draft: PlanBuilder) -> None:
         if row is not None and row.has_row:  # else it was preempted for its pages
-            self._preemption.pause(row, draft)
+            self.preemption.pause(row, draft)
 
     def _why_not(self, state: RequestState, draft: PlanBuilder) -> WaitingReason | None:
         """What a waiting request lacks besides a row and pages for its tokens."""
@@ -190,11 +183,11 @@ class Rows:
             if adapter.digest == draft.leaving_adapter:
                 return "NO_ROOM"
             may_hold = state.is_holding or self._residency.state(adapter.digest) == "device"
-            if not may_hold and not self._preemption.has_room_for_adapter(state, draft):
+            if not may_hold and not self.preemption.has_room_for_adapter(state, draft):
                 return "NO_ROOM"
             self._waiting.hold(state)
             if self._residency.state(adapter.digest) != "device":
-                draft.needed += self._preemption.pages_to_start(state, draft)
+                draft.needed += self.preemption.pages_to_start(state, draft)
                 return self._residency.waiting_reason(adapter.digest)
         if self.waits_for_leader(state):
             return "FORK"
@@ -207,7 +200,7 @@ class Rows:
             try:
                 self._kv.check_fits(state.request, state.adapter_pages)
             except NeverFitsError as error:
-                self._finish(state.request_id, "error", request_error(error))
+                self.finish(state.request_id, "error", request_error(error))
                 return False
         return True
 
@@ -234,7 +227,7 @@ class Rows:
                 state.lease = None
             return "NO_PAGES"
         self._take_row(row, draft)
-        self._table.run(state)
+        self.table.run(state)
         if state.num_left > 1:
             draft.prefilling.append((turn, state.num_left, state.in_batch_lane))
         draft.started.add(state.request_id)
@@ -245,18 +238,18 @@ class Rows:
     def _find_pages(self, state: RequestState, hit: PrefixHit, num_tokens: int, draft: PlanBuilder) -> bool:
         """Give a waiting request its pages, from what is free or idle or from shares that are far ahead."""
         # The other beams of a search cannot grow before this one has started.
-        room = 0 if state.beam is not None and state.output_token_ids else self._preemption.room_to_grow()
+        room = 0 if state.beam is not None and state.output_token_ids else self.preemption.room_to_grow()
         if self._kv.start(state, hit, num_tokens, room, draft):
             return True
         num_pages = self._kv.num_lacking(hit, num_tokens) + room
-        if not self._preemption.make_way(state, num_pages, draft) or self.waits_for_leader(state):
+        if not self.preemption.make_way(state, num_pages, draft) or self.waits_for_leader(state):
             return False
         # What was swapped out is there only in the next step. What was found before may be gone.
         hit = self._kv.prefix_hit(state)
         return hit.num_tokens < num_tokens and self._kv.start(state, hit, num_tokens, room, draft)
 
     def _note_first_start(self, state: RequestState) -> None:
-        state.queue_s = self._clock() - state.arrived_s
+        state.queue_s = self.clock() - state.arrived_s
         state.num_cached = min(state.num_computed, state.num_prompt)
         if not state.keeps_prompt_logprobs:
             self._kv.note_lookup(state.num_prompt, state.num_cached)

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import TYPE_CHECKING
 
 from weft.adapters.residency.residency import Residency
@@ -55,52 +56,43 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class Scheduler:
-    """Requests from arrival to end. `plan` and `commit` alternate; everything else may come in between.
+    """Requests from arrival to end. `plan` and `commit` alternate; everything else may come in between."""
 
-    Args:
-        config: Limits of a step and of the queue.
-        kv: The pages of requests; their pool is shared with the residency.
-        residency: Where adapters are.
-        limits: What the model bounds.
-        prices: What the work of a step costs its tenant.
-        grammars: Matchers for requests that have a grammar; None refuses these.
-        clock: Monotonic seconds.
-        draw_seed: Seeds for requests that bring none.
-    """
+    config: SchedulerConfig
+    """Limits of a step and of the queue."""
+    kv: InitVar[KvPages]
+    """The pages of requests; their pool is shared with the residency."""
+    residency: Residency
+    """Where adapters are."""
+    limits: ModelLimits
+    """What the model bounds."""
+    _: KW_ONLY
+    prices: InitVar[Prices]
+    """What the work of a step costs its tenant."""
+    grammars: Grammars | None = None
+    """Matchers for requests that have a grammar; None refuses these."""
+    clock: Callable[[], float] = time.monotonic
+    """Monotonic seconds."""
+    draw_seed: Callable[[], int] = lambda: secrets.randbits(63)
+    """Seeds for requests that bring none."""
 
-    def __init__(  # noqa: PLR0913 - one more than usual, each of its own kind
-        self,
-        config: SchedulerConfig,
-        kv: KvPages,
-        residency: Residency,
-        limits: ModelLimits,
-        *,
-        prices: Prices | None = None,
-        grammars: Grammars | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
-    ) -> None:
-        self._config = config
-        self._residency = residency
-        self._limits = limits
-        self._grammars = grammars
-        self._clock = clock
-        self._draw_seed = draw_seed
-        prices = prices or Prices()
+    def __post_init__(self, kv: KvPages, prices: Prices) -> None:
+        config = self.config
         self.table = RequestTable(
             FairOrder(config.policy, inner_order(config.inner), QUANTUM_TOKENS * prices.output, config.max_running),
-            TenantService(prices, Lengths(), clock),
+            TenantService(prices, Lengths(), self.clock),
             kv,
-            residency,
+            self.residency,
             config.max_running,
         )
         """Where every request is."""
-        self._outcomes = Outcomes(self.table, limits)
+        self._outcomes = Outcomes(self.table, self.limits)
         self.take_outputs = self._outcomes.take
         """What happened to requests since the last call."""
         self._preemption = Preemption(self.table)
-        self._rows = Rows(self.table, self._preemption, clock, self.finish)
+        self._rows = Rows(self.table, self._preemption, self.clock, self.finish)
         self._chunks = Chunks(self.table, self._preemption, StepBudget(config, kv.costs.token_s))
         self._deadlines = Deadlines(self.table.requests)
         self.pause: PauseMode | None = None
@@ -115,7 +107,7 @@ class Scheduler:
     @property
     def num_held_up(self) -> int:
         """Requests that wait for nothing but the load of their adapter: a step has places for them."""
-        places = self._config.max_running - self.table.num_rows
+        places = self.config.max_running - self.table.num_rows
         return min(places, self.table.waiting.num_loading()) if places > 0 else 0
 
     def has_work(self) -> bool:
@@ -132,38 +124,38 @@ class Scheduler:
             NeverFitsError: Even the empty pool is too small, as far as is known.
         """
         # Requests that will get a free row wait for the next plan only.
-        num_free_rows = max(self._config.max_running - self.table.num_rows, 0)
-        if len(self.table.waiting) >= self._config.max_waiting + num_free_rows:
+        num_free_rows = max(self.config.max_running - self.table.num_rows, 0)
+        if len(self.table.waiting) >= self.config.max_waiting + num_free_rows:
             raise QueueFullError(
                 f"{len(self.table.waiting)} requests wait already. Try again later.",
                 retry_after_s=self.table.service.retry_after_s(len(self.table.waiting)),
             )
         if request.request_id in self.table.requests or request.request_id in self._outcomes.searches:
             raise InvalidRequestError("request_id must be unique, got one that is in use.", param="request_id")
-        check_limits(request, self._limits)
-        if request.grammar is not None and (self._grammars is None or request.beam is not None):
-            what = "this engine" if self._grammars is None else "beam search"
+        check_limits(request, self.limits)
+        if request.grammar is not None and (self.grammars is None or request.beam is not None):
+            what = "this engine" if self.grammars is None else "beam search"
             raise InvalidRequestError(f"A grammar cannot be used with {what}.", param="structured_outputs")
         adapter = request.adapter
-        adapter_pages = self._residency.pages_needed(adapter) if adapter else 0
+        adapter_pages = self.residency.pages_needed(adapter) if adapter else 0
         self.table.kv.check_fits(request, adapter_pages)
         search = None
         if request.beam is not None:
-            search = BeamSearch(request, request.beam, self._limits, self._config.max_running)
+            search = BeamSearch(request, request.beam, self.limits, self.config.max_running)
             request = search.begin()
         self._arrivals += 1
         geometry = self.table.kv.geometry
         state = RequestState(
             request=request,
             arrival_index=self._arrivals,
-            arrived_s=self._clock(),
-            seed=self._draw_seed() if request.params.seed is None else request.params.seed,
-            adapter_state=self._residency.state(adapter.digest) if adapter else "base",
+            arrived_s=self.clock(),
+            seed=self.draw_seed() if request.params.seed is None else request.params.seed,
+            adapter_state=self.residency.state(adapter.digest) if adapter else "base",
             geometry=geometry,
             pages=RequestPages(table=BlockTable(geometry)),
             adapter_pages=adapter_pages,
             output_token_ids=list(request.generated_token_ids),
-            priority=request.flow.priority if self._config.policy == "fair" else 0,
+            priority=request.flow.priority if self.config.policy == "fair" else 0,
         )
         self._predict(state)
         leader = self.table.requests.get(request.fork_of) if request.fork_of is not None else None
@@ -172,7 +164,7 @@ class Scheduler:
         if search is not None:
             search.start(state)
             self._outcomes.searches[state.request_id] = search
-        matcher = self._grammars.ask(request) if self._grammars is not None and request.grammar is not None else None
+        matcher = self.grammars.ask(request) if self.grammars is not None and request.grammar is not None else None
         self.table.enter(state, is_parked=request.grammar is not None and matcher is None)
         if matcher is not None:
             self._begin_matching(state, matcher)
@@ -182,13 +174,13 @@ class Scheduler:
     def finish(self, request_id: str, reason: FinishReason, error: RequestError | None = None) -> None:
         """End a request, whatever its state; see `Outcomes.finish`."""
         parked = self.table.parked.get(request_id)
-        if parked is not None and self._grammars is not None:
-            self._grammars.forget(parked.request)
+        if parked is not None and self.grammars is not None:
+            self.grammars.forget(parked.request)
         self._outcomes.finish(request_id, reason, error)
 
     def take_in_grammars(self) -> None:
         """Let requests go on whose grammars were compiled; those whose are none end."""
-        for request_id, matcher in self._grammars.take_done() if self._grammars is not None else ():
+        for request_id, matcher in self.grammars.take_done() if self.grammars is not None else ():
             state = self.table.parked.get(request_id)
             if state is not None:
                 self.table.unpark(state)
@@ -207,7 +199,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """What to compute next; None when nothing can be computed now."""
-        now_s = self._clock()
+        now_s = self.clock()
         self.table.kv.begin_plan()
         for state in self._deadlines.take_expired(now_s):
             self.finish(state.request_id, "error", EXPIRED)
@@ -222,7 +214,7 @@ class Scheduler:
         draft.budget = self._chunks.tokens_left() - num_forks
         self._rows.fill(draft)
         self._chunks.plan(draft)
-        self._residency.reserve_pages = self._preemption.room_to_grow() + draft.promised
+        self.residency.reserve_pages = self._preemption.room_to_grow() + draft.promised
         if plan.is_empty:
             self._rows.resolve_stall(draft)
         if plan.is_empty:
@@ -294,8 +286,8 @@ class Scheduler:
 
     def close(self) -> None:
         """End background work."""
-        if self._grammars is not None:
-            self._grammars.close()
+        if self.grammars is not None:
+            self.grammars.close()
 
     def load(self, boot_id: str, seq: int) -> EngineLoad:
         """What there is to do, by tenant; in time that grows with the requests that run, not with those that wait."""
@@ -303,7 +295,7 @@ class Scheduler:
             boot_id=boot_id,
             seq=seq,
             rate=self.table.service.full_rate,
-            rows=self._config.max_running,
+            rows=self.config.max_running,
             tenants=self.table.service.loads(self.table.running, self.table.waiting.by_tenant, {}),
             prices=self.table.service.prices,
         )

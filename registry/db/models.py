@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any, ClassVar
 
 import sqlalchemy as sa
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, MappedSQLExpression, column_property, mapped_column
 
 from weft.registry.db.clock import from_micros, to_micros
 
@@ -75,6 +75,12 @@ class TenantRow(Base):
     """Its part of the engine, beside those of the other tenants with requests."""
 
 
+def _tenant_name(tenant_id: Mapped[str]) -> MappedSQLExpression[str]:
+    """The name of the tenant with this id, read with each row. Give a new row the name when you make it."""
+    name = sa.select(TenantRow.name).where(TenantRow.id == tenant_id).correlate_except(TenantRow)
+    return column_property(name.scalar_subquery(), expire_on_flush=False)
+
+
 class KeyRow(Base):
     """A key; revoked ones stay as tombstones until their tenant goes."""
 
@@ -82,6 +88,7 @@ class KeyRow(Base):
 
     id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
     tenant_id: Mapped[str] = mapped_column(sa.ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
+    tenant: Mapped[str] = _tenant_name(tenant_id)
     name: Mapped[str | None] = mapped_column(sa.String(255))
     prefix: Mapped[str] = mapped_column(sa.String(32), unique=True)
     digest: Mapped[str] = mapped_column(sa.String(64))
@@ -120,6 +127,7 @@ class AdapterRow(Base):
 
     id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
     tenant_id: Mapped[str] = mapped_column(sa.ForeignKey("tenants.id", ondelete="CASCADE"))
+    tenant: Mapped[str] = _tenant_name(tenant_id)
     name: Mapped[str] = mapped_column(_ordered(63), index=True)
     description: Mapped[str | None] = mapped_column(sa.Text)
     pinned: Mapped[bool]
@@ -181,6 +189,7 @@ class GrantRow(Base):
     tenant_id: Mapped[str] = mapped_column(
         sa.ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True, index=True
     )
+    tenant: Mapped[str] = _tenant_name(tenant_id)
     version: Mapped[int] = mapped_column(sa.Integer, primary_key=True, autoincrement=False, server_default="0")
     """0 means every version."""
     created_at: Mapped[datetime]
@@ -193,6 +202,7 @@ class UploadRow(Base):
 
     id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
     tenant_id: Mapped[str] = mapped_column(sa.ForeignKey("tenants.id", ondelete="CASCADE"), index=True)
+    tenant: Mapped[str] = _tenant_name(tenant_id)
     key_id: Mapped[str] = mapped_column(sa.String(64))
     name: Mapped[str] = mapped_column(sa.String(63))
     description: Mapped[str | None] = mapped_column(sa.Text)

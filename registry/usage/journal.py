@@ -14,9 +14,10 @@ import os
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+import msgspec
 
 from weft.errors import CapacityError, ConfigError
 
@@ -27,16 +28,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _logger = logging.getLogger(__name__)
 
+PayloadT = TypeVar("PayloadT")
 ResultT = TypeVar("ResultT")
-
-
-@dataclass(frozen=True, slots=True)
-class JournalLines:
-    """The content of a file."""
-
-    payloads: list[bytes]
-    damaged: int
-    """Number of complete lines with a wrong checksum; an unfinished last line does not count."""
 
 
 def encode_line(payload: bytes) -> bytes:
@@ -50,19 +43,22 @@ def encode_line(payload: bytes) -> bytes:
     return b"%08x %d %b\n" % (zlib.crc32(payload), len(payload), payload)
 
 
-def read_lines(path: Path) -> JournalLines:
-    """Read a file. Leaves out damaged lines, and the half line that a crash may leave at the end."""
+def read_lines(path: Path, decode: Callable[[bytes], PayloadT]) -> tuple[list[PayloadT], int]:
+    """Read a file. Leaves out damaged lines, and the half line that a crash may leave at the end.
+
+    Returns:
+        The decoded payloads, and the number of damaged lines: complete ones with a wrong checksum, or with a payload
+        for which `decode` raises msgspec.DecodeError.
+    """
     *complete, _torn = path.read_bytes().split(b"\n")
-    payloads = [payload for line in complete if (payload := _decode_line(line)) is not None]
-    return JournalLines(payloads, len(complete) - len(payloads))
-
-
-def _decode_line(line: bytes) -> bytes | None:
-    checksum, _, rest = line.partition(b" ")
-    length, _, payload = rest.partition(b" ")
-    if checksum == b"%08x" % zlib.crc32(payload) and length == b"%d" % len(payload):
-        return payload
-    return None
+    decoded = []
+    for line in complete:
+        checksum, _, rest = line.partition(b" ")
+        length, _, payload = rest.partition(b" ")
+        if checksum == b"%08x" % zlib.crc32(payload) and length == b"%d" % len(payload):
+            with contextlib.suppress(msgspec.DecodeError):
+                decoded.append(decode(payload))
+    return decoded, len(complete) - len(decoded)
 
 
 class JournalFiles:

@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
@@ -50,6 +50,7 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(_Entry)
 
 
+@dataclass(eq=False)
 class UsageLedger:
     """Records usage durably, and answers queries.
 
@@ -60,20 +61,14 @@ class UsageLedger:
     Thread: the event loop that started it.
     """
 
-    def __init__(
-        self,
-        database: Database,
-        journal: Journal,
-        *,
-        clock: Clock = utc_now,
-        monotonic: Callable[[], float] = time.monotonic,
-        interval_s: float = INTERVAL_S,
-    ) -> None:
-        self._database = database
-        self._journal = journal
-        self._clock = clock
-        self._monotonic = monotonic
-        self._interval_s = interval_s
+    database: Database
+    journal: Journal
+    _: KW_ONLY
+    clock: Clock = utc_now
+    monotonic: Callable[[], float] = time.monotonic
+    interval_s: float = INTERVAL_S
+
+    def __post_init__(self) -> None:
         self._open_marks: dict[str, UsageEvent] = {}
         self._unwritten: set[str] = set()
         self._has_unmoved = asyncio.Event()
@@ -93,7 +88,7 @@ class UsageLedger:
         try:
             await self._replay()
         except BaseException:
-            await self._journal.close()
+            await self.journal.close()
             raise
         self._mover = asyncio.create_task(self._move_forever(), name="weft-usage-mover")
 
@@ -107,11 +102,11 @@ class UsageLedger:
         try:
             await self._flush_or_log()
         finally:
-            await self._journal.close()
+            await self.journal.close()
 
     def mint_id(self) -> str:
         """A new ledger id; ids sort by the time they were minted."""
-        return f"use_{to_micros(self._clock()):014x}{secrets.token_hex(8)}"
+        return f"use_{to_micros(self.clock()):014x}{secrets.token_hex(8)}"
 
     async def record(self, event: UsageEvent) -> None:
         """Record the end of a request. Its client may see the end only after this.
@@ -125,7 +120,7 @@ class UsageLedger:
         """
         event = usage.checked_event(event)
         if self._unsealed_since is None:
-            self._unsealed_since = self._monotonic()
+            self._unsealed_since = self.monotonic()
         self._has_unmoved.set()
         # The event is recorded even if the caller is cancelled while it waits.
         await asyncio.shield(self._append_final(event))
@@ -142,7 +137,7 @@ class UsageLedger:
         event = usage.checked_event(event)
         self._open_marks[event.id] = event
         with contextlib.suppress(CapacityError):
-            self._journal.append_soon(_encoder.encode(_Entry("mark", event)))
+            self.journal.append_soon(_encoder.encode(_Entry("mark", event)))
 
     async def flush(self) -> None:
         """Move everything acknowledged until now into the database.
@@ -161,8 +156,8 @@ class UsageLedger:
             self._has_unmoved.clear()
             try:
                 # One file at a time: after a long outage all files may not fit into memory.
-                for path in await self._journal.seal():
-                    entries, num_damaged = await asyncio.to_thread(_read_file, path)
+                for path in await self.journal.seal():
+                    entries, num_damaged = await asyncio.to_thread(read_lines, path, _decoder.decode)
                     await self._insert(entry.event for entry in entries if entry.kind == "final")
                     # On a full disk a file with marks stays; files without marks are removed and make room.
                     with contextlib.suppress(CapacityError):
@@ -180,7 +175,7 @@ class UsageLedger:
         Raises:
             InvalidRequestError: The query is wrong.
         """
-        async with self._database.read() as session:
+        async with self.database.read() as session:
             return await usage_query.query(session, query, prices)
 
     async def events(self, query: UsageQuery) -> Page[UsageEvent]:
@@ -189,7 +184,7 @@ class UsageLedger:
         Raises:
             InvalidRequestError: The query is wrong.
         """
-        async with self._database.read() as session:
+        async with self.database.read() as session:
             return await usage_query.list_events(session, query)
 
     async def latency(self, query: UsageQuery) -> LatencyReport:
@@ -198,12 +193,12 @@ class UsageLedger:
         Raises:
             InvalidRequestError: The query is wrong, or the answer would be too long.
         """
-        async with self._database.read() as session:
+        async with self.database.read() as session:
             return await latency.query(session, query)
 
     async def summary(self, adapter_ids: Iterable[str]) -> Mapping[str, AdapterUsage]:
         """All usage of these adapters by all tenants; ids without usage are absent."""
-        async with self._database.read() as session:
+        async with self.database.read() as session:
             return await usage.summary(session, adapter_ids)
 
     async def tokens(self, holder: Mapping[str, str], start: datetime, end: datetime, but: Collection[str] = ()) -> int:
@@ -219,7 +214,7 @@ class UsageLedger:
             CapacityError: Database or journal cannot answer now.
         """
         await self.flush()
-        async with self._database.read() as session:
+        async with self.database.read() as session:
             return await usage.count_tokens(session, holder, to_micros(start), to_micros(end), but)
 
     async def erase(self, key_ids: Collection[str]) -> int:
@@ -238,20 +233,20 @@ class UsageLedger:
         await self.flush()
         async with turn(self._moving):
             # The events of a file that stays are in the database, and would be inserted again after the delete.
-            if self._journal.closed:
+            if self.journal.closed:
                 message = "The usage journal cannot be emptied now; free some space."
                 raise CapacityError(message, code="storage.unavailable")
-            async with self._database.write() as session:
-                return await usage.erase_keys(session, key_ids, self._clock())
+            async with self.database.write() as session:
+                return await usage.erase_keys(session, key_ids, self.clock())
 
     def lag_s(self) -> float:
         """Age in seconds of the oldest event that is not in the database; 0 if there is none."""
         moments = [moment for moment in (self._sealed_since, self._unsealed_since) if moment is not None]
-        return max(self._monotonic() - min(moments), 0.0) if moments else 0.0
+        return max(self.monotonic() - min(moments), 0.0) if moments else 0.0
 
     async def _append_final(self, event: UsageEvent) -> None:
         try:
-            await self._journal.append(_encoder.encode(_Entry("final", event)))
+            await self.journal.append(_encoder.encode(_Entry("final", event)))
         except CapacityError:
             self._unwritten.add(event.id)
             raise
@@ -269,10 +264,10 @@ class UsageLedger:
     async def _replay(self) -> None:
         """Move what the last process left. A request with marks and no end was cut off when that process died."""
         marks: dict[str, UsageEvent] = {}
-        paths = self._journal.closed
+        damaged: dict[Path, int] = {}
         num_ends = 0
-        for path in paths:
-            entries, _ = await asyncio.to_thread(_read_file, path)
+        for path in self.journal.closed:
+            entries, damaged[path] = await asyncio.to_thread(read_lines, path, _decoder.decode)
             ends = [entry.event for entry in entries if entry.kind == "final"]
             await self._insert(ends)
             num_ends += len(ends)
@@ -283,10 +278,9 @@ class UsageLedger:
                 marks.pop(event.id, None)
         # A mark may come after its end in the journal. The end is in the database by now, and the first event counts.
         await self._insert(replace(mark, status=INTERRUPTED) for mark in marks.values())
-        for path in paths:
-            _, num_damaged = await asyncio.to_thread(_read_file, path)
+        for path, num_damaged in damaged.items():
             await self._discard(path, num_damaged)
-        if paths:
+        if damaged:
             _logger.info("usage journal: replayed %d ends and %d cut-off requests", num_ends, len(marks))
 
     async def _carry_marks(self, entries: Iterable[_Entry]) -> None:
@@ -294,27 +288,27 @@ class UsageLedger:
         marked = {entry.event.id for entry in entries if entry.kind == "mark"}
         marks = [_encoder.encode(_Entry("mark", self._open_marks[each])) for each in marked & self._open_marks.keys()]
         if marks:
-            await self._journal.append(*marks)
+            await self.journal.append(*marks)
 
     async def _insert(self, events: Iterable[UsageEvent]) -> None:
         rest = list(events)
         while rest:
             batch, rest = rest[:BATCH_EVENTS], rest[BATCH_EVENTS:]
-            async with self._database.write() as session:
+            async with self.database.write() as session:
                 await usage.insert_events(session, batch)
 
     async def _discard(self, path: Path, num_damaged: int) -> None:
         if num_damaged:
             _logger.error("usage journal: %d damaged lines in %s, kept as .damaged", num_damaged, path.name)
-        await self._journal.discard(path, is_damaged=num_damaged > 0)
+        await self.journal.discard(path, is_damaged=num_damaged > 0)
 
     async def _move_forever(self) -> None:
         while True:
             await self._has_unmoved.wait()
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(self.interval_s)
             if not await self._flush_or_log():
                 self._has_unmoved.set()
-                await asyncio.sleep(self._interval_s)
+                await asyncio.sleep(self.interval_s)
 
     async def _flush_or_log(self) -> bool:
         try:
@@ -323,16 +317,3 @@ class UsageLedger:
             _logger.warning("usage journal: cannot be moved now, %.0f s behind: %s", self.lag_s(), error)
             return False
         return True
-
-
-def _read_file(path: Path) -> tuple[list[_Entry], int]:
-    """The entries of a closed file, and how many of its lines are damaged."""
-    lines = read_lines(path)
-    entries = []
-    damaged = lines.damaged
-    for payload in lines.payloads:
-        try:
-            entries.append(_decoder.decode(payload))
-        except msgspec.DecodeError:
-            damaged += 1
-    return entries, damaged

@@ -45,6 +45,8 @@ _FIGURES = (*SUMS, *_COSTS)
 
 _events = UsageEventRow.__table__
 _rollups = UsageRollupRow.__table__
+_EVENT_SUMS = (sa.literal(1).label("requests"), *(_events.c[name] for name in SUMS[1:]))
+"""What one event adds to each of the sums."""
 _OPTIONAL = (
     *("tenant_id", "tenant", "key_id"),
     *("adapter_id", "adapter", "adapter_version", "adapter_digest", "adapter_state"),
@@ -111,17 +113,19 @@ def check_query(query: UsageQuery) -> None:
         raise InvalidRequestError("With top there are no further pages: leave out after.", param="after")
 
 
-def event_sums() -> list[sa.ColumnElement[int]]:
-    """What one event adds to each of the sums."""
-    return [sa.literal(1).label("requests"), *(_events.c[name] for name in SUMS[1:])]
-
-
 def matching(query: UsageQuery, facts: sa.Select[Any], table: sa.FromClause, start: int, end: int) -> sa.Select[Any]:
     """The rows of `facts`, a select of a usage table, that lie in the range (microseconds) and match the filters."""
     facts = facts.where(table.c.at >= start, table.c.at < end)
     if query.tenant_id is not None:
         facts = facts.where(table.c.tenant_id == query.tenant_id)
-    for column, wanted in _filters(query).items():
+    filters = {
+        "adapter": query.adapters,
+        "adapter_version": query.versions,
+        "key_id": query.key_ids,
+        "status": query.statuses,
+        "service_class": query.service_classes,
+    }
+    for column, wanted in filters.items():
         if wanted:
             is_wanted = table.c[column].in_(wanted)
             facts = facts.where(is_wanted | _asked_by_owner(query, table) if column == "adapter" else is_wanted)
@@ -145,16 +149,6 @@ def adapter_label(query: UsageQuery, facts: sa.FromClause) -> sa.ColumnElement[s
     return sa.case(
         (sa.or_(name == "", name.contains("/"), facts.c.tenant == ""), name), else_=facts.c.tenant + "/" + name
     )
-
-
-def _filters(query: UsageQuery) -> dict[str, tuple[Any, ...]]:
-    return {
-        "adapter": query.adapters,
-        "adapter_version": query.versions,
-        "key_id": query.key_ids,
-        "status": query.statuses,
-        "service_class": query.service_classes,
-    }
 
 
 def sum_of(column: sa.ColumnElement[int], name: str) -> sa.Label[int]:
@@ -185,13 +179,13 @@ def _facts(query: UsageQuery, buckets: Buckets, names: Iterable[str]) -> sa.Subq
     start, end = to_micros(query.start), to_micros(query.end)
     first_hour, last_hour = -(-start // HOUR_US) * HOUR_US, end // HOUR_US * HOUR_US
     if not buckets.have_whole_hours or first_hour >= last_hour:
-        return facts(_events, event_sums(), start, end).subquery()
+        return facts(_events, _EVENT_SUMS, start, end).subquery()
     hours = facts(_rollups, (_rollups.c[name] for name in SUMS), first_hour, last_hour)
-    edges = [facts(_events, event_sums(), start, first_hour), facts(_events, event_sums(), last_hour, end)]
+    edges = [facts(_events, _EVENT_SUMS, start, first_hour), facts(_events, _EVENT_SUMS, last_hour, end)]
     if buckets.cut_hours:
         hours = hours.where(sa.not_(buckets.is_cut(_rollups.c.at)))
         is_cut = buckets.is_cut(_events.c.at // HOUR_US * HOUR_US)
-        edges.append(facts(_events, event_sums(), first_hour, last_hour).where(is_cut))
+        edges.append(facts(_events, _EVENT_SUMS, first_hour, last_hour).where(is_cut))
     return sa.union_all(hours, *edges).subquery()
 
 
@@ -265,9 +259,8 @@ def _top_report(query: UsageQuery, top: int, buckets: Buckets, found: Sequence[s
 
 def _usage_row(query: UsageQuery, buckets: Buckets, row: sa.RowMapping, *, is_other: bool = False) -> UsageRow:
     start, end = buckets.span(row["bucket"]) if query.bucket else (query.start, query.end)
-    ids: dict[str, Any] = (
-        {} if is_other else {name: row[name] or None for name in (*group_columns(query), *_names(query))}
-    )
+    shown = () if is_other else (*group_columns(query), *_names(query))
+    ids: dict[str, Any] = {name: row[name] or None for name in shown}
     return UsageRow(
         start=start.astimezone(UTC),
         end=end.astimezone(UTC),

@@ -33,7 +33,7 @@ def tiny_base(num_layers: int = 2, hidden: int = 48, kv: int = 16, intermediate:
 
 def tensor_bytes(content: bytes, checkpoint: Checkpoint) -> io.BytesIO:
     """The content of a weights file from its first tensor on, as a packer reads it."""
-    return io.BytesIO(content[min(tensor.start for tensor in checkpoint.tensors) :])
+    return io.BytesIO(content[min(tensor.entry.start for tensor in checkpoint.tensors) :])
 
 
 def packed(

@@ -17,7 +17,7 @@ from weft.adapters.blobs.local import LocalBlobs
 from weft.adapters.lora.tables import AdapterTables
 from weft.adapters.ref import AdapterRef
 from weft.adapters.residency.images import HostImage, HostImages
-from weft.adapters.residency.load_threads import LoadExecutor
+from weft.adapters.residency.load_threads import LoadQueue, TaskExecutor
 from weft.adapters.residency.loader import AdapterLoader
 from weft.adapters.residency.residency import Residency
 from weft.memory.arena import Arena, PageCopier
@@ -130,7 +130,7 @@ class ResidencyParts:
         max_rank: int = 64,
         policy: Literal["gdsf", "lru"] = "lru",
         notify: Callable[[], None] | None = None,
-        executors: tuple[LoadExecutor, LoadExecutor] | None = None,
+        executors: tuple[TaskExecutor, TaskExecutor] | None = None,
     ) -> None:
         self.base = tiny_base()
         self.loras: dict[str, RandomLora] = {}
@@ -160,11 +160,10 @@ class ResidencyParts:
             self.tables,
             self.evictor,
             COSTS,
-            loads=loads,
-            copies=copies,
+            load_queue=LoadQueue(loads, notify),
+            copy_queue=LoadQueue(copies, notify),
             prefixes=self.prefixes,
             clock=lambda: self.clock[0],
-            notify=notify,
         )
 
     def settle(self, step: int = 0) -> list[str]:

@@ -64,9 +64,9 @@ def assert_servable(checkpoint: Checkpoint, weights: bytes) -> None:
     layout = plan_layout(checkpoint.ranks, BASE, GEOMETRY)
     images = torch.full((layout.num_pages, GEOMETRY.page_bytes), 0xFF, dtype=torch.uint8)
     data = io.BytesIO(weights)
-    data.seek(min(tensor.start for tensor in checkpoint.tensors))
+    data.seek(min(tensor.entry.start for tensor in checkpoint.tensors))
     Packing(checkpoint, layout, BASE, GEOMETRY).pack(data, list(images), torch.float16)
     assert bool(images.view(torch.float16).isfinite().all())
     assert all(0 < abs(scaling) <= MAX_RANK and math.isfinite(scaling) for scaling in checkpoint.scalings.values())
     assert 1 <= checkpoint.largest_rank <= MAX_RANK
-    assert checkpoint.parameters == sum(math.prod(tensor.shape) for tensor in checkpoint.tensors)
+    assert checkpoint.parameters == sum(math.prod(tensor.entry.shape) for tensor in checkpoint.tensors)

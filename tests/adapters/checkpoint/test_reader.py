@@ -61,7 +61,7 @@ def test_a_good_upload_is_understood(tmp_path: Path) -> None:
     assert checkpoint.target_modules == ("q_proj", "v_proj")
     assert (checkpoint.applied, checkpoint.total, checkpoint.largest_rank) == (4, 14, 8)
     assert checkpoint.parameters == 2 * (8 * (64 + 64) + 8 * (64 + 32))
-    places = [(t.layer, t.module, t.part) for t in checkpoint.tensors]
+    places = [tuple(tensor.name.place) for tensor in checkpoint.tensors]
     assert places == sorted(places)
     assert len(places) == 8
 
@@ -69,8 +69,9 @@ def test_a_good_upload_is_understood(tmp_path: Path) -> None:
 def test_tensor_positions_are_those_of_the_bytes(tmp_path: Path) -> None:
     tensors = q_and_v(BASE)
     upload = Upload(config_bytes(), weights_bytes(tensors))
-    for found in read(tmp_path, upload).tensors:
-        raw = tensors[lora_name(found.layer, BASE.modules[found.module].path, found.part.upper())]
+    for found, name in read(tmp_path, upload).tensors:
+        layer, module, part = name.place
+        raw = tensors[lora_name(layer, BASE.modules[module].path, part.upper())]
         assert upload.weights[found.start : found.end] == raw.data
         assert (found.shape, found.dtype) == (raw.shape, raw.dtype)
 
@@ -263,7 +264,7 @@ def test_uploads_are_checked_without_torch_and_with_assertions_off(tmp_path: Pat
 def test_mlx_matrices_are_the_transposes(tmp_path: Path) -> None:
     checkpoint = read(tmp_path, Upload(mlx_config_bytes(), weights_bytes(mlx_tensors(BASE))))
     assert checkpoint.spec == LoraSpec(rank=6, alpha=15.0)
-    assert {(tensor.part, tensor.rank_axis) for tensor in checkpoint.tensors} == {("a", 1), ("b", 0)}
+    assert {(name.place.part, name.rank_axis) for _, name in checkpoint.tensors} == {("a", 1), ("b", 0)}
     assert set(checkpoint.scalings.values()) == {2.5}
     assert checkpoint.parameters == sum(math.prod(raw.shape) for raw in mlx_tensors(BASE).values())
 

@@ -55,7 +55,7 @@ def test_packing_pauses_after_each_page_and_each_read(tmp_path: Path) -> None:
     packing, checkpoint, layout, images, content = packing_of(random_lora(BASE, 8, seed=0), tmp_path)
     pauses: list[None] = []
     packing.pack(tensor_bytes(content, checkpoint), list(images), torch.float32, lambda: pauses.append(None))
-    num_bytes = sum(tensor.end - tensor.start for tensor in checkpoint.tensors)
+    num_bytes = sum(tensor.entry.end - tensor.entry.start for tensor in checkpoint.tensors)
     assert len(pauses) > layout.num_pages
     assert len(pauses) - layout.num_pages >= num_bytes / READ_BYTES
 

@@ -71,8 +71,8 @@ def test_a_slot_that_was_reused_is_noticed(tmp_path: Path) -> None:
         SlotLease(5, 1, first.digest),
     ):
         with pytest.raises(StaleSlotError):
-            parts.residency.check_lease(stale)
-    parts.residency.check_lease(new)
+            parts.residency.slots.check_lease(stale)
+    parts.residency.slots.check_lease(new)
 
 
 def test_adapters_that_only_wait_hold_at_most_a_quarter_of_the_pool(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_forgetting_is_fine_in_every_state(tmp_path: Path) -> None:
     assert lease is not None
     residency.release_hold(ref.digest)
     residency.forget(ref.digest)  # running
-    residency.check_lease(lease)
+    residency.slots.check_lease(lease)
     assert residency.pages_needed(ref) == parts.pool.counts()["adapter"] == pages
     residency.release(ref.digest)
     assert (residency.state(ref.digest), residency.pages_needed(ref)) == ("stored", None)

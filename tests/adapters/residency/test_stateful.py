@@ -289,7 +289,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     def every_lease_points_at_its_own_weights(self) -> None:
         for index, lease, _ in self.running:
             if lease is not None and index is not None:
-                self.residency.check_lease(lease)
+                self.residency.slots.check_lease(lease)
                 assert self.parts.matches(lease.slot, LORAS[index])
 
     @invariant()

@@ -57,7 +57,7 @@ def least(share: Share) -> Share | None:
     return min(
         children,
         key=lambda child: (
-            child.queued()[child.cursor].priority if isinstance(child, Flow) and child.cursor < child.num_queued else 0,
+            child.queue[child.cursor][1].priority if isinstance(child, Flow) and child.cursor < child.num_queued else 0,
             child.counter + child.quantum * (child.rows + child.promised + 1) / child.weight,
             child.ticket,
         ),
@@ -286,9 +286,10 @@ def flood(simulator: Simulator, name: str, count: int, lane: int = 0) -> None:
 
 
 def served(simulator: Simulator, name: str, num_steps: int) -> float:
-    before = simulator.scheduler.table.service.service(name)
+    tenants = simulator.scheduler.table.service.tenants
+    before = tenants[name].service if name in tenants else 0.0
     simulator.pump(num_steps)
-    return simulator.scheduler.table.service.service(name) - before
+    return tenants[name].service - before
 
 
 def roomy() -> Simulator:
@@ -334,7 +335,7 @@ def test_a_load_is_charged_once_however_many_wait_for_it() -> None:
             flow = FlowKey(tenant="t", lane=index % 2)
             simulator.submit(request(f"r{index}", ref=adapter("x"), flow=flow))
         simulator.run()
-        return simulator.scheduler.table.service.service("t")
+        return simulator.scheduler.table.service.tenants["t"].service
 
     price = service(1, 20) - service(1, 10)
     assert price > 0

@@ -165,7 +165,7 @@ def test_a_tenant_with_many_grammars_pushes_out_its_own_first(monkeypatch: pytes
     for index in range(10):
         parts.ask(f"many-{index}", f"grammar {index}", "many")
     parts.done()
-    assert parts.grammars.num_kept == 4
+    assert len(parts.grammars.kept) == 4
     assert parts.ask("again", "mine", "few") is not None
     assert parts.ask("newest", "grammar 9", "many") is not None
     assert parts.ask("oldest", "grammar 0", "many") is None
@@ -180,12 +180,12 @@ def test_what_is_kept_is_bounded_in_bytes_and_what_copies_add_counts(monkeypatch
     for index in range(10):
         parts.ask(str(index), f"grammar {index}")
     parts.done()
-    assert parts.grammars.num_kept == 3
+    assert len(parts.grammars.kept) == 3
     copy = parts.ask("copy", "grammar 9")
     assert isinstance(copy, FakeMatcher)
     copy.wear.num_tokens += 300
     parts.ask("again", "grammar 9")
-    assert parts.grammars.num_kept == 1
+    assert len(parts.grammars.kept) == 1
 
 
 @pytest.mark.parametrize("wear", [Wear(is_broken=True), Wear(num_tokens=MAX_SHARED_TOKENS)])

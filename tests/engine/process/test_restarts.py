@@ -343,11 +343,12 @@ from weft.config import Config, ModelConfig, MemoryConfig, RegistryConfig
 from weft.engine.process.client import EngineClient
 
 async def main():
-    client = EngineClient(Config(
+    config = Config(
         model=ModelConfig(path=sys.argv[1], device="cpu", dtype="float32", threads=1),
         memory=MemoryConfig(gib=0.05, host_gib=0.05),
         registry=RegistryConfig(blob_url=sys.argv[2]),
-    ))
+    )
+    client = EngineClient(config, announce=lambda _: None)
     await client.start()
     print(client.pid, flush=True)
     await asyncio.sleep(60)

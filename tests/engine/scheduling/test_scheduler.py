@@ -140,7 +140,7 @@ def test_an_adapter_without_a_slot_gets_that_of_a_share_far_ahead() -> None:
 
 
 def test_a_load_whose_first_waiter_leaves_is_charged_to_the_next() -> None:
-    def service(*, with_first: bool) -> tuple[float, float]:
+    def service(*, with_first: bool) -> list[float]:
         simulator = Simulator(num_pages=100, adapter_pages=20, step_tokens=64, max_running=2, has_prefixes=False)
         if with_first:
             simulator.submit(request("first", ref=adapter("x"), flow=FlowKey(tenant="first")))
@@ -148,7 +148,8 @@ def test_a_load_whose_first_waiter_leaves_is_charged_to_the_next() -> None:
         simulator.pump()
         simulator.core.abort("first")
         simulator.run()
-        return simulator.scheduler.table.service.service("first"), simulator.scheduler.table.service.service("next")
+        tenants = simulator.scheduler.table.service.tenants
+        return [tenants[name].service if name in tenants else 0.0 for name in ("first", "next")]
 
     assert service(with_first=True) == service(with_first=False)
 
@@ -161,7 +162,7 @@ def test_a_load_whose_only_waiter_leaves_when_it_is_done_is_charged_to_that_one(
         simulator.pump()
         assert simulator.now_s < 30
     simulator.core.abort("leaves")
-    assert simulator.scheduler.table.service.service("leaves") == 20 * Prices().page_load
+    assert simulator.scheduler.table.service.tenants["leaves"].service == 20 * Prices().page_load
     simulator.run()
 
 

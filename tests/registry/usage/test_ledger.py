@@ -197,7 +197,7 @@ async def test_a_line_of_a_newer_weft_is_understood(
     await ledger.record(usage_event("use_1"))
     await _die(journal)
     (path,) = _files(tmp_path)
-    (payload,) = read_lines(path).payloads
+    (payload,), _ = read_lines(path, bytes)
     path.write_bytes(encode_line(payload.replace(b'"event":{', b'"event":{"later_field":1,')))
     assert list(await restarted()) == ["use_1"]
     assert _files(tmp_path, "damaged") == []
@@ -399,9 +399,9 @@ async def test_after_a_long_outage_one_file_at_a_time_is_in_memory(
 ) -> None:
     on_disk: list[int] = []
 
-    def read(path: Path) -> object:
+    def read(path: Path, decode: Callable[[bytes], object]) -> object:
         on_disk.append(len(_files(tmp_path)))
-        return read_lines(path)
+        return read_lines(path, decode)
 
     for number in range(3):
         await ledger.record(usage_event(f"use_{number}"))

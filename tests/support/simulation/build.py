@@ -8,7 +8,7 @@ from typing import Any, cast
 from simulation.adapters import SimulatedTables
 from simulation.pages import SimulatedSlab
 from weft.adapters.residency.images import HostImages
-from weft.adapters.residency.load_threads import LoadExecutor
+from weft.adapters.residency.load_threads import LoadQueue, TaskExecutor
 from weft.adapters.residency.residency import Residency
 from weft.config import SchedulerConfig
 from weft.engine.core import EngineCore
@@ -94,7 +94,7 @@ class SimulatedEngine:
         slots: int,
         make_loader: Callable[[HostImages, SimulatedSlab], Any],
         copier: object,
-        executors: tuple[LoadExecutor, LoadExecutor],
+        executors: tuple[TaskExecutor, TaskExecutor],
         eviction: str = "gdsf",
         is_caching: bool = True,
         prices: Prices | None = None,
@@ -120,8 +120,8 @@ class SimulatedEngine:
             cast(Any, self.tables),
             self.evictor,
             costs,
-            loads=executors[0],
-            copies=executors[1],
+            load_queue=LoadQueue(executors[0]),
+            copy_queue=LoadQueue(executors[1]),
             prefixes=self.prefixes,
             clock=clock,
         )
@@ -135,7 +135,9 @@ class SimulatedEngine:
             prefix_seed=prefix_seed("base", "float32", RopeSpec()),
             is_sharing=is_caching,
         )
-        self.scheduler = Scheduler(config, kv, self.residency, limits, prices=prices, clock=clock, draw_seed=lambda: 7)
+        self.scheduler = Scheduler(
+            config, kv, self.residency, limits, prices=prices or Prices(), clock=clock, draw_seed=lambda: 7
+        )
 
     def start(
         self, runner: object, set_stepping: Callable[[int, int], None] = lambda _running, _held_up: None

@@ -263,7 +263,8 @@ class Checks:
         comes back after it had nothing left to remember is another one: its tickets tell.
         """
         for tenant in self._scenario.tenants:
-            units = self._table.service.service(tenant)
+            known = self._table.service.tenants.get(tenant)
+            units = 0.0 if known is None else known.service
             if units < self._service.get(tenant, 0.0):
                 self._fail(f"{tenant} was served {self._service[tenant]} units and now {units}")
             self._service[tenant] = units

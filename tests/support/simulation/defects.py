@@ -111,7 +111,7 @@ def share_prefixes_between_adapters(patch: pytest.MonkeyPatch) -> None:
 def find_all_of_a_prompt(patch: pytest.MonkeyPatch) -> None:
     def find(self: KvPages, state: RequestState) -> list[PrefixBlock]:
         num_blocks = state.num_tokens // self.geometry.page_tokens
-        if not self._is_sharing or state.keeps_prompt_logprobs or not num_blocks:
+        if not self.is_sharing or state.keeps_prompt_logprobs or not num_blocks:
             return []
         return self.prefixes.find(self._chain(state, num_blocks), num_blocks)
 
@@ -199,7 +199,7 @@ def use_an_adapter_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
         place(self, entry)
         if entry.stage is Stage.COPYING:
             self.entries.advance(entry, Stage.DEVICE)
-            self._tables.write(entry.slot, entry.image.layout, entry.pages, {}, {})
+            self.tables.write(entry.slot, entry.image.layout, entry.pages, {}, {})
 
     patch.setattr(residency.Residency, "_place", eager)
 

@@ -52,7 +52,7 @@ class SimulatedRunner:
         self._pages = device.contents
         self._host = engine.slab.host_pages
         self._tables = engine.tables
-        self._check_lease = engine.residency.check_lease
+        self._check_lease = engine.residency.slots.check_lease
         self._truths = truths
         self._see = see
         self._fail = fail

@@ -4,5 +4,3 @@ from __future__ import annotations
 
 revision = "0001"
 down_revision = None
-branch_labels = None
-depends_on = None

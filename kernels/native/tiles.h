@@ -1,14 +1,13 @@
 // The tile registers of AMX: 8 registers of 16 rows of 64 bytes, which multiply bfloat16.
 //
-// WEFT_EMULATED_TILES names a header with the instructions in scalar C++, so that tests of packing and addresses run on
-// CPUs without AMX. WEFT_NO_TILES leaves tiles out: Linux may refuse a process their use.
+// WEFT_NO_TILES leaves them out: Linux may refuse a process their use.
 #pragma once
 
 #include <utility>
 
 #include "simd.h"
 
-#if defined(__AVX512BF16__) && (defined(WEFT_EMULATED_TILES) || (defined(__AMX_BF16__) && !defined(WEFT_NO_TILES)))
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && !defined(WEFT_NO_TILES)
 #define WEFT_TILES
 
 namespace weft {
@@ -23,7 +22,6 @@ struct alignas(64) TileShapes {
 };
 static_assert(sizeof(TileShapes) == 64);
 
-#ifndef WEFT_EMULATED_TILES
 // Assembly, because g++'s intrinsics do not tell the compiler that a load reads memory. Strides are in bytes.
 WEFT_INLINE void load_tile_shapes(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
 WEFT_INLINE void release_tiles() { asm volatile("tilerelease"); }
@@ -44,11 +42,6 @@ template <int SUM, int A, int B>
 WEFT_INLINE void multiply_add_tiles() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
 }
-#else
-}  // namespace weft
-#include WEFT_EMULATED_TILES
-namespace weft {
-#endif
 
 // While it lives, its thread's tiles have their shapes.
 class Tiles {

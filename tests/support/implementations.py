@@ -6,7 +6,9 @@ process with TRITON_INTERPRET=1, over interpreted Triton alone (tests/kernels/te
 
 from __future__ import annotations
 
+import ctypes
 import platform
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -18,22 +20,21 @@ import torch
 
 from weft.config import environment
 from weft.kernels.dispatch import Kernels, native_kernels, torch_kernels, triton_kernels
-from weft.kernels.native.levels import BF16_FLAGS, LEVELS, Level, usable_features
-from weft.kernels.native.library import COMMON_FLAGS, NATIVE_FLAG, native_library
+from weft.kernels.native.levels import LEVELS, TILES, Level, usable_features
+from weft.kernels.native.library import COMMON_FLAGS, NATIVE_FLAG, compiler_command, native_library
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
 INTERPRETS = environment().get("TRITON_INTERPRET") == "1"
 needs_compiler = pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")
-EMULATED_TILES = f'-DWEFT_EMULATED_TILES="{Path(__file__).with_name("emulated_tiles.h")}"'
 LEVEL = {level.name: level for level in LEVELS}
 BUILDS = {
     "native": Level("native", platform.machine(), frozenset(), (NATIVE_FLAG,)),
     "x86-64-v4": LEVEL["x86-64-v4"],  # no products of bfloat16
     "x86-64-v3": LEVEL["x86-64-v3"],  # no AVX-512
-    "emulated-amx": replace(LEVEL["x86-64-v4-bf16"], flags=(*BF16_FLAGS, EMULATED_TILES)),
+    "x86-64-v4-amx": LEVEL["x86-64-v4-amx"],
 }
-"""What the tests compile for. Where the CPU has AMX, "native" uses it."""
+"""What the tests compile for. Where the CPU has no AMX, `trap_tiles` stands for it."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,21 @@ def _can_run(build: str) -> bool:
     level = BUILDS[build]
     if build == "native" or (platform.system(), platform.machine()) != ("Linux", level.machine):
         return build == "native"
-    return usable_features(Path("/proc/cpuinfo").read_text()) >= level.features
+    return _cpu_features() >= level.features - TILES
+
+
+def trap_tiles(folder: Path) -> None:
+    """Let this process run AMX's instructions where it cannot; what does that is compiled into `folder`."""
+    if _cpu_features() >= TILES:
+        return
+    source, library = Path(__file__).with_name("trapped_tiles.cpp"), folder / "trapped_tiles.so"
+    flags = ("-std=c++17", "-O3", "-march=x86-64-v3", "-shared", "-fPIC")
+    subprocess.run([*compiler_command(), *flags, str(source), "-o", str(library)], check=True)
+    ctypes.CDLL(str(library)).trap_tiles()
+
+
+def _cpu_features() -> frozenset[str]:
+    return usable_features(Path("/proc/cpuinfo").read_text())
 
 
 def _poisoned(operation: Any) -> Any:

@@ -10,7 +10,7 @@ constexpr int64_t UNIT_BYTES = 256;     // offsets count in this many bytes, row
 constexpr int64_t COLUMNS = 2 * PANEL;  // of B that one task reads
 constexpr int64_t SHRINK_ROWS = 64;
 constexpr int64_t SHRINK_FEATURES = 1024;  // 8 rows of this many features fit into the L1 cache
-constexpr int64_t AHEAD = 4;            // units of B that are on their way from memory
+constexpr int64_t AHEAD = 4;            // units of B, or steps of A, that are on their way from memory
 constexpr int64_t MAX_RANK = 256;
 constexpr int64_t PACKED_FEATURES = 512;  // of A that are packed for tiles at a time
 template <class T>
@@ -73,7 +73,7 @@ inline void shrink_tiles(const Call<Bfloat16>& call, int64_t tile, int64_t slice
     if (first >= up_to<BRIDGE_UNIT<Bfloat16>>(rank)) return;
     alignas(64) Words panel[PACKED_FEATURES / P::PER_UNIT];
     alignas(64) Bfloat16 padded[TILE * PACKED_FEATURES];
-    const Bfloat16* weights[TILE] = {};
+    const Bfloat16* weights[TILE];
     for (int64_t r = first; r < std::min(first + TILE, rank); r++) {
         weights[r - first] = call.group(tile, slice, 0, r / GROUP_ROWS) + r % GROUP_ROWS * call.pitch(call.features);
     }
@@ -85,9 +85,11 @@ inline void shrink_tiles(const Call<Bfloat16>& call, int64_t tile, int64_t slice
             const int64_t padded_features = up_to<2 * TILE>(features), steps = padded_features / (2 * TILE);
             for (int64_t step = 0; step < steps; step++) {
                 const int64_t at = step * 2 * TILE;
-                Words square[TILE];
+                Words square[TILE] = {};
                 for (int r = 0; r < TILE; r++) {
-                    square[r] = weights[r] ? P::row_units(weights[r] + k + at, features - at) : Words{};
+                    if (r >= GROUP_ROWS && rank - first == GROUP_ROWS) continue;
+                    __builtin_prefetch(weights[r] + k + at + AHEAD * 2 * TILE);
+                    square[r] = P::row_units(weights[r] + k + at, features - at);
                 }
                 transpose(square);
                 std::memcpy(&panel[step * TILE], square, sizeof(square));

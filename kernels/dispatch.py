@@ -1,4 +1,4 @@
-"""The one place that chooses an implementation: Triton on a GPU, C++ or torch operators (no compiler) on a CPU."""
+"""The one place that chooses an implementation: Triton on a GPU, on a CPU C++, or torch operators without that."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def native_kernels() -> Kernels:
 
 @functools.cache
 def torch_kernels() -> Kernels:
-    """The operations in torch operators, for a CPU without a compiler and for dtypes that the C++ ones do not know."""
+    """The operations in torch operators, for a CPU without C++ ones and for dtypes that these do not know."""
     from weft.kernels.plain import attention, rows, sampling, sgmv
 
     return _kernels_of(rows, attention, sgmv, sampling)

@@ -11,6 +11,8 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+from weft.kernels.native.levels import LEVELS
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -28,11 +30,19 @@ def expected_files() -> set[str]:
     return {path for path in files if "__pycache__" not in path}
 
 
+def expected_libraries(wheel: str) -> set[str]:
+    """Wheel paths of the compiled kernels: none in a wheel for any platform."""
+    names = (level.name for level in LEVELS if wheel.endswith(f"_{level.machine}.whl"))
+    return {f"weft/kernels/native/prebuilt/{name}.so" for name in names}
+
+
 def main(wheel: str) -> int:
     """Compare; print what differs."""
     held = {name for name in zipfile.ZipFile(wheel).namelist() if not name.split("/")[0].endswith(".dist-info")}
-    missing = sorted(expected_files() - held)
-    strange = sorted(name for name in held if not name.startswith("weft/") or name.endswith((".pth", ".so", ".pkl")))
+    libraries = expected_libraries(wheel)
+    missing = sorted((expected_files() | libraries) - held)
+    foreign = (name for name in held - libraries if name.endswith((".pth", ".so", ".pkl")))
+    strange = sorted({*foreign, *(name for name in held if not name.startswith("weft/"))})
     print(f"{Path(wheel).name}: {len(held)} files")
     for name in missing:
         print(f"missing from the wheel: {name}")

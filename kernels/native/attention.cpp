@@ -240,6 +240,7 @@ bool attention(const Call<T>& call) {
     bool is_short = false;
 #pragma omp parallel if (work * call.heads * call.group * call.head_dim >= MIN_PARALLEL)
     {
+        Registers<T> registers;
         std::unique_ptr<Room<T>> room;
         try {
             room = std::make_unique<Room<T>>(most * call.group, call.head_dim);

@@ -1,10 +1,9 @@
-"""The CPU kernels in C++: compiled on first use for the machine at hand, and kept.
+"""The CPU kernels in C++: prebuilt in a wheel, or compiled on first use for the CPU at hand, and kept.
 
-They are compiled here and not shipped, because the best code for a CPU is that for this very CPU, and one pure Python
-wheel then serves all. The compiled library lies in the user's cache folder under a name that is the hash of all that
-went into it: sources, compiler, flags and CPU. It must run on the OpenMP runtime that torch has loaded, so that both
-share one pool of threads; what another runtime was linked to (clang links its own) is not used. Where there is no
-library, the kernels in torch operators serve; they are slower, and that is logged once.
+What was compiled here lies in the user's cache folder under a name that is the hash of all that went into it: sources,
+compiler, flags and CPU. No library names an OpenMP runtime that it needs: its symbols are found in the one that torch
+has loaded, so that both share one pool of threads, and a wheel brings no second one along. Where there is no library,
+the kernels in torch operators serve; they are slower, and that is logged once.
 """
 
 from __future__ import annotations
@@ -28,13 +27,18 @@ from typing import Any
 import torch
 
 from weft.config import environment
+from weft.kernels.native.levels import TILES, level_for, usable_features
 
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
+PREBUILT = SOURCES / "prebuilt"
+"""Of a wheel for one platform: a library for each level, `<level>.so`."""
 COMPILERS = ("c++", "g++", "clang++")
 NATIVE_FLAG = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-FLAGS = ("-std=c++17", "-O3", NATIVE_FLAG, "-fopenmp", "-fno-math-errno", "-shared", "-fPIC")
+COMMON_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno", "-fPIC")
+FLAGS = (*COMMON_FLAGS, NATIVE_FLAG)
+WITHOUT_TILES = "-DWEFT_NO_TILES"
 COMPILE_TIMEOUT_S = 300
 OTHER_FOLDER = "set XDG_CACHE_HOME to another folder"
 NATIVE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -47,12 +51,30 @@ class NativeUnavailableError(RuntimeError):
 
 @functools.cache
 def native_library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where they cannot be compiled; why is logged once."""
+    """The kernels in C++, or None where there are none for this machine; why is logged once."""
     try:
-        return load_library(FLAGS)
+        return find_library()
     except NativeUnavailableError as error:
         logger.warning("CPU kernels run as torch operators, which is slower: %s", error)
         return None
+
+
+def find_library() -> ctypes.CDLL:
+    """Load the kernels that were compiled here before, else prebuilt ones, else compile them now.
+
+    Raises:
+        NativeUnavailableError: None is prebuilt for this CPU, and none can be compiled.
+    """
+    features = usable_features(_cpuinfo())
+    flags = FLAGS if features >= TILES else (*FLAGS, WITHOUT_TILES)
+    level = level_for(platform.machine(), features)
+    prebuilt = PREBUILT / f"{level.name}.so" if level else None
+    if prebuilt is None or not prebuilt.exists() or _was_compiled(flags):
+        return load_library(flags)
+    try:
+        return _load(prebuilt)
+    except OSError as error:
+        raise NativeUnavailableError(f"{prebuilt} cannot be loaded: {error}; install Weft again") from error
 
 
 def load_library(flags: tuple[str, ...], folder: Path | None = None) -> ctypes.CDLL:
@@ -65,23 +87,97 @@ def load_library(flags: tuple[str, ...], folder: Path | None = None) -> ctypes.C
     Raises:
         NativeUnavailableError: No compiler, a failed compilation, or no folder that only this user can write to.
     """
-    if platform.system() != "Linux":
-        raise NativeUnavailableError(f"they are built on Linux only, not on {platform.system()}")
-    compiler = _compiler()
-    sources = sorted(SOURCES.glob("*.cpp"))
-    target = (folder or _cache_folder()) / f"weft-{_key(compiler, flags, sources)}.so"
+    compiler = compiler_command()
+    target = _target(compiler, flags, folder)
     if not target.exists():
-        _compile(compiler, flags, sources, target)
+        build(compiler, flags, target)
     try:
         _check_owner(target)
-        return ctypes.CDLL(str(target))
+        return _load(target)
     except OSError as error:
         target.unlink(missing_ok=True)  # damaged, perhaps: the next start compiles it again
-        raise NativeUnavailableError(f"{target} cannot be loaded: {error}; {OTHER_FOLDER}") from error
+        raise NativeUnavailableError(f"{target} cannot be loaded: {error}; {OTHER_FOLDER}, or CXX to a g++") from error
 
 
-def _compiler() -> list[str]:
-    """The compiler's command, which may be two words, as in CXX="ccache g++"."""
+def describe(library: ctypes.CDLL) -> str:
+    """The level of CPUs that a library is for, and where it comes from."""
+    library.level.restype = ctypes.c_char_p
+    origin = "prebuilt" if Path(library._name).parent == PREBUILT else "compiled for this CPU"
+    return f"{library.level().decode()}, {origin}"
+
+
+def build(compiler: list[str], flags: tuple[str, ...], target: Path) -> None:
+    """Compile the kernels into the library `target`, in a folder that exists.
+
+    It is not linked with OpenMP, so it names no runtime.
+
+    Raises:
+        NativeUnavailableError: The compilation failed, or the folder cannot be written to.
+    """
+    logger.info("compiling the CPU kernels into %s", target.parent)
+    started_s = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            built = Path(folder) / target.name
+            objects = [f"{folder}/{source.stem}.o" for source in _sources()]
+            for source, compiled in zip(_sources(), objects, strict=True):
+                _compile([*compiler, *flags, "-c", str(source), "-o", compiled])
+            _compile([*compiler, "-shared", *objects, "-o", str(built)])
+            built.chmod(0o700)
+            with built.open("rb") as file:
+                os.fsync(file.fileno())  # a name must never lead to half a library, even after a power cut
+            built.replace(target)  # atomic: complete or absent, also when another process compiles at the same time
+    except OSError as error:
+        raise NativeUnavailableError(f"{target} cannot be written: {error}; {OTHER_FOLDER}") from error
+    logger.info("compiled the CPU kernels in %.1f s", time.monotonic() - started_s)
+
+
+def _compile(command: list[str]) -> None:
+    done = _run(command)
+    if done.returncode:
+        raise NativeUnavailableError(f"{command[0]} failed: {done.stderr.strip()[-2000:]}")
+
+
+def _was_compiled(flags: tuple[str, ...]) -> bool:
+    try:
+        return _target(compiler_command(), flags, None).exists()
+    except NativeUnavailableError:  # there is no compiler, for example
+        return False
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    _share_openmp()
+    return ctypes.CDLL(str(path))
+
+
+@functools.cache
+def _share_openmp() -> None:
+    """Let libraries that are loaded from now on find the symbols of the OpenMP runtime that torch uses."""
+    try:
+        function = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # looks in what torch is linked with, too
+    except AttributeError as error:
+        raise NativeUnavailableError("torch is built without an OpenMP runtime that g++'s code can use") from error
+    address = ctypes.cast(function, ctypes.c_void_p).value or 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(word, 16) for word in line.split()[0].split("-"))
+        if start <= address < end:
+            ctypes.CDLL(line.split(maxsplit=5)[5], mode=ctypes.RTLD_GLOBAL)
+
+
+def _target(compiler: list[str], flags: tuple[str, ...], folder: Path | None) -> Path:
+    return (folder or _cache_folder()) / f"weft-{_key(compiler, flags)}.so"
+
+
+def _sources() -> list[Path]:
+    return sorted(SOURCES.glob("*.cpp"))
+
+
+def compiler_command() -> list[str]:
+    """The compiler's command, which may be two words, as in CXX="ccache g++".
+
+    Raises:
+        NativeUnavailableError: There is none, or CXX names none.
+    """
     named = environment().get("CXX")
     try:
         commands = [shlex.split(named)] if named else [[name] for name in COMPILERS]
@@ -95,7 +191,7 @@ def _compiler() -> list[str]:
     )
 
 
-def _key(compiler: list[str], flags: tuple[str, ...], sources: list[Path]) -> str:
+def _key(compiler: list[str], flags: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
     version = _run([*compiler, "--version"])
     for part in (
@@ -103,7 +199,7 @@ def _key(compiler: list[str], flags: tuple[str, ...], sources: list[Path]) -> st
         version.stdout.encode(),
         " ".join(flags).encode(),
         _cpu().encode(),
-        *(path.name.encode() + path.read_bytes() for path in [*sources, *sorted(SOURCES.glob("*.h"))]),
+        *(path.name.encode() + path.read_bytes() for path in [*_sources(), *sorted(SOURCES.glob("*.h"))]),
     ):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:32]
@@ -112,11 +208,17 @@ def _key(compiler: list[str], flags: tuple[str, ...], sources: list[Path]) -> st
 def _cpu() -> str:
     """What the CPU can do, which decides what `-march=native` means."""
     wanted = ("model name", "flags", "Features", "CPU part")
+    lines = {line for line in _cpuinfo().splitlines() if line.startswith(wanted)}
+    return platform.machine() + "\n".join(sorted(lines))
+
+
+def _cpuinfo() -> str:
+    if platform.system() != "Linux":
+        raise NativeUnavailableError(f"they are built on Linux only, not on {platform.system()}")
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return Path("/proc/cpuinfo").read_text()
     except OSError as error:
         raise NativeUnavailableError(f"what this CPU can do is not known: {error}") from error
-    return platform.machine() + "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
 def _cache_folder() -> Path:
@@ -135,36 +237,6 @@ def _check_owner(path: Path) -> None:
     state = path.stat()
     if state.st_uid != os.geteuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NativeUnavailableError(f"{path} is another user's or can be written by others; {OTHER_FOLDER}")
-
-
-def _compile(compiler: list[str], flags: tuple[str, ...], sources: list[Path], target: Path) -> None:
-    logger.info("compiling the CPU kernels into %s", target.parent)
-    started_s = time.monotonic()
-    try:
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            built = Path(folder) / target.name
-            done = _run([*compiler, *flags, *(str(path) for path in sources), "-o", str(built)])
-            if done.returncode:
-                raise NativeUnavailableError(f"{' '.join(compiler)} failed: {done.stderr.strip()[-2000:]}")
-            _check_openmp(built, compiler)
-            built.chmod(0o700)
-            with built.open("rb") as file:
-                os.fsync(file.fileno())  # a name must never lead to half a library, even after a power cut
-            built.replace(target)  # atomic: complete or absent, also when another process compiles at the same time
-    except OSError as error:
-        raise NativeUnavailableError(f"{target} cannot be written: {error}; {OTHER_FOLDER}") from error
-    logger.info("compiled the CPU kernels in %.1f s", time.monotonic() - started_s)
-
-
-def _check_openmp(library: Path, compiler: list[str]) -> None:
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    loaded = {Path(line.split()[-1]).name for line in maps if "omp" in line}
-    content = library.read_bytes()
-    if not any(name.encode() + b"\0" in content for name in loaded):
-        raise NativeUnavailableError(
-            f"{' '.join(compiler)} links another OpenMP runtime than torch's ({', '.join(sorted(loaded)) or 'none'}); "
-            "set CXX to a g++"
-        )
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -201,7 +273,7 @@ def native_function(
         raise ValueError(f"CPU kernels: expected one of {', '.join(map(str, NATIVE_DTYPES))}, got {dtype}")
     library = native_library()
     if library is None:
-        raise NativeUnavailableError("the CPU kernels are not compiled")
+        raise NativeUnavailableError("there are no CPU kernels in C++ for this machine")
     function: ctypes._NamedFuncPointer = getattr(library, f"{name}_{NATIVE_DTYPES[dtype]}")
     function.restype = result
     function.argtypes = [ctypes.c_int64 if letter == "i" else ctypes.c_float for letter in arguments]

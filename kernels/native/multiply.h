@@ -1,9 +1,23 @@
 // The two small matrix products that everything here is made of.
 #pragma once
 
-#include "simd.h"
+#include <algorithm>
+
+#include "tiles.h"
 
 namespace weft {
+
+// What a thread holds while it multiplies.
+template <class T>
+struct Registers {};
+template <class T>
+constexpr bool HAS_TILES = false;
+#ifdef WEFT_TILES
+template <>
+struct Registers<Bfloat16> : Tiles {};
+template <>
+inline constexpr bool HAS_TILES<Bfloat16> = true;
+#endif
 
 #ifdef __AVX512F__
 constexpr int ROWS = 6;     // rows of a product that are kept in registers
@@ -35,11 +49,38 @@ WEFT_INLINE void multiply_block(const typename Packed<T>::Stored* a, int64_t a_s
     }
 }
 
+#ifdef WEFT_TILES
+// multiply_panel on tiles.
+template <class Finish>
+inline void multiply_panel_tiles(int64_t rows, const Bfloat16* a, int64_t a_stride, int64_t units,
+                                 const uint32_t* panel, int64_t columns, Finish finish) {
+    const int64_t steps = (units + TILE - 1) / TILE, tiles = (std::min<int64_t>(columns, PANEL) + TILE - 1) / TILE;
+    alignas(64) float sums[PANEL * TILE];
+    for (int64_t row = 0; row < rows; row += TILE) {
+        const int64_t count = std::min<int64_t>(TILE, rows - row);
+        for_tiles(tiles, [&](int64_t first, auto n) {
+            multiply_tiles<n, false>(a + row * a_stride, a_stride * sizeof(*a), panel + first * TILE,
+                                     PANEL * sizeof(*panel), steps, false, sums);
+            for (int64_t r = 0; r < count; r++) {
+                for (int64_t t = 0; t < n; t++) {
+                    finish(row + r, (first + t) * TILE, load(&sums[(t * TILE + r) * TILE]));
+                }
+            }
+        });
+    }
+}
+#endif
+
 // a [rows, units] @ panel [units, PANEL]: at least the first `columns`, of which there may be more than a panel has.
-// Strides are in elements. A row's result does not depend on the other rows.
+// Strides are in elements. A row's result does not depend on the other rows. The thread holds `Registers<T>`. Where there
+// are tiles, rows and units of `a` and units of the panel are read up to multiples of 16: further rows may hold anything,
+// further units are zero.
 template <class T, class Finish>
 inline void multiply_panel(int64_t rows, const typename Packed<T>::Stored* a, int64_t a_stride, int64_t units,
                            const uint32_t* panel, int64_t columns, Finish finish) {
+#ifdef WEFT_TILES
+    if constexpr (HAS_TILES<T>) return multiply_panel_tiles(rows, a, a_stride, units, panel, columns, finish);
+#endif
     for (int64_t column = 0; column < PANEL && column < columns; column += VECTORS * LANES) {
         int64_t row = 0;
         const auto block = [&](auto constant) {

@@ -10,8 +10,18 @@ constexpr int64_t UNIT_BYTES = 256;     // offsets count in this many bytes, row
 constexpr int64_t COLUMNS = 2 * PANEL;  // of B that one task reads
 constexpr int64_t SHRINK_ROWS = 64;
 constexpr int64_t SHRINK_FEATURES = 1024;  // 8 rows of this many features fit into the L1 cache
-constexpr int64_t AHEAD = 4;            // units of B that are on their way from memory
+constexpr int64_t AHEAD = 4;            // units of B, or steps of A, that are on their way from memory
 constexpr int64_t MAX_RANK = 256;
+constexpr int64_t PACKED_FEATURES = 512;  // of A that are packed for tiles at a time
+template <class T>
+constexpr int64_t SHRINK_GROUPS = HAS_TILES<T> ? 2 : 1;  // row groups of a task
+template <class T>
+constexpr int64_t BRIDGE_UNIT = HAS_TILES<T> ? 32 : GROUP_ROWS;  // rank rows that one product takes
+
+template <int64_t MULTIPLE>
+int64_t up_to(int64_t size) {
+    return (size + MULTIPLE - 1) / MULTIPLE * MULTIPLE;
+}
 
 struct Sites {
     const int32_t* offsets;  // [slots, layers, modules, 2, groups]
@@ -31,7 +41,7 @@ struct Call {
     const int32_t *tile_slot, *tile_start, *tile_length;  // [capacity]
     int64_t capacity, layer, module, slices, features;
     const int64_t* widths;
-    typename Packed<T>::Stored* bridge;  // [rows, slices, groups * 8]
+    typename Packed<T>::Stored* bridge;  // [rows + 15, slices, bridge_width()]
 
     int64_t entry(int64_t tile, int64_t slice) const {
         return (int64_t{tile_slot[tile]} * sites.layers + layer) * sites.modules + module + slice;
@@ -50,13 +60,71 @@ struct Call {
         return (columns + unit - 1) / unit * unit;
     }
     typename Packed<T>::Stored* bridge_row(int64_t row, int64_t slice) const {
-        return bridge + (row * slices + slice) * sites.groups * GROUP_ROWS;
+        return bridge + (row * slices + slice) * bridge_width();
     }
+    int64_t bridge_width() const { return up_to<BRIDGE_UNIT<T>>(sites.groups * GROUP_ROWS); }
 };
 
-// bridge = x @ A^T, 8 rank rows of one slice of one tile.
+#ifdef WEFT_TILES
+// bridge = x @ A^T, 16 rank rows of one slice of one tile, from rank row `first`; zero behind the last.
+inline void shrink_tiles(const Call<Bfloat16>& call, int64_t tile, int64_t slice, int64_t first) {
+    using P = Packed<Bfloat16>;
+    const int64_t rank = call.rank(tile, slice), end = call.start(tile) + call.length(tile);
+    if (first >= up_to<BRIDGE_UNIT<Bfloat16>>(rank)) return;
+    alignas(64) Words panel[PACKED_FEATURES / P::PER_UNIT];
+    alignas(64) Bfloat16 padded[TILE * PACKED_FEATURES];
+    const Bfloat16* weights[TILE];
+    for (int64_t r = first; r < std::min(first + TILE, rank); r++) {
+        weights[r - first] = call.group(tile, slice, 0, r / GROUP_ROWS) + r % GROUP_ROWS * call.pitch(call.features);
+    }
+    for (int64_t start = call.start(tile); start < end; start += SHRINK_ROWS) {
+        const int64_t rows = std::min(SHRINK_ROWS, end - start), row_tiles = (rows + TILE - 1) / TILE;
+        alignas(64) float sums[SHRINK_ROWS * TILE] = {};
+        for (int64_t k = 0; k < call.features && first < rank; k += PACKED_FEATURES) {
+            const int64_t features = std::min(PACKED_FEATURES, call.features - k);
+            const int64_t padded_features = up_to<2 * TILE>(features), steps = padded_features / (2 * TILE);
+            for (int64_t step = 0; step < steps; step++) {
+                const int64_t at = step * 2 * TILE;
+                Words square[TILE] = {};
+                for (int r = 0; r < TILE; r++) {
+                    if (r >= GROUP_ROWS && rank - first == GROUP_ROWS) continue;
+                    __builtin_prefetch(weights[r] + k + at + AHEAD * 2 * TILE);
+                    square[r] = P::row_units(weights[r] + k + at, features - at);
+                }
+                transpose(square);
+                std::memcpy(&panel[step * TILE], square, sizeof(square));
+            }
+            const Bfloat16* x = call.x + start * call.x_stride + k;
+            for_tiles(row_tiles, [&](int64_t t, auto n) {
+                if ((t + n) * TILE <= rows && features == padded_features) {
+                    multiply_tiles<n, true>(x + t * TILE * call.x_stride, call.x_stride * sizeof(*x), panel,
+                                            sizeof(Words), steps, true, &sums[t * TILE * TILE]);
+                    return;
+                }
+                for (int64_t one = t; one < t + n; one++) {
+                    for (int64_t r = 0; r < std::min<int64_t>(TILE, rows - one * TILE); r++) {
+                        Bfloat16* row = padded + r * PACKED_FEATURES;
+                        std::memcpy(row, x + (one * TILE + r) * call.x_stride, features * sizeof(*row));
+                        std::memset(row + features, 0, (padded_features - features) * sizeof(*row));
+                    }
+                    multiply_tiles<1, true>(padded, PACKED_FEATURES * sizeof(*padded), panel, sizeof(Words), steps,
+                                            true, &sums[one * TILE * TILE]);
+                }
+            });
+        }
+        for (int64_t row = 0; row < rows; row++) {
+            store(call.bridge_row(start + row, slice) + first, load(&sums[row * TILE]));
+        }
+    }
+}
+#endif
+
+// bridge = x @ A^T, the rank rows of one task of one slice of one tile, from row group `index`.
 template <class T>
 void shrink(const Call<T>& call, int64_t tile, int64_t slice, int64_t index) {
+#ifdef WEFT_TILES
+    if constexpr (HAS_TILES<T>) return shrink_tiles(call, tile, slice, index * GROUP_ROWS);
+#endif
     if (index * GROUP_ROWS >= call.rank(tile, slice)) return;
     const T* weights = call.group(tile, slice, 0, index);
     const int64_t pitch = call.pitch(call.features), end = call.start(tile) + call.length(tile);
@@ -104,6 +172,11 @@ void expand(const Call<T>& call, int64_t tile, int64_t slice, int64_t first, int
             std::memcpy(&panels[n / PANEL][unit][n % PANEL], &both, sizeof(both));
         }
     }
+    if constexpr (HAS_TILES<T>) {
+        for (int64_t unit = units; unit % (BRIDGE_UNIT<T> / P::PER_UNIT) != 0; unit++) {
+            for (auto& panel : panels) std::memset(panel[unit], 0, sizeof(panel[unit]));
+        }
+    }
     const float scaling = call.sites.scalings[call.entry(tile, slice)];
     const int64_t start = call.start(tile);
     const auto* bridge = call.bridge_row(start, slice);
@@ -122,7 +195,7 @@ template <class T>
 void sgmv(const Call<T>& call) {
     int64_t tiles = call.capacity;
     while (tiles > 0 && call.tile_slot[tiles - 1] < 0) tiles--;
-    const int64_t shrinks = call.slices * call.sites.groups;
+    const int64_t parts = call.bridge_width() / (SHRINK_GROUPS<T> * GROUP_ROWS), shrinks = call.slices * parts;
     int64_t starts[4] = {}, work = 0;  // of each slice among the blocks of columns
     int64_t columns[4] = {};
     for (int64_t slice = 0; slice < call.slices; slice++) {
@@ -136,10 +209,11 @@ void sgmv(const Call<T>& call) {
     const int64_t blocks = starts[call.slices];
 #pragma omp parallel if (work >= MIN_PARALLEL)
     {
+        Registers<T> registers;
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < tiles * shrinks; task++) {
             const int64_t part = task % shrinks;
-            shrink(call, task / shrinks, part / call.sites.groups, part % call.sites.groups);
+            shrink(call, task / shrinks, part / parts, part % parts * SHRINK_GROUPS<T>);
         }
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < tiles * blocks; task++) {

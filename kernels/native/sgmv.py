@@ -14,6 +14,8 @@ from weft.kernels.sgmv import GROUP_ROWS, SgmvSite, SgmvTables, Tiles, check_ope
 
 MAX_RANK = 256
 """What `native/sgmv.cpp` has room for."""
+TILE_ROWS, TILE_RANK = 16, 32
+"""What a product on AMX's tiles takes of the results of the first product, which therefore have padding."""
 
 
 def sgmv(
@@ -42,7 +44,8 @@ def sgmv(
     _, num_layers, num_modules, _, groups = tables.offsets.shape
     expect_that("layer", 0 <= layer < num_layers, f"0 to {num_layers - 1}", layer)
     num_slices = len(site.modules)
-    bridge = x.new_empty(len(x) * num_slices * groups * GROUP_ROWS, dtype=torch.float32)
+    bridge_width = num_slices * -(-groups * GROUP_ROWS // TILE_RANK) * TILE_RANK
+    bridge = x.new_empty((len(x) + TILE_ROWS - 1) * bridge_width, dtype=torch.float32)
     native_function("sgmv", x.dtype, "i" * 21)(
         *(x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), arena_elements.data_ptr()),
         *(tables.offsets.data_ptr(), tables.ranks.data_ptr(), tables.scalings.data_ptr()),

@@ -1,6 +1,6 @@
 """SGMV on the CPU with torch operators: gathers the weights of one adapter after the other from their pages.
 
-For CPUs without a compiler. Gathering costs more than the arithmetic, which the kernel in C++ does without.
+For CPUs without kernels in C++. Gathering costs more than the arithmetic, which the kernel in C++ does without.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 import ctypes
+import functools
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from implementations import IMPLEMENTATIONS, Implementation, flags_for, marks
+from implementations import IMPLEMENTATIONS, Implementation, flags_for, marks, trap_tiles
 from weft.kernels.native import library as native_library
 from weft.kernels.native.library import load_library
 
@@ -34,7 +35,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes.CDLL]:
     """The CPU kernels compiled for one of `BUILDS`."""
     folder = tmp_path_factory.mktemp("libraries")
-    return lambda build: load_library(flags_for(build), folder)
+
+    @functools.cache
+    def library(build: str) -> ctypes.CDLL:
+        if build == "x86-64-v4-amx":
+            trap_tiles(folder)
+        return load_library(flags_for(build), folder)
+
+    return library
 
 
 @pytest.fixture

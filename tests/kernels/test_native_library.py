@@ -20,7 +20,6 @@ from weft.kernels.native import rows as rows_native
 from weft.kernels.native.library import FLAGS, NativeUnavailableError, load_library, native_function
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="the CPU kernels are compiled on Linux only")
-WITHOUT_OPENMP = (*(flag for flag in FLAGS if flag != "-fopenmp"), "-Wno-unknown-pragmas", "-nostdlib")
 
 
 @pytest.fixture
@@ -97,7 +96,7 @@ def test_without_a_compiler_torch_operators_serve_and_that_is_said_once(
     assert record.levelname == "WARNING"
     assert "torch operators, which is slower" in record.getMessage()
     assert "install g++, or set CXX" in record.getMessage()
-    with pytest.raises(NativeUnavailableError, match="not compiled"):
+    with pytest.raises(NativeUnavailableError, match=r"no CPU kernels in C\+\+"):
         rows_native.silu_and_mul(torch.ones(1, 2))
 
 
@@ -226,17 +225,9 @@ def test_too_little_memory_is_an_error_and_not_the_end_of_the_process() -> None:
 
 
 @pytest.mark.usefixtures("little_sources")
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        ((*FLAGS, "-fno-such-flag"), r"failed: .*-fno-such-flag"),
-        (WITHOUT_OPENMP, r"another OpenMP runtime than torch's \(libgomp.*set CXX to a g\+\+"),
-    ],
-    ids=["an error", "another OpenMP"],
-)
-def test_what_is_wrong_with_a_compilation_is_reported(flags: tuple[str, ...], reason: str, tmp_path: Path) -> None:
-    with pytest.raises(NativeUnavailableError, match=reason):
-        load_library(flags, tmp_path)
+def test_an_error_of_a_compilation_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(NativeUnavailableError, match=r"failed: .*-fno-such-flag"):
+        load_library((*FLAGS, "-fno-such-flag"), tmp_path)
     assert not list(tmp_path.iterdir())
 
 

@@ -6,7 +6,9 @@ process with TRITON_INTERPRET=1, over interpreted Triton alone (tests/kernels/te
 
 from __future__ import annotations
 
+import ctypes
 import platform
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -18,18 +20,21 @@ import torch
 
 from weft.config import environment
 from weft.kernels.dispatch import Kernels, native_kernels, torch_kernels, triton_kernels
-from weft.kernels.native.library import FLAGS, native_library
+from weft.kernels.native.levels import LEVELS, TILES, Level, usable_features
+from weft.kernels.native.library import COMMON_FLAGS, NATIVE_FLAG, compiler_command, native_library
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
 INTERPRETS = environment().get("TRITON_INTERPRET") == "1"
 needs_compiler = pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")
+LEVEL = {level.name: level for level in LEVELS}
 BUILDS = {
-    "native": (),
-    "x86-64-v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
-    "x86-64-v3": ("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"),
+    "native": Level("native", platform.machine(), frozenset(), (NATIVE_FLAG,)),
+    "x86-64-v4": LEVEL["x86-64-v4"],  # no products of bfloat16
+    "x86-64-v3": LEVEL["x86-64-v3"],  # no AVX-512
+    "x86-64-v4-amx": LEVEL["x86-64-v4-amx"],
 }
-"""What `-march` may say, and the features of a CPU that runs it: v4 has no products of bfloat16, v3 no AVX-512."""
+"""What the tests compile for. Where the CPU has no AMX, `trap_tiles` stands for it."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +98,28 @@ def marks(impl: Implementation) -> list[pytest.MarkDecorator]:
 
 def flags_for(build: str) -> tuple[str, ...]:
     """Flags that compile for a kind of CPU."""
-    return tuple(f"-march={build}" if flag == "-march=native" else flag for flag in FLAGS)
+    return (*COMMON_FLAGS, *BUILDS[build].flags)
 
 
 def _can_run(build: str) -> bool:
-    if build == "native":
-        return True
-    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        return False
-    features = {word for line in Path("/proc/cpuinfo").read_text().splitlines() for word in line.split()}
-    return features.issuperset(BUILDS[build])
+    level = BUILDS[build]
+    if build == "native" or (platform.system(), platform.machine()) != ("Linux", level.machine):
+        return build == "native"
+    return _cpu_features() >= level.features - TILES
+
+
+def trap_tiles(folder: Path) -> None:
+    """Let this process run AMX's instructions where it cannot; what does that is compiled into `folder`."""
+    if _cpu_features() >= TILES:
+        return
+    source, library = Path(__file__).with_name("trapped_tiles.cpp"), folder / "trapped_tiles.so"
+    flags = ("-std=c++17", "-O3", "-march=x86-64-v3", "-shared", "-fPIC")
+    subprocess.run([*compiler_command(), *flags, str(source), "-o", str(library)], check=True)
+    ctypes.CDLL(str(library)).trap_tiles()
+
+
+def _cpu_features() -> frozenset[str]:
+    return usable_features(Path("/proc/cpuinfo").read_text())
 
 
 def _poisoned(operation: Any) -> Any:

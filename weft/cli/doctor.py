@@ -78,13 +78,12 @@ def _torch() -> Iterator[Finding]:
 
 
 def _cpu_kernels() -> Finding:
-    from weft.kernels.native.library import FLAGS, NativeUnavailableError, load_library
+    from weft.kernels.native.library import NativeUnavailableError, describe, find_library
 
     try:
-        load_library(FLAGS)
+        return Finding("CPU kernels", "ok", describe(find_library()))
     except NativeUnavailableError as error:
         return Finding("CPU kernels", "warn", f"run as torch operators, slower: {error}")
-    return Finding("CPU kernels", "ok", "compiled for this CPU")
 
 
 def _disk(data_dir: Path) -> Finding:

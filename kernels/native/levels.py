@@ -1,0 +1,65 @@
+"""Kinds of CPU that the kernels in C++ are compiled for, and what the CPU at hand can do."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Set
+from dataclasses import dataclass
+
+ARCH_PRCTL, REQUEST_TILES, TILE_DATA = 158, 0x1023, 18
+"""Linux on x86-64: a system call, its request for a part of a CPU's state, and the part with AMX's tiles."""
+AVX2 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
+AVX512 = frozenset({*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
+BF16 = frozenset({*AVX512, "avx512_bf16", "avx512_vnni"})
+TILES = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
+BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A kind of CPU."""
+
+    name: str
+    """As `native/level.cpp` tells it."""
+    machine: str
+    """As `platform.machine()` tells it."""
+    features: frozenset[str]
+    """What the CPU can do, in the words of /proc/cpuinfo."""
+    flags: tuple[str, ...]
+    """For the compiler."""
+
+
+LEVELS = (
+    Level("x86-64-v4-amx", "x86_64", BF16 | TILES, (*BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
+    Level("x86-64-v4-bf16", "x86_64", BF16, BF16_FLAGS),
+    Level("x86-64-v4", "x86_64", AVX512, ("-march=x86-64-v4",)),
+    Level("x86-64-v3", "x86_64", AVX2, ("-march=x86-64-v3",)),
+    Level("aarch64", "aarch64", frozenset({"asimd"}), ("-march=armv8-a",)),
+)
+"""The best first."""
+
+
+def level_for(machine: str, features: Set[str]) -> Level | None:
+    """The best level that a CPU runs; None where it runs none of them.
+
+    Args:
+        machine: As `platform.machine()` tells it.
+        features: What it can do, in the words of /proc/cpuinfo.
+    """
+    return next((level for level in LEVELS if level.machine == machine and level.features <= features), None)
+
+
+def usable_features(cpuinfo: str) -> frozenset[str]:
+    """What the CPU can do and Linux lets this process use; asks Linux for the use of AMX's tiles where there are any.
+
+    Args:
+        cpuinfo: Content of /proc/cpuinfo.
+    """
+    lines = cpuinfo.splitlines()
+    features = frozenset(word for line in lines if line.startswith(("flags", "Features")) for word in line.split())
+    return features if "amx_tile" not in features or _may_use_tiles() else features - TILES
+
+
+def _may_use_tiles() -> bool:
+    """Ask for tiles in all threads of this process; without that their use is a fault."""
+    return bool(ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_TILES, TILE_DATA) == 0)

@@ -51,7 +51,7 @@ class ModelShape:
         ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
         return {**sizes, **heads, "max_position_embeddings": 2048, "tie_word_embeddings": True, **ids}
 
-    def geometry(self, dtype_bytes: int = DTYPE_BYTES) -> PageGeometry:
+    def geometry(self, dtype_bytes: int = DTYPE_BYTES, *, is_kv_int8: bool = False) -> PageGeometry:
         """Pages of an arena for it."""
         return page_geometry(
             num_layers=self.num_layers,
@@ -59,6 +59,7 @@ class ModelShape:
             head_dim=self.head_dim,
             dtype_bytes=dtype_bytes,
             largest_row_features=self.base().largest_row_features,
+            is_kv_int8=is_kv_int8,
         )
 
 

@@ -1,12 +1,15 @@
 """How near is each operation to what the machine can do?
 
     weft bench kernels [--device cuda] [--model Llama-3-8B] [--rows 1,32] [--json benchmarks/results/kernels-cpu.json]
+    weft bench kernels --kv-dtype int8 --contexts 4096
 
 Times the operations of a step as the engine calls them, on random data in the shapes of a model: LoRA at each site for
 several mixes of adapters, attention at decode and over a prompt, norms, rope, KV writes and sampling. Each call takes
 another layer's weights and pages; what is small in all layers together still comes from a cache. The floor of an
 operation is the time that its bytes take at the bandwidth of a large copy or its arithmetic at the speed of a large
-product, both measured in the same run; on a GPU at least 3 us, as of a launch. Prints a table and, last, one JSON line.
+product, both measured in the same run; on a GPU at least 3 us, as of a launch. With `--kv-dtype int8`, attention is
+also timed over int8 keys and values, and its results on random numbers are compared with those over bfloat16 ones.
+Prints a table and, last, one JSON line.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -27,12 +31,14 @@ from weft.adapters.lora.step import LoraStep, PagedLora
 from weft.adapters.lora.tables import AdapterTables
 from weft.benchmarks.model_shapes import MODELS, ModelShape
 from weft.benchmarks.report import AddOption, counts, goal
+from weft.config import KvDtype
 from weft.engine.model.device import choose_device
 from weft.errors import ConfigError
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import kernels_for
 from weft.kernels.sampling import RowSampling
 from weft.memory.arena import Arena
+from weft.memory.geometry import SCALE_BYTES, PageGeometry
 
 DTYPE = torch.bfloat16
 VOCAB_SIZE = 32_000
@@ -44,7 +50,6 @@ MIXES = {
     "32 of rank 16": (16,) * 32,
 }
 """Ranks of the adapters of a batch, on all linear layers. Mixed ranks and rank 24 have equally many bytes."""
-CONTEXT_TOKENS = (128, 1024)
 PROMPT_TOKENS = 512
 CALLS = 30
 KV_PAGES = 256
@@ -87,11 +92,12 @@ class KernelBench:
     Args:
         model: Its sizes. The calls take its layers in turn.
         device: Where to compute.
+        is_kv_int8: Whether keys and values are int8.
     """
 
-    def __init__(self, model: ModelShape, device: torch.device) -> None:
+    def __init__(self, model: ModelShape, device: torch.device, *, is_kv_int8: bool = False) -> None:
         self.model, self.device, self.num_layers = model, device, model.num_layers
-        self.base, self.geometry = model.base(), model.geometry()
+        self.base, self.geometry = model.base(), model.geometry(is_kv_int8=is_kv_int8)
         self.kernels = kernels_for(device, DTYPE)
         self.arena = Arena(self.geometry, arena_pages(model), device, DTYPE)
         self.arena.elements.copy_(self._random(1, self.geometry.page_elements))
@@ -142,7 +148,7 @@ class KernelBench:
             Work("rope", lambda _: kernels.rope(q, k, cos, sin), 2 * (q.nbytes + k.nbytes)),
             Work(
                 "KV write",
-                lambda call: kernels.kv_write(k, v, *self.arena.kv(call % self.num_layers), slots),
+                lambda call: kernels.kv_write(k, v, *self.arena.kv(call % self.num_layers), slots, None),
                 2 * (k.nbytes + v.nbytes),
             ),
         ]
@@ -155,23 +161,42 @@ class KernelBench:
 
     def attention(self, rows: int, context: int, query: int = 1) -> Work:
         """Decode attention of so many requests, or of `query` tokens that end a prompt of `context` tokens."""
-        model, blocks = self.model, self.geometry.blocks(context)
+        model, geometry, blocks = self.model, self.geometry, self.geometry.blocks(context)
         # Where the requests need more pages than there are, they share some: reading them costs the same.
         pages = [1 + (1 + index) % (self.arena.num_pages - 1) for index in range(rows * blocks)]
         tables = [pages[row * blocks : (row + 1) * blocks] for row in range(rows)]
         lengths = [query] * rows, [context] * rows
-        batch = AttentionBatch.build(tables, *lengths, self.device, self.geometry.page_tokens)
+        batch = AttentionBatch.build(tables, *lengths, self.device, geometry.page_tokens)
         q = self._random(rows * query, model.num_heads * model.head_dim).view(-1, model.num_heads, model.head_dim)
-        kv_bytes = 2 * rows * context * model.num_kv_heads * model.head_dim * DTYPE.itemsize
+        kv_bytes = rows * context * vector_bytes(geometry) * 2 * model.num_kv_heads
+        stored = " of int8" if geometry.is_kv_int8 else ""
 
         def attend(call: int) -> object:
-            kv = self.arena.kv(call % self.num_layers)
-            return self.kernels.paged_attention(q, *kv, batch, model.head_dim**-0.5, None)
+            layer = call % self.num_layers
+            kv, scales = self.arena.kv(layer), self.arena.kv_scales(layer)
+            return self.kernels.paged_attention(q, *kv, batch, model.head_dim**-0.5, None, scales)
 
         if query == 1:
-            return Work(f"attention, context {context}", attend, kv_bytes + 2 * q.nbytes)
+            return Work(f"attention, context {context}{stored}", attend, kv_bytes + 2 * q.nbytes)
         flops = 4 * query * (context - query / 2) * model.num_heads * model.head_dim
-        return Work(f"attention, prompt of {context}", attend, kv_bytes + 2 * q.nbytes, flops)
+        return Work(f"attention, prompt of {context}{stored}", attend, kv_bytes + 2 * q.nbytes, flops)
+
+    def decoded(self, context: int) -> torch.Tensor:
+        """Attention of one row over the keys and values of a first layer, all normally distributed: [Hq, D].
+
+        The numbers are the same in each format.
+        """
+        model, geometry = self.model, self.geometry
+        draw = torch.Generator().manual_seed(0)
+        heads = model.num_heads + 2 * model.num_kv_heads
+        fused = torch.randn((context, heads, model.head_dim), generator=draw).to(DTYPE).to(self.device)
+        q, k, v = torch.split(fused, [model.num_heads, model.num_kv_heads, model.num_kv_heads], dim=1)
+        pages = list(range(1, 1 + geometry.blocks(context)))
+        kv, scales = self.arena.kv(0), self.arena.kv_scales(0)
+        slots = torch.arange(context, device=self.device) + geometry.page_tokens  # from page 1 on
+        self.kernels.kv_write(k, v, *kv, slots, scales)
+        batch = AttentionBatch.build([pages], [1], [context], self.device, geometry.page_tokens)
+        return self.kernels.paged_attention(q[-1:], *kv, batch, model.head_dim**-0.5, None, scales)[0]
 
     def _random(self, rows: int, width: int) -> torch.Tensor:
         return torch.randn(rows, width, device=self.device).mul_(0.02).to(DTYPE)
@@ -182,6 +207,18 @@ def arena_pages(model: ModelShape) -> int:
     base, geometry = model.base(), model.geometry()
     mixes = [sum(adapter_pages(all_modules(base, rank), base, geometry) for rank in mix) for mix in MIXES.values()]
     return max(*mixes, KV_PAGES) + 1
+
+
+def vector_bytes(geometry: PageGeometry) -> int:
+    """Bytes of a token's key, or value, of one head, with its scale where it has one."""
+    if geometry.is_kv_int8:
+        return geometry.head_dim + SCALE_BYTES
+    return geometry.head_dim * geometry.dtype_bytes
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference, relative to that of what is expected."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def all_modules(base: BaseShape, rank: int) -> dict[tuple[int, int], int]:
@@ -231,15 +268,25 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         torch.set_num_threads(options.threads)
     machine = measure_machine(device)
     bench = KernelBench(model, device)
+    caches = [bench, KernelBench(model, device, is_kv_int8=True)] if options.kv_dtype == "int8" else [bench]
     found: dict[str, dict[str, Any]] = {}
     for rows in options.rows:
-        for work in (*bench.small(rows), *(bench.attention(rows, context) for context in CONTEXT_TOKENS)):
+        decodes = [cache.attention(rows, context) for context in options.contexts for cache in caches]
+        for work in (*bench.small(rows), *decodes):
             found[f"{work.name}, {rows} rows"] = figures(work, device, machine)
         for about, ranks in MIXES.items():
             for work in bench.lora(ranks, rows) if len(ranks) <= rows else ():  # the next mix takes its place
                 found[f"{work.name}, {rows} rows, {about}"] = figures(work, device, machine)
-    prompt = bench.attention(1, PROMPT_TOKENS, PROMPT_TOKENS)
-    found[prompt.name] = figures(prompt, device, machine)
+    for prompt in [cache.attention(1, PROMPT_TOKENS, PROMPT_TOKENS) for cache in caches]:
+        found[prompt.name] = figures(prompt, device, machine)
+    errors = {
+        f"context {context}": relative_error(cache.decoded(context), bench.decoded(context))
+        for context in options.contexts
+        for cache in caches[1:]
+    }
+    if errors:
+        about = ", ".join(f"{error:.2%} at {context}" for context, error in errors.items())
+        print(f"attention over int8 keys and values differs from that over bfloat16 ones by {about}", file=sys.stderr)
     goals = make_goals(found) if options.check else []
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -247,6 +294,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "gigabytes_per_s": machine.bytes_per_s / 1e9,
         "teraflops": machine.flops_per_s / 1e12,
         "operations": found,
+        "int8_errors": errors,
         "table": [{"operation": name, **each} for name, each in found.items()],
         "goals": goals,
         "failures": [f"missed: {each['goal']}" for each in goals if not each["ok"]],
@@ -281,5 +329,7 @@ def add_options(add: AddOption) -> None:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--model", choices=[model.name for model in MODELS], default=None, help="take the shapes of this model")
     add("--rows", type=counts, default="1,32", help="rows of a decode batch, comma-separated")
+    add("--contexts", type=counts, default="128,1024", help="tokens that decode attends to, comma-separated")
+    add("--kv-dtype", choices=get_args(KvDtype), default="auto", help="int8 also times attention over int8 KV cache")
     add("--threads", type=int, default=0, help="on a CPU; 0 leaves it to torch")
     add("--check", action="store_true", help="on a GPU: exit status 1 where LoRA misses its goals")

@@ -28,6 +28,7 @@ typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
 // bfloat16 as it lies in memory: the upper half of a float.
 struct Bfloat16 {
@@ -55,6 +56,14 @@ WEFT_INLINE Words widen(Halves halves) {
 
 WEFT_INLINE Floats load(const Bfloat16* from) { return (Floats)(widen(load_bits<Halves>(from)) << 16); }
 
+WEFT_INLINE Floats load(const int8_t* from) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bits<__m128i>(from)));
+#else
+    return __builtin_convertvector(__builtin_convertvector(load_bits<Bytes>(from), Ints), Floats);
+#endif
+}
+
 WEFT_INLINE void store(float* to, Floats value) { std::memcpy(to, &value, sizeof(value)); }
 
 WEFT_INLINE void store(Bfloat16* to, Floats value) {
@@ -68,6 +77,13 @@ WEFT_INLINE void store(Bfloat16* to, Floats value) {
     const Halves rounded = __builtin_convertvector((value == value ? nearest_even : quiet_nan) >> 16, Halves);
     std::memcpy(to, &rounded, sizeof(rounded));
 #endif
+}
+
+// To the nearest integers, of two the even one; values of at most 127.
+WEFT_INLINE void store(int8_t* to, Floats value) {
+    constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
+    const Bytes rounded = __builtin_convertvector((Ints)(value + SHIFT), Bytes);
+    std::memcpy(to, &rounded, sizeof(rounded));
 }
 
 // The first `count` elements (less than 16); the others are zero, and nothing past them is read.
@@ -197,6 +213,9 @@ struct Packed {
     }
     // 16 columns of as many rows as a unit has elements.
     static WEFT_INLINE Words interleave(const T* first, const T* /*second*/) { return (Words)load(first); }
+    static WEFT_INLINE Words interleave(const int8_t* first, const int8_t* /*second*/) { return (Words)load(first); }
+    // Units of as many vectors of small integers as a unit has elements.
+    static WEFT_INLINE Words unit(Floats first, Floats /*second*/) { return (Words)first; }
 };
 
 #ifdef __AVX512BF16__
@@ -214,6 +233,11 @@ struct Packed<Bfloat16> {
     static WEFT_INLINE Words interleave(const Bfloat16* first, const Bfloat16* second) {
         return widen(load_bits<Halves>(first)) | widen(load_bits<Halves>(second)) << 16;
     }
+    static WEFT_INLINE Words interleave(const int8_t* first, const int8_t* second) {
+        return unit(load(first), load(second));
+    }
+    // Integers of at most 256 are bfloat16 exactly: the lower half of the float is zero.
+    static WEFT_INLINE Words unit(Floats first, Floats second) { return (Words)first >> 16 | (Words)second; }
 };
 #endif
 

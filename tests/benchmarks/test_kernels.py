@@ -38,6 +38,23 @@ def test_every_operation_is_timed_beside_its_floor(
     assert capsys.readouterr().out.splitlines()[-1].startswith('{"benchmark": "kernels"')
 
 
+def test_int8_is_timed_beside_bfloat16_and_its_error_is_told(
+    measure: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "MODELS", (SMALL,))
+    monkeypatch.setattr(kernels, "CALLS", 2)
+    monkeypatch.setattr(kernels, "measure_machine", lambda _: Machine(1e10, 1e11, 0.0))
+    result = measure("kernels", "--model small --device cpu --rows 2 --contexts 300,1000 --kv-dtype int8")
+    wide, int8 = (result["operations"][f"attention, context 1000{kind}, 2 rows"] for kind in ("", " of int8"))
+    queries = 2 * 2 * 64 * 2
+    assert int8["floor_us"] == pytest.approx((2 * 1000 * 2 * 2 * (16 + 4) + queries) / 1e10 * 1e6)
+    assert wide["floor_us"] == pytest.approx((2 * 1000 * 2 * 2 * (16 * 2) + queries) / 1e10 * 1e6)
+    assert set(result["int8_errors"]) == {"context 300", "context 1000"}
+    assert all(0.003 < error < 0.03 for error in result["int8_errors"].values())
+    said = "attention over int8 keys and values differs from that over bfloat16 ones by"
+    assert said in capsys.readouterr().err
+
+
 def test_lora_reads_the_weights_of_the_adapters_of_its_rows() -> None:
     bench = KernelBench(SMALL, CPU)
     qkv, out, gate_up, down = bench.lora((8, 16), rows=4)

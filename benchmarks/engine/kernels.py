@@ -240,21 +240,26 @@ def measure_machine(device: torch.device) -> Machine:
 
 def timings(run: Callable[[int], object], device: torch.device, calls: int) -> list[float]:
     """Seconds of each call, after equally many calls that are not timed."""
-    seconds = []
+    return timings_in_turns([run], device, calls)[0]
+
+
+def timings_in_turns(runs: Sequence[Callable[[int], object]], device: torch.device, calls: int) -> list[list[float]]:
+    """Seconds of each call of each operation; a slow moment of the machine hits all of them."""
+    seconds = [list[float]() for _ in runs]
     with torch.inference_mode():
-        for call in range(2 * calls):
+        for call, (run, times) in itertools.product(range(2 * calls), zip(runs, seconds, strict=True)):
             if device.type == "cuda":
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 start.record()
                 run(call)
                 end.record()
                 end.synchronize()
-                seconds.append(start.elapsed_time(end) / 1e3)
+                times.append(start.elapsed_time(end) / 1e3)
             else:
                 started_s = time.perf_counter()
                 run(call)
-                seconds.append(time.perf_counter() - started_s)
-    return seconds[calls:]
+                times.append(time.perf_counter() - started_s)
+    return [times[calls:] for times in seconds]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -271,22 +276,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     caches = [bench, KernelBench(model, device, is_kv_int8=True)] if options.kv_dtype == "int8" else [bench]
     found: dict[str, dict[str, Any]] = {}
     for rows in options.rows:
-        decodes = [cache.attention(rows, context) for context in options.contexts for cache in caches]
-        for work in (*bench.small(rows), *decodes):
-            found[f"{work.name}, {rows} rows"] = figures(work, device, machine)
+        decodes = [[cache.attention(rows, context) for cache in caches] for context in options.contexts]
+        for works in (*([work] for work in bench.small(rows)), *decodes):
+            found |= figures(works, device, machine, f", {rows} rows")
         for about, ranks in MIXES.items():
             for work in bench.lora(ranks, rows) if len(ranks) <= rows else ():  # the next mix takes its place
-                found[f"{work.name}, {rows} rows, {about}"] = figures(work, device, machine)
-    for prompt in [cache.attention(1, PROMPT_TOKENS, PROMPT_TOKENS) for cache in caches]:
-        found[prompt.name] = figures(prompt, device, machine)
+                found |= figures([work], device, machine, f", {rows} rows, {about}")
+    found |= figures([cache.attention(1, PROMPT_TOKENS, PROMPT_TOKENS) for cache in caches], device, machine)
     errors = {
-        f"context {context}": relative_error(cache.decoded(context), bench.decoded(context))
+        context: relative_error(cache.decoded(context), bench.decoded(context))
         for context in options.contexts
         for cache in caches[1:]
     }
-    if errors:
-        about = ", ".join(f"{error:.2%} at {context}" for context, error in errors.items())
-        print(f"attention over int8 keys and values differs from that over bfloat16 ones by {about}", file=sys.stderr)
+    for context, error in errors.items():
+        print(f"attention to {context:,} tokens: int8 differs from bfloat16 by {error:.2%}", file=sys.stderr)
     goals = make_goals(found) if options.check else []
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -317,11 +320,18 @@ def make_goals(found: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]
     return goals
 
 
-def figures(work: Work, device: torch.device, machine: Machine) -> dict[str, float]:
-    """Median of an operation beside its floor, in microseconds."""
-    seconds = statistics.median(timings(work.run, device, CALLS))
-    floor_s = machine.floor_s(work)
-    return {"us": seconds * 1e6, "floor_us": floor_s * 1e6, "ratio": seconds / floor_s}
+def figures(
+    works: Sequence[Work], device: torch.device, machine: Machine, where: str = ""
+) -> dict[str, dict[str, float]]:
+    """Medians of operations beside their floors, in microseconds, by their names and `where`; they are run in turns."""
+    seconds = timings_in_turns([work.run for work in works], device, CALLS)
+    medians = [
+        (work, statistics.median(times), machine.floor_s(work)) for work, times in zip(works, seconds, strict=True)
+    ]
+    return {
+        f"{work.name}{where}": {"us": median * 1e6, "floor_us": floor_s * 1e6, "ratio": median / floor_s}
+        for work, median, floor_s in medians
+    }
 
 
 def add_options(add: AddOption) -> None:

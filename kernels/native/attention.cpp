@@ -56,7 +56,7 @@ struct Room {
     Buffer<typename P::Stored> queries, weights;
     Buffer<uint32_t> keys, values;
     Buffer<float> scores, sums, maxima, totals, factors;
-    Buffer<float> key_scales, value_scales;  // of the tokens of a block; 1 where keys and values have none
+    Buffer<float> key_factors, value_scales;  // of a block's tokens, for their scores (in units of log2) and weights
     Buffer<T> zeros;
 
     Room(int64_t max_rows, int64_t head_dim)
@@ -73,12 +73,9 @@ struct Room {
           maxima(rows),
           totals(rows * LANES),
           factors(rows),
-          key_scales(BLOCK),
+          key_factors(BLOCK),
           value_scales(BLOCK),
-          zeros(features + LANES) {
-        std::fill_n(key_scales.data(), BLOCK, 1.0f);
-        std::fill_n(value_scales.data(), BLOCK, 1.0f);
-    }
+          zeros(features + LANES) {}
 };
 
 template <class T>
@@ -113,17 +110,10 @@ void pack_keys(const T* const* keys, int64_t head_dim, Room<T>& room) {
 template <class T>
 void pack_keys(const int8_t* const* keys, int64_t head_dim, Room<T>& room) {
     using P = Packed<T>;
-    constexpr int64_t WIDTH = 4 * LANES;
-    for (int64_t feature = 0; feature < head_dim; feature += WIDTH) {
+    for (int64_t feature = 0; feature < head_dim; feature += 4 * LANES) {
         for (int64_t t = 0; t < BLOCK; t += LANES) {
-            Words square[LANES] = {};
-            for (int i = 0; i < LANES; i++) {
-                if (head_dim - feature >= WIDTH) {
-                    square[i] = load_bits<Words>(keys[t + i] + feature);
-                } else {
-                    std::memcpy(&square[i], keys[t + i] + feature, head_dim - feature);
-                }
-            }
+            Words square[LANES];
+            for (int i = 0; i < LANES; i++) square[i] = load_fours(keys[t + i] + feature, head_dim - feature);
             transpose(square);
             for (int i = 0; i < LANES && feature + 4 * i < room.features; i++) {
                 const auto number = [&](int byte) {
@@ -138,9 +128,9 @@ void pack_keys(const int8_t* const* keys, int64_t head_dim, Room<T>& room) {
     }
 }
 
-// Keys [units, 64] and values [64 / PER_UNIT, head_dim] of the block that begins with token `first`, stored as `Stored`,
-// which is T, or int8 whose scales are kept beside them. Tokens that no row of the task sees, all but [start, end), are
-// not read, and zero.
+// Keys [units, 64] and values [64 / PER_UNIT, head_dim] of the block that begins with token `first`. In pages they are of
+// `Stored`: T, or int8, whose scales are kept beside them. Tokens that no row of the task sees, all but [start, end),
+// are not read, and zero.
 template <class Stored, class T>
 void pack_block(const Call<T>& call, const Task& task, int64_t head, int64_t first, int64_t start, int64_t end,
                 Room<T>& room) {
@@ -150,8 +140,8 @@ void pack_block(const Call<T>& call, const Task& task, int64_t head, int64_t fir
     const int32_t* pages = call.block_table + task.request * call.max_blocks;
     int64_t page = first / call.pages.page_tokens, token = first % call.pages.page_tokens;
     for (int64_t t = 0; t < BLOCK; t++) {
-        const bool is_seen = first + t >= start && first + t < end;
-        if (!is_seen) {
+        if constexpr (HAS_SCALES) room.key_factors[t] = room.value_scales[t] = 0;
+        if (first + t < start || first + t >= end) {
             keys[t] = values[t] = (const Stored*)room.zeros.data();
         } else {
             const int64_t place = call.pages.offset(pages[page], head, token);
@@ -161,11 +151,11 @@ void pack_block(const Call<T>& call, const Task& task, int64_t head, int64_t fir
                 __builtin_prefetch(keys[t] + d);
                 __builtin_prefetch(values[t] + d);
             }
-        }
-        if constexpr (HAS_SCALES) {
-            const int64_t place = is_seen ? call.pages.scale_offset(pages[page], head, token) : 0;
-            room.key_scales[t] = is_seen ? call.pages.k_scales[place] : 0;
-            room.value_scales[t] = is_seen ? call.pages.v_scales[place] : 0;
+            if constexpr (HAS_SCALES) {
+                const int64_t of_scales = call.pages.scale_offset(pages[page], head, token);
+                room.key_factors[t] = call.pages.k_scales[of_scales] * (call.scale * LOG2_E);
+                room.value_scales[t] = call.pages.v_scales[of_scales];
+            }
         }
         if (++token == call.pages.page_tokens) {
             token = 0;
@@ -248,8 +238,9 @@ void attend(const Call<T>& call, const Task& task, int64_t head, Room<T>& room) 
     constexpr int64_t depth = BLOCK / P::PER_UNIT;
     const int64_t rows = task.count * call.group, last = task.end + task.count - 1, width = room.panels * PANEL;
     const int64_t start = call.window ? std::max<int64_t>(0, task.end - call.window) : 0;
-    const float scale = call.scale * LOG2_E;
     pack_queries(call, task, head, room);
+    std::fill_n(room.key_factors.data(), BLOCK, call.scale * LOG2_E);
+    std::fill_n(room.value_scales.data(), BLOCK, 1.0f);
     std::fill_n(room.sums.data(), rows * width, 0.0f);
     std::fill_n(room.maxima.data(), rows, NOTHING);
     std::fill_n(room.totals.data(), rows * LANES, 0.0f);
@@ -261,7 +252,7 @@ void attend(const Call<T>& call, const Task& task, int64_t head, Room<T>& room) 
         }
         multiply_panel<T>(rows, room.queries.data(), room.features, room.units, room.keys.data(), PANEL,
                           [&](int64_t row, int64_t key, Floats products) {
-                              store(&room.scores[row * BLOCK + key], products * (load(&room.key_scales[key]) * scale));
+                              store(&room.scores[row * BLOCK + key], products * load(&room.key_factors[key]));
                           });
         weigh(call, task, first, room);
         for (int64_t panel = 0; panel < room.panels; panel++) {

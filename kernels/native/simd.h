@@ -101,6 +101,17 @@ WEFT_INLINE void store_some(T* to, Floats value, int64_t count) {
     std::memcpy(to, padded, count * sizeof(T));
 }
 
+// The first `count` of 64; the others are zero, and nothing past them is read.
+WEFT_INLINE Words load_fours(const int8_t* from, int64_t count) {
+#ifdef __AVX512BW__
+    return (Words)_mm512_maskz_loadu_epi8(count >= 4 * LANES ? ~0ull : (1ull << count) - 1, from);
+#else
+    Words words = {};
+    std::memcpy(&words, from, count >= 4 * LANES ? 4 * LANES : count);
+    return words;
+#endif
+}
+
 // Replaces 16 elements, or the first `count` where those are fewer (none where it is not positive).
 template <class T, class Change>
 WEFT_INLINE void update(T* at, int64_t count, Change change) {

@@ -62,7 +62,7 @@ class EngineReady:
 
 
 def number_format(dtype: str, geometry: PageGeometry) -> str:
-    """For people: the format of a model that is computed in `dtype`, and of its KV cache where that has another."""
+    """Name of the format that a model is computed in, and of that of its KV cache where it is another one."""
     return f"{dtype} with KV cache in int8" if geometry.is_kv_int8 else dtype
 
 

@@ -128,9 +128,9 @@ void pack_keys(const int8_t* const* keys, int64_t head_dim, Room<T>& room) {
     }
 }
 
-// Keys [units, 64] and values [64 / PER_UNIT, head_dim] of the block that begins with token `first`. In pages they are of
-// `Stored`: T, or int8, whose scales are kept beside them. Tokens that no row of the task sees, all but [start, end),
-// are not read, and zero.
+// Keys [units, 64] and values [64 / PER_UNIT, head_dim] of the block that begins with token `first`. Pages hold
+// `Stored`, which is T, or int8 with scales, which are kept beside the panels. Tokens that no row of the task sees, all
+// but [start, end), are not read, and zero.
 template <class Stored, class T>
 void pack_block(const Call<T>& call, const Task& task, int64_t head, int64_t first, int64_t start, int64_t end,
                 Room<T>& room) {

@@ -269,6 +269,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("--check knows goals for a GPU and 32 rows only", param="check")
     default = "Llama-3-8B" if device.type == "cuda" else "Qwen2.5-0.5B"
     model = next(each for each in MODELS if each.name == (options.model or default))
+    longest = (arena_pages(model) - 1) * model.geometry().page_tokens
+    if max(options.contexts, default=0) > longest:
+        raise ConfigError(
+            f"--contexts must be at most {longest}, which the pages of {model.name} hold", param="contexts"
+        )
     if options.threads:
         torch.set_num_threads(options.threads)
     machine = measure_machine(device)

@@ -54,6 +54,15 @@ def test_int8_is_timed_beside_bfloat16_and_its_error_is_told(
     assert "attention to 1,000 tokens: int8 differs from bfloat16 by 0." in capsys.readouterr().err
 
 
+def test_a_context_that_the_pages_do_not_hold_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "MODELS", (SMALL,))
+    longest = (arena_pages(SMALL) - 1) * SMALL.geometry().page_tokens
+    assert main("kernels", ["--model", "small", "--device", "cpu", "--contexts", f"8,{longest + 1}"]) == 2
+    assert f"--contexts must be at most {longest}" in capsys.readouterr().err
+
+
 def test_lora_reads_the_weights_of_the_adapters_of_its_rows() -> None:
     bench = KernelBench(SMALL, CPU)
     qkv, out, gate_up, down = bench.lora((8, 16), rows=4)

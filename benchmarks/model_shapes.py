@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.adapters.base_shape import MODULE_PATHS, BaseShape
+from weft.config import KvDtype
 from weft.engine.model.spec import DecoderSpec, base_shape, decoder_spec, model_geometry
 from weft.memory.geometry import PageGeometry
 
@@ -52,9 +53,9 @@ class ModelShape:
         ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
         return {**sizes, **heads, "max_position_embeddings": 2048, "tie_word_embeddings": True, **ids}
 
-    def geometry(self, dtype_bytes: int = DTYPE_BYTES) -> PageGeometry:
+    def geometry(self, dtype_bytes: int = DTYPE_BYTES, kv_dtype: KvDtype = "auto") -> PageGeometry:
         """Pages of an arena for it."""
-        return model_geometry(self.spec(), self.base(), dtype_bytes)
+        return model_geometry(self.spec(), self.base(), dtype_bytes, kv_dtype)
 
 
 QWEN = ModelShape("Qwen2.5-0.5B", num_layers=24, hidden=896, intermediate=4864, num_heads=14, num_kv_heads=2)

@@ -87,7 +87,7 @@ def build_engine(
     dtype = choose_dtype(config.model.dtype, spec.dtype, device)
 
     shape = base_shape(spec, "")  # its sizes; the digest is known once the weights are read
-    geometry = model_geometry(spec, shape, dtype.itemsize)
+    geometry = model_geometry(spec, shape, dtype.itemsize, config.memory.kv_dtype)
     plan = plan_memory(config, spec, shape, geometry, free_memory(device), on_cpu=device.type == "cpu")
     if device.type == "cpu":
         torch.set_num_threads(choose_threads(config.model.threads, plan.weight_bytes))
@@ -149,7 +149,7 @@ def build_engine(
         prefixes=prefixes,
         swap=SwapSpace(slab, images.make_room, max_pages=slab.num_pages // SWAP_DIVISOR),
         costs=costs,
-        prefix_seed=prefix_seed(base.digest, ready.dtype, spec.rope),
+        prefix_seed=prefix_seed(base.digest, ready.number_format, spec.rope),
         is_sharing=config.memory.prefix_cache,
     )
     limits = ModelLimits(max_model_len=longest, vocab_size=spec.vocab_size, eos_token_ids=read_eos_token_ids(folder))

@@ -38,7 +38,8 @@ def check_start(config: Config) -> None:
         asked = spec.dtype if config.model.dtype == "auto" else config.model.dtype
         num_bytes = 2 if asked == "bfloat16" or config.model.dtype == "float16" else 4
         base = base_shape(spec, "")
-        plan_memory(config, spec, base, model_geometry(spec, base, num_bytes), free_memory(), on_cpu=True)
+        geometry = model_geometry(spec, base, num_bytes, config.memory.kv_dtype)
+        plan_memory(config, spec, base, geometry, free_memory(), on_cpu=True)
 
 
 def count_cuda_devices() -> int:

@@ -55,6 +55,16 @@ class EngineReady:
     memory: MemoryPlan
     max_rank: int
 
+    @property
+    def number_format(self) -> str:
+        """How the model is computed and its KV cache stored."""
+        return number_format(self.dtype, self.geometry)
+
+
+def number_format(dtype: str, geometry: PageGeometry) -> str:
+    """Name of the format that a model is computed in, and of that of its KV cache where it is another one."""
+    return f"{dtype} with KV cache in int8" if geometry.is_kv_int8 else dtype
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.checks import expect, expect_that
+from weft.kernels.kv_scales import KvScales
 from weft.kernels.plain import attention as attention_cpu
 from weft.kernels.plain import rows as rows_cpu
 
@@ -42,6 +43,7 @@ def attend(
     batch: AttentionBatch,
     scale: float,
     sliding_window: int | None = None,
+    kv_scales: KvScales | None = None,
 ) -> Tensor:
     """Norm the heads, rotate them, store keys and values, attend.
 
@@ -49,8 +51,8 @@ def attend(
         q, k, v = split(qkv)                             # [T, Hq, D], [T, Hkv, D], [T, Hkv, D]
         if norms: q, k = rms_norm(q, norms.q), rms_norm(k, norms.k)
         rope(q, k, cos, sin)
-        kv_write(k, v, k_pages, v_pages, slot_mapping)
-        return paged_attention(q, k_pages, v_pages, batch, scale, sliding_window)
+        kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
+        return paged_attention(q, k_pages, v_pages, batch, scale, sliding_window, kv_scales)
 
     Args:
         kernels: The single operations.
@@ -64,6 +66,7 @@ def attend(
         batch: Which rows attend to what.
         scale: Factor of the scores.
         sliding_window: How many positions a row sees, itself included; None for all.
+        kv_scales: The layer's scales where its keys and values are int8. Mutated.
 
     Returns:
         [T, Hq * D], dtype of qkv. Rows of no request are zero.
@@ -77,8 +80,8 @@ def attend(
     if norms is not None:
         q, k = kernels.rms_norm(q, norms.q, norms.eps), kernels.rms_norm(k, norms.k, norms.eps)
     kernels.rope(q, k, cos, sin)
-    kernels.kv_write(k, v, k_pages, v_pages, slot_mapping)
-    return kernels.paged_attention(q, k_pages, v_pages, batch, scale, sliding_window).flatten(1)
+    kernels.kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
+    return kernels.paged_attention(q, k_pages, v_pages, batch, scale, sliding_window, kv_scales).flatten(1)
 
 
 def check_operands(
@@ -90,6 +93,7 @@ def check_operands(
     slot_mapping: Tensor,
     batch: AttentionBatch,
     sliding_window: int | None,
+    kv_scales: KvScales | None,
 ) -> None:
     """Check what a call to `attend` was given, but for the norms.
 
@@ -104,8 +108,8 @@ def check_operands(
     heads = qkv.view(len(qkv), -1, head_dim)
     q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
     rows_cpu.check_rope(q, k, cos, sin)
-    rows_cpu.check_kv_write(k, v, k_pages, v_pages, slot_mapping)
-    attention_cpu.check_operands(q, k_pages, v_pages, batch, sliding_window)
+    rows_cpu.check_kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
+    attention_cpu.check_operands(q, k_pages, v_pages, batch, sliding_window, kv_scales)
 
 
 def check_norms(norms: HeadNorms | None, qkv: Tensor, head_dim: int) -> None:

@@ -13,12 +13,27 @@ from torch import Tensor
 from weft.errors import ConfigError
 from weft.kernels.attend import HeadNorms
 from weft.kernels.attention_batch import AttentionBatch
+from weft.kernels.kv_scales import KvScales
 from weft.kernels.native.library import NATIVE_DTYPES, native_library
 from weft.kernels.sampling import RowSampling
 from weft.kernels.sgmv import SgmvSite, SgmvTables, Tiles
 
+PagedAttention = Callable[[Tensor, Tensor, Tensor, AttentionBatch, float, int | None, KvScales | None], Tensor]
 Attend = Callable[
-    [Tensor, HeadNorms | None, Tensor, Tensor, Tensor, Tensor, Tensor, AttentionBatch, float, int | None], Tensor
+    [
+        Tensor,
+        HeadNorms | None,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        AttentionBatch,
+        float,
+        int | None,
+        KvScales | None,
+    ],
+    Tensor,
 ]
 Sgmv = Callable[[Tensor, Tensor, Tensor, SgmvTables, Tiles, SgmvSite, int], None]
 
@@ -31,8 +46,8 @@ class Kernels:
     fused_add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     rope: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     silu_and_mul: Callable[[Tensor], Tensor]
-    kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    paged_attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, float, int | None], Tensor]
+    kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, KvScales | None], None]
+    paged_attention: PagedAttention
     sgmv: Sgmv
     sample: Callable[[Tensor, Sequence[RowSampling]], Tensor]
     logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]

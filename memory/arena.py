@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from weft.memory.geometry import PageGeometry
+from weft.memory.geometry import SCALE_BYTES, PageGeometry
 
 POISON_BYTE = 0xFF
-"""As bf16, fp16 or fp32 these bytes are NaN, so that a read of freed memory shows."""
+"""As bf16, fp16 or fp32, and so as the scale of int8, these bytes are NaN: a read of freed memory shows."""
 
 DEVICE_LOST = ("CUDA error", "Triton Error [CUDA]")
 """What errors of a lost device say that are not of the class `torch.AcceleratorError`."""
@@ -31,7 +31,7 @@ class Arena:
         geometry: Sizes of a page.
         num_pages: Pages, the zero page included.
         device: Where the memory lies.
-        dtype: Element type of KV cache and LoRA weights; its size is `geometry.dtype_bytes`.
+        dtype: Element type of LoRA weights, and of KV cache that is not int8; its size is `geometry.dtype_bytes`.
 
     Raises:
         ValueError: If `dtype` and `geometry` disagree.
@@ -58,13 +58,41 @@ class Arena:
         Returns:
             Two strided views [num_pages, num_kv_heads, page_tokens, head_dim].
         """
+        elements = self.bytes.view(torch.int8) if self.geometry.is_kv_int8 else self.elements
+        return self._planes(elements, layer, 0, self.geometry.head_dim)
+
+    def kv_scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The scales of one layer's keys and values; None where these are not int8.
+
+        Args:
+            layer: As for `kv`.
+
+        Returns:
+            Two strided views [num_pages, num_kv_heads, page_tokens], float32.
+        """
         geometry = self.geometry
-        head = geometry.page_tokens * geometry.head_dim
+        if not geometry.is_kv_int8:
+            return None
+        start = geometry.kv_vectors * geometry.head_dim // SCALE_BYTES
+        k, v = self._planes(self.bytes.view(torch.float32), layer, start, 1)
+        return k[..., 0], v[..., 0]
+
+    def _planes(self, elements: torch.Tensor, layer: int, start: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views [num_pages, num_kv_heads, page_tokens, width] for keys and values of a layer.
+
+        Args:
+            elements: The arena, [num_pages, elements of a page].
+            layer: Index in the model.
+            start: The first element of the planes of all layers.
+            width: Elements per token and head.
+        """
+        geometry = self.geometry
+        head = geometry.page_tokens * width
         plane = geometry.num_kv_heads * head
-        shape = (self.num_pages, geometry.num_kv_heads, geometry.page_tokens, geometry.head_dim)
-        strides = (geometry.page_elements, head, geometry.head_dim, 1)
-        start = (layer % geometry.layers_per_group) * 2 * plane
-        return self.elements.as_strided(shape, strides, start), self.elements.as_strided(shape, strides, start + plane)
+        shape = (self.num_pages, geometry.num_kv_heads, geometry.page_tokens, width)
+        strides = (elements.stride(0), head, width, 1)
+        start += (layer % geometry.layers_per_group) * 2 * plane
+        return elements.as_strided(shape, strides, start), elements.as_strided(shape, strides, start + plane)
 
     def zero(self, pages: Sequence[int]) -> None:
         """Fill pages with zeros."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 PAGE_TOKEN_CHOICES = (16, 32, 64, 128)
@@ -11,6 +12,8 @@ PITCH_BYTES = 256
 """Rows of LoRA weights inside a page start at multiples of this; table offsets count in it."""
 GROUP_ROWS = 8
 """Rank rows in a row group, the unit packed into pages."""
+SCALE_BYTES = 4
+"""Of the float32 scale that a token's key or value of one head has where these are int8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +21,8 @@ class PageGeometry:
     """Sizes of the pages of one arena.
 
     A KV block is `num_groups` pages, one per layer group; a page holds `page_tokens` tokens of `layers_per_group`
-    layers, laid out `[layer in group][K|V][kv_head][token][head_dim]`.
+    layers, laid out `[layer in group][K|V][kv_head][token][head_dim]`. Where keys and values are int8, their scales
+    follow, `[layer in group][K|V][kv_head][token]`.
     """
 
     page_bytes: int
@@ -33,7 +37,14 @@ class PageGeometry:
     num_kv_heads: int
     head_dim: int
     dtype_bytes: int
-    """Bytes of one element of KV cache and LoRA weights."""
+    """Bytes of one element of LoRA weights, and of KV cache that is not int8."""
+    is_kv_int8: bool = False
+    """Whether keys and values are int8, each token's of each head with a float32 scale."""
+
+    @property
+    def kv_vectors(self) -> int:
+        """Vectors of `head_dim` elements in a page, keys and values together."""
+        return self.layers_per_group * 2 * self.num_kv_heads * self.page_tokens
 
     @property
     def page_elements(self) -> int:
@@ -55,7 +66,13 @@ def row_pitch_bytes(features: int, dtype_bytes: int) -> int:
 
 
 def page_geometry(
-    *, num_layers: int, num_kv_heads: int, head_dim: int, dtype_bytes: int, largest_row_features: int
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype_bytes: int,
+    largest_row_features: int,
+    is_kv_int8: bool = False,
 ) -> PageGeometry:
     """Choose the page size for a model.
 
@@ -63,12 +80,16 @@ def page_geometry(
     be smaller even at 128, take 16, doubled until the largest row group fits. Where 16 tokens exceed 2 MiB, the layers
     are split into the smallest power-of-two number of groups that does not.
 
+    With int8 keys and values, a page has as many times the tokens as its elements are smaller, and a little more bytes,
+    for the scales.
+
     Args:
         num_layers: Decoder layers.
         num_kv_heads: KV heads per layer.
         head_dim: Elements per head.
-        dtype_bytes: Bytes per element of KV cache and LoRA weights.
+        dtype_bytes: Bytes per element of LoRA weights, and of KV cache that is not int8.
         largest_row_features: Elements of the widest LoRA row (the largest in or out features of any module).
+        is_kv_int8: Whether keys and values are int8 with scales.
     """
     layer_token_bytes = 2 * num_kv_heads * head_dim * dtype_bytes
     largest_group_bytes = GROUP_ROWS * row_pitch_bytes(largest_row_features, dtype_bytes)
@@ -82,8 +103,14 @@ def page_geometry(
     page_tokens = next((t for t in PAGE_TOKEN_CHOICES if t * token_bytes >= MIN_PAGE_BYTES), 16)
     while page_tokens * token_bytes < largest_group_bytes or page_tokens * token_bytes % PITCH_BYTES:
         page_tokens *= 2
+    page_bytes = page_tokens * token_bytes
+    if is_kv_int8:
+        page_tokens *= dtype_bytes
+        # Torch operators gather whole vectors from the arena, so a page is a multiple of them, too.
+        unit = math.lcm(PITCH_BYTES, head_dim)
+        page_bytes = -(-page_bytes * (head_dim + SCALE_BYTES) // head_dim // unit) * unit
     return PageGeometry(
-        page_bytes=page_tokens * token_bytes,
+        page_bytes=page_bytes,
         page_tokens=page_tokens,
         num_groups=num_groups,
         layers_per_group=layers_per_group,
@@ -91,4 +118,5 @@ def page_geometry(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype_bytes=dtype_bytes,
+        is_kv_int8=is_kv_int8,
     )

@@ -123,7 +123,8 @@ class Services:
     @property
     def fingerprint(self) -> str:
         """Changes whenever seeded sampling may change."""
-        return f"weft-{weft.__version__}-{self.ready.base.digest.removeprefix('sha256:')[:12]}-{self.ready.dtype}"
+        kv = "-kv-int8" if self.ready.geometry.is_kv_int8 else ""
+        return f"weft-{weft.__version__}-{self.ready.base.digest.removeprefix('sha256:')[:12]}-{self.ready.dtype}{kv}"
 
 
 def services_of(request: Request) -> Services:

@@ -21,6 +21,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Auth = Literal["on", "off"]
 MetricsAliases = Literal["none", "vllm"]
+KvDtype = Literal["auto", "int8"]
 Eviction = Literal["gdsf", "lru"]
 Policy = Literal["fcfs", "fair"]
 Inner = Literal["fifo", "shortest", "slack", "mlfq"]
@@ -69,7 +70,7 @@ class ModelConfig:
     """Where the model runs: auto, cpu or cuda. auto takes a CUDA device if there is one."""
     dtype: Dtype = "auto"
     """Number format of weights, KV cache and adapters: auto, float32, bfloat16 or float16. auto takes the format of the
-    model where the device computes it natively."""
+    model where the device computes it natively. `memory.kv_dtype` may give the KV cache another one."""
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens; when not set, the limit of the model."""
     tool_format: str | None = None
@@ -94,6 +95,9 @@ class MemoryConfig:
     host_gib: float | None = None
     """Host memory in GiB for adapters ready to be copied to the device and for swapped KV cache; when not set, an
     eighth of the free memory, at most 2."""
+    kv_dtype: KvDtype = "auto"
+    """Number format of keys and values: auto takes that of `model.dtype`. int8 holds about twice the tokens in the same
+    memory, with a scale per token and head; answers may change a little."""
     prefix_cache: bool = True
     """Whether to keep the KV cache of earlier requests for requests that begin with the same tokens."""
     eviction: Eviction = "gdsf"
@@ -105,7 +109,7 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         for name, value in (("memory.gib", self.gib), ("memory.host_gib", self.host_gib)):
             _require(value is None or 0 < value <= 4096, name, "above 0, at most 4096", value)
-        _check_choices("memory", self, eviction=Eviction)
+        _check_choices("memory", self, kv_dtype=KvDtype, eviction=Eviction)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,15 @@
 """How near is each operation to what the machine can do?
 
     weft bench kernels [--device cuda] [--model Llama-3-8B] [--rows 1,32] [--json benchmarks/results/kernels-cpu.json]
+    weft bench kernels --kv-dtype int8 --contexts 4096
 
 Times the operations of a step as the engine calls them, on random data in the shapes of a model: LoRA at each site for
 several mixes of adapters, attention at decode and over a prompt, norms, rope, KV writes and sampling. Each call takes
 another layer's weights and pages; what is small in all layers together still comes from a cache. The floor of an
 operation is the time that its bytes take at the bandwidth of a large copy or its arithmetic at the speed of a large
-product, both measured in the same run; on a GPU at least 3 us, as of a launch. Prints a table and, last, one JSON line.
+product, both measured in the same run; on a GPU at least 3 us, as of a launch. With `--kv-dtype int8`, attention is
+also timed over int8 keys and values, and its results on random numbers are compared with those over bfloat16 ones.
+Prints a table and, last, one JSON line.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -27,12 +31,14 @@ from weft.adapters.lora.step import LoraStep, PagedLora
 from weft.adapters.lora.tables import AdapterTables
 from weft.benchmarks.model_shapes import MODELS, ModelShape
 from weft.benchmarks.report import AddOption, counts, goal
+from weft.config import KvDtype
 from weft.engine.model.device import choose_device
 from weft.errors import ConfigError
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import kernels_for
 from weft.kernels.sampling import RowSampling
 from weft.memory.arena import Arena
+from weft.memory.geometry import SCALE_BYTES, PageGeometry
 
 DTYPE = torch.bfloat16
 VOCAB_SIZE = 32_000
@@ -44,7 +50,6 @@ MIXES = {
     "32 of rank 16": (16,) * 32,
 }
 """Ranks of the adapters of a batch, on all linear layers. Mixed ranks and rank 24 have equally many bytes."""
-CONTEXT_TOKENS = (128, 1024)
 PROMPT_TOKENS = 512
 CALLS = 30
 KV_PAGES = 256
@@ -87,11 +92,12 @@ class KernelBench:
     Args:
         model: Its sizes. The calls take its layers in turn.
         device: Where to compute.
+        kv_dtype: Of keys and values.
     """
 
-    def __init__(self, model: ModelShape, device: torch.device) -> None:
+    def __init__(self, model: ModelShape, device: torch.device, kv_dtype: KvDtype = "auto") -> None:
         self.model, self.device, self.num_layers = model, device, model.num_layers
-        self.base, self.geometry = model.base(), model.geometry()
+        self.base, self.geometry = model.base(), model.geometry(kv_dtype=kv_dtype)
         self.kernels = kernels_for(device, DTYPE)
         self.arena = Arena(self.geometry, arena_pages(model), device, DTYPE)
         self.arena.elements.copy_(self._random(1, self.geometry.page_elements))
@@ -142,7 +148,7 @@ class KernelBench:
             Work("rope", lambda _: kernels.rope(q, k, cos, sin), 2 * (q.nbytes + k.nbytes)),
             Work(
                 "KV write",
-                lambda call: kernels.kv_write(k, v, *self.arena.kv(call % self.num_layers), slots),
+                lambda call: kernels.kv_write(k, v, *self.arena.kv(call % self.num_layers), slots, None),
                 2 * (k.nbytes + v.nbytes),
             ),
         ]
@@ -155,23 +161,42 @@ class KernelBench:
 
     def attention(self, rows: int, context: int, query: int = 1) -> Work:
         """Decode attention of so many requests, or of `query` tokens that end a prompt of `context` tokens."""
-        model, blocks = self.model, self.geometry.blocks(context)
+        model, geometry, blocks = self.model, self.geometry, self.geometry.blocks(context)
         # Where the requests need more pages than there are, they share some: reading them costs the same.
         pages = [1 + (1 + index) % (self.arena.num_pages - 1) for index in range(rows * blocks)]
         tables = [pages[row * blocks : (row + 1) * blocks] for row in range(rows)]
         lengths = [query] * rows, [context] * rows
-        batch = AttentionBatch.build(tables, *lengths, self.device, self.geometry.page_tokens)
+        batch = AttentionBatch.build(tables, *lengths, self.device, geometry.page_tokens)
         q = self._random(rows * query, model.num_heads * model.head_dim).view(-1, model.num_heads, model.head_dim)
-        kv_bytes = 2 * rows * context * model.num_kv_heads * model.head_dim * DTYPE.itemsize
+        kv_bytes = rows * context * vector_bytes(geometry) * 2 * model.num_kv_heads
+        stored = " of int8" if geometry.is_kv_int8 else ""
 
         def attend(call: int) -> object:
-            kv = self.arena.kv(call % self.num_layers)
-            return self.kernels.paged_attention(q, *kv, batch, model.head_dim**-0.5, None)
+            layer = call % self.num_layers
+            kv, scales = self.arena.kv(layer), self.arena.kv_scales(layer)
+            return self.kernels.paged_attention(q, *kv, batch, model.head_dim**-0.5, None, scales)
 
         if query == 1:
-            return Work(f"attention, context {context}", attend, kv_bytes + 2 * q.nbytes)
+            return Work(f"attention, context {context}{stored}", attend, kv_bytes + 2 * q.nbytes)
         flops = 4 * query * (context - query / 2) * model.num_heads * model.head_dim
-        return Work(f"attention, prompt of {context}", attend, kv_bytes + 2 * q.nbytes, flops)
+        return Work(f"attention, prompt of {context}{stored}", attend, kv_bytes + 2 * q.nbytes, flops)
+
+    def decoded(self, context: int) -> torch.Tensor:
+        """Attention of one row over the keys and values of a first layer, all normally distributed: [Hq, D].
+
+        The numbers are the same in each format.
+        """
+        model, geometry = self.model, self.geometry
+        draw = torch.Generator().manual_seed(0)
+        heads = model.num_heads + 2 * model.num_kv_heads
+        fused = torch.randn((context, heads, model.head_dim), generator=draw).to(DTYPE).to(self.device)
+        q, k, v = torch.split(fused, [model.num_heads, model.num_kv_heads, model.num_kv_heads], dim=1)
+        pages = list(range(1, 1 + geometry.blocks(context)))
+        kv, scales = self.arena.kv(0), self.arena.kv_scales(0)
+        slots = torch.arange(context, device=self.device) + geometry.page_tokens  # from page 1 on
+        self.kernels.kv_write(k, v, *kv, slots, scales)
+        batch = AttentionBatch.build([pages], [1], [context], self.device, geometry.page_tokens)
+        return self.kernels.paged_attention(q[-1:], *kv, batch, model.head_dim**-0.5, None, scales)[0]
 
     def _random(self, rows: int, width: int) -> torch.Tensor:
         return torch.randn(rows, width, device=self.device).mul_(0.02).to(DTYPE)
@@ -182,6 +207,18 @@ def arena_pages(model: ModelShape) -> int:
     base, geometry = model.base(), model.geometry()
     mixes = [sum(adapter_pages(all_modules(base, rank), base, geometry) for rank in mix) for mix in MIXES.values()]
     return max(*mixes, KV_PAGES) + 1
+
+
+def vector_bytes(geometry: PageGeometry) -> int:
+    """Bytes of a token's key, or value, of one head, with its scale where it has one."""
+    if geometry.is_kv_int8:
+        return geometry.head_dim + SCALE_BYTES
+    return geometry.head_dim * geometry.dtype_bytes
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference, relative to that of what is expected."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def all_modules(base: BaseShape, rank: int) -> dict[tuple[int, int], int]:
@@ -203,21 +240,26 @@ def measure_machine(device: torch.device) -> Machine:
 
 def timings(run: Callable[[int], object], device: torch.device, calls: int) -> list[float]:
     """Seconds of each call, after equally many calls that are not timed."""
-    seconds = []
+    return timings_in_turns([run], device, calls)[0]
+
+
+def timings_in_turns(runs: Sequence[Callable[[int], object]], device: torch.device, calls: int) -> list[list[float]]:
+    """Seconds of each call of each operation; a slow moment of the machine hits all of them."""
+    seconds = [list[float]() for _ in runs]
     with torch.inference_mode():
-        for call in range(2 * calls):
+        for call, (run, times) in itertools.product(range(2 * calls), zip(runs, seconds, strict=True)):
             if device.type == "cuda":
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 start.record()
                 run(call)
                 end.record()
                 end.synchronize()
-                seconds.append(start.elapsed_time(end) / 1e3)
+                times.append(start.elapsed_time(end) / 1e3)
             else:
                 started_s = time.perf_counter()
                 run(call)
-                seconds.append(time.perf_counter() - started_s)
-    return seconds[calls:]
+                times.append(time.perf_counter() - started_s)
+    return [times[calls:] for times in seconds]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -227,19 +269,32 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("--check knows goals for a GPU and 32 rows only", param="check")
     default = "Llama-3-8B" if device.type == "cuda" else "Qwen2.5-0.5B"
     model = next(each for each in MODELS if each.name == (options.model or default))
+    longest = (arena_pages(model) - 1) * model.geometry().page_tokens
+    if max(options.contexts, default=0) > longest:
+        raise ConfigError(
+            f"--contexts must be at most {longest}, which the pages of {model.name} hold", param="contexts"
+        )
     if options.threads:
         torch.set_num_threads(options.threads)
     machine = measure_machine(device)
     bench = KernelBench(model, device)
+    caches = [bench, KernelBench(model, device, "int8")] if options.kv_dtype == "int8" else [bench]
     found: dict[str, dict[str, Any]] = {}
     for rows in options.rows:
-        for work in (*bench.small(rows), *(bench.attention(rows, context) for context in CONTEXT_TOKENS)):
-            found[f"{work.name}, {rows} rows"] = figures(work, device, machine)
+        decodes = [[cache.attention(rows, context) for cache in caches] for context in options.contexts]
+        for works in (*([work] for work in bench.small(rows)), *decodes):
+            found |= figures(works, device, machine, f", {rows} rows")
         for about, ranks in MIXES.items():
             for work in bench.lora(ranks, rows) if len(ranks) <= rows else ():  # the next mix takes its place
-                found[f"{work.name}, {rows} rows, {about}"] = figures(work, device, machine)
-    prompt = bench.attention(1, PROMPT_TOKENS, PROMPT_TOKENS)
-    found[prompt.name] = figures(prompt, device, machine)
+                found |= figures([work], device, machine, f", {rows} rows, {about}")
+    found |= figures([cache.attention(1, PROMPT_TOKENS, PROMPT_TOKENS) for cache in caches], device, machine)
+    errors = {
+        context: relative_error(cache.decoded(context), bench.decoded(context))
+        for context in options.contexts
+        for cache in caches[1:]
+    }
+    for context, error in errors.items():
+        print(f"attention to {context:,} tokens: int8 differs from bfloat16 by {error:.2%}", file=sys.stderr)
     goals = make_goals(found) if options.check else []
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -247,6 +302,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "gigabytes_per_s": machine.bytes_per_s / 1e9,
         "teraflops": machine.flops_per_s / 1e12,
         "operations": found,
+        "int8_errors": errors,
         "table": [{"operation": name, **each} for name, each in found.items()],
         "goals": goals,
         "failures": [f"missed: {each['goal']}" for each in goals if not each["ok"]],
@@ -269,11 +325,18 @@ def make_goals(found: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]
     return goals
 
 
-def figures(work: Work, device: torch.device, machine: Machine) -> dict[str, float]:
-    """Median of an operation beside its floor, in microseconds."""
-    seconds = statistics.median(timings(work.run, device, CALLS))
-    floor_s = machine.floor_s(work)
-    return {"us": seconds * 1e6, "floor_us": floor_s * 1e6, "ratio": seconds / floor_s}
+def figures(
+    works: Sequence[Work], device: torch.device, machine: Machine, where: str = ""
+) -> dict[str, dict[str, float]]:
+    """Medians of operations beside their floors, in microseconds, by their names and `where`; they are run in turns."""
+    seconds = timings_in_turns([work.run for work in works], device, CALLS)
+    medians = [
+        (work, statistics.median(times), machine.floor_s(work)) for work, times in zip(works, seconds, strict=True)
+    ]
+    return {
+        f"{work.name}{where}": {"us": median * 1e6, "floor_us": floor_s * 1e6, "ratio": median / floor_s}
+        for work, median, floor_s in medians
+    }
 
 
 def add_options(add: AddOption) -> None:
@@ -281,5 +344,7 @@ def add_options(add: AddOption) -> None:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--model", choices=[model.name for model in MODELS], default=None, help="take the shapes of this model")
     add("--rows", type=counts, default="1,32", help="rows of a decode batch, comma-separated")
+    add("--contexts", type=counts, default="128,1024", help="tokens that decode attends to, comma-separated")
+    add("--kv-dtype", choices=get_args(KvDtype), default="auto", help="int8 also times attention over int8 KV cache")
     add("--threads", type=int, default=0, help="on a CPU; 0 leaves it to torch")
     add("--check", action="store_true", help="on a GPU: exit status 1 where LoRA misses its goals")

@@ -138,7 +138,8 @@ def format_plan(plan: MemoryPlan, ready: EngineReady) -> str:
     layers = f" of {geometry.layers_per_group} layers" if geometry.num_groups > 1 else ""
     return "\n".join(
         (
-            f"{ready.model_path} on {ready.device} in {ready.dtype}, at most {ready.max_model_len:,} tokens a request",
+            f"{ready.model_path} on {ready.device} in {ready.number_format}, "
+            f"at most {ready.max_model_len:,} tokens a request",
             f"  weights  {_gib(plan.weight_bytes)}",
             f"  pool     {_gib(plan.arena_bytes)}: {plan.num_pages:,} pages of {geometry.page_bytes / 1024:,.0f} KiB, "
             f"each {geometry.page_tokens} tokens of KV cache{layers}",

@@ -19,6 +19,7 @@ from weft.engine.model.spec import DecoderSpec
 from weft.kernels.attend import HeadNorms, attend
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import Kernels
+from weft.kernels.kv_scales import KvScales
 
 if TYPE_CHECKING:
     from weft.adapters.lora.step import LoraStep
@@ -47,6 +48,8 @@ class KvViews:
 
     layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     """Per layer: keys and values, [num_pages, num_kv_heads, page_tokens, head_dim], strided."""
+    scales: tuple[KvScales | None, ...]
+    """Per layer: the scales of int8 keys and values, [num_pages, num_kv_heads, page_tokens], strided."""
     groups: tuple[int, ...]
     """Per layer: its layer group, an index into block tables and slot mappings."""
 
@@ -56,6 +59,7 @@ class KvViews:
         layers = range(arena.geometry.num_layers)
         return cls(
             tuple(arena.kv(layer) for layer in layers),
+            tuple(arena.kv_scales(layer) for layer in layers),
             tuple(layer // arena.geometry.layers_per_group for layer in layers),
         )
 
@@ -162,6 +166,7 @@ class Decoder:
         seen = self._attend_heads(
             *(qkv, layer.head_norms, step.cos, step.sin, k_pages, v_pages),
             *(step.rows.slot_mapping[group], step.rows.attention[group], self._scale, self.spec.sliding_windows[index]),
+            step.kv.scales[index],
         )
 
         y = layer.o(seen)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
+from weft.config import KvDtype
 from weft.engine.model.config_fields import ConfigFields
 from weft.engine.model.rope_spec import RopeSpec, rope_spec
 from weft.errors import ConfigError
@@ -271,13 +272,14 @@ def base_shape(spec: DecoderSpec, digest: str) -> BaseShape:
     return BaseShape(digest=digest, num_layers=spec.num_layers, modules=module_shapes(spec))
 
 
-def model_geometry(spec: DecoderSpec, shape: BaseShape, dtype_bytes: int) -> PageGeometry:
+def model_geometry(spec: DecoderSpec, shape: BaseShape, dtype_bytes: int, kv_dtype: KvDtype) -> PageGeometry:
     """Pages of an arena for the model, which hold its keys and values and the rows of its adapters.
 
     Args:
         spec: The decoder.
         shape: What the base looks like to an adapter.
         dtype_bytes: Of an element.
+        kv_dtype: Of keys and values; auto takes elements of `dtype_bytes`.
     """
     return page_geometry(
         num_layers=spec.num_layers,
@@ -285,6 +287,7 @@ def model_geometry(spec: DecoderSpec, shape: BaseShape, dtype_bytes: int) -> Pag
         head_dim=spec.head_dim,
         dtype_bytes=dtype_bytes,
         largest_row_features=shape.largest_row_features,
+        is_kv_int8=kv_dtype == "int8",
     )
 
 

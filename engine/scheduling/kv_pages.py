@@ -37,7 +37,7 @@ def prefix_seed(base_digest: str, kv_dtype: str, rope: RopeSpec) -> PrefixSeed:
 
     Args:
         base_digest: The base model.
-        kv_dtype: Element type of keys and values.
+        kv_dtype: How keys and values are computed and stored.
         rope: The rotary embedding in them.
     """
     rope_settings = json.dumps(asdict(rope), sort_keys=True, separators=(",", ":"), allow_nan=False)

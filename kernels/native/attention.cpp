@@ -24,7 +24,7 @@ struct Task {
 template <class T>
 struct Call {
     Heads<T> q;
-    Pages<T> pages;
+    Pages pages;
     const int32_t* block_table;  // [requests, max_blocks]
     int64_t max_blocks;
     const Task* tasks;
@@ -56,6 +56,7 @@ struct Room {
     Buffer<typename P::Stored> queries, weights;
     Buffer<uint32_t> keys, values;
     Buffer<float> scores, sums, maxima, totals, factors;
+    Buffer<float> key_factors, value_scales;  // of a block's tokens, for their scores (in units of log2) and weights
     Buffer<T> zeros;
 
     Room(int64_t max_rows, int64_t head_dim)
@@ -72,6 +73,8 @@ struct Room {
           maxima(rows),
           totals(rows * LANES),
           factors(rows),
+          key_factors(BLOCK),
+          value_scales(BLOCK),
           zeros(features + LANES) {}
 };
 
@@ -86,25 +89,72 @@ void pack_queries(const Call<T>& call, const Task& task, int64_t head, Room<T>& 
     }
 }
 
-// Keys [units, 64] and values [64 / PER_UNIT, head_dim] of the block that begins with token `first`. Tokens that no row
-// of the task sees, all but [start, end), are not read, and zero.
+// Keys of a block, [units, 64].
 template <class T>
+void pack_keys(const T* const* keys, int64_t head_dim, Room<T>& room) {
+    using P = Packed<T>;
+    for (int64_t unit = 0; unit < room.units; unit += LANES) {
+        const int64_t feature = unit * P::PER_UNIT;
+        for (int64_t t = 0; t < BLOCK; t += LANES) {
+            Words square[LANES];
+            for (int i = 0; i < LANES; i++) square[i] = P::row_units(keys[t + i] + feature, head_dim - feature);
+            transpose(square);
+            for (int i = 0; i < LANES; i++) {
+                std::memcpy(&room.keys[(unit + i) * PANEL + t], &square[i], sizeof(square[i]));
+            }
+        }
+    }
+}
+
+// The same of int8: four features change places at once, and become units afterwards.
+template <class T>
+void pack_keys(const int8_t* const* keys, int64_t head_dim, Room<T>& room) {
+    using P = Packed<T>;
+    for (int64_t feature = 0; feature < head_dim; feature += 4 * LANES) {
+        for (int64_t t = 0; t < BLOCK; t += LANES) {
+            Words square[LANES];
+            for (int i = 0; i < LANES; i++) square[i] = load_fours(keys[t + i] + feature, head_dim - feature);
+            transpose(square);
+            for (int i = 0; i < LANES && feature + 4 * i < room.features; i++) {
+                const auto number = [&](int byte) {
+                    return __builtin_convertvector((Ints)(square[i] << (24 - 8 * byte)) >> 24, Floats);
+                };
+                for (int byte = 0; byte < 4; byte += P::PER_UNIT) {
+                    const Words unit = P::unit(number(byte), number(byte + P::PER_UNIT - 1));
+                    std::memcpy(&room.keys[(feature + 4 * i + byte) / P::PER_UNIT * PANEL + t], &unit, sizeof(unit));
+                }
+            }
+        }
+    }
+}
+
+// Keys [units, 64] and values [64 / PER_UNIT, head_dim] of the block that begins with token `first`. Pages hold
+// `Stored`, which is T, or int8 with scales, which are kept beside the panels. Tokens that no row of the task sees, all
+// but [start, end), are not read, and zero.
+template <class Stored, class T>
 void pack_block(const Call<T>& call, const Task& task, int64_t head, int64_t first, int64_t start, int64_t end,
                 Room<T>& room) {
     using P = Packed<T>;
-    const T *keys[BLOCK], *values[BLOCK];
+    constexpr bool HAS_SCALES = !std::is_same_v<Stored, T>;
+    const Stored *keys[BLOCK], *values[BLOCK];
     const int32_t* pages = call.block_table + task.request * call.max_blocks;
     int64_t page = first / call.pages.page_tokens, token = first % call.pages.page_tokens;
     for (int64_t t = 0; t < BLOCK; t++) {
+        if constexpr (HAS_SCALES) room.key_factors[t] = room.value_scales[t] = 0;
         if (first + t < start || first + t >= end) {
-            keys[t] = values[t] = room.zeros.data();
+            keys[t] = values[t] = (const Stored*)room.zeros.data();
         } else {
             const int64_t place = call.pages.offset(pages[page], head, token);
-            keys[t] = call.pages.k + place;
-            values[t] = call.pages.v + place;
-            for (int64_t d = 0; d < call.head_dim; d += 64 / sizeof(T)) {
+            keys[t] = (const Stored*)call.pages.k + place;
+            values[t] = (const Stored*)call.pages.v + place;
+            for (int64_t d = 0; d < call.head_dim; d += 64 / sizeof(Stored)) {
                 __builtin_prefetch(keys[t] + d);
                 __builtin_prefetch(values[t] + d);
+            }
+            if constexpr (HAS_SCALES) {
+                const int64_t of_scales = call.pages.scale_offset(pages[page], head, token);
+                room.key_factors[t] = call.pages.k_scales[of_scales] * (call.scale * LOG2_E);
+                room.value_scales[t] = call.pages.v_scales[of_scales];
             }
         }
         if (++token == call.pages.page_tokens) {
@@ -112,30 +162,18 @@ void pack_block(const Call<T>& call, const Task& task, int64_t head, int64_t fir
             page++;
         }
     }
-    for (int64_t unit = 0; unit < room.units; unit += LANES) {
-        const int64_t feature = unit * P::PER_UNIT;
-        for (int64_t t = 0; t < BLOCK; t += LANES) {
-            Words square[LANES];
-            for (int i = 0; i < LANES; i++) {
-                square[i] = P::row_units(keys[t + i] + feature, call.head_dim - feature);
-            }
-            transpose(square);
-            for (int i = 0; i < LANES; i++) {
-                std::memcpy(&room.keys[(unit + i) * PANEL + t], &square[i], sizeof(square[i]));
-            }
-        }
-    }
+    pack_keys(keys, call.head_dim, room);
     constexpr int64_t depth = BLOCK / P::PER_UNIT;
     for (int64_t unit = 0; unit < depth; unit++) {
-        const T *row = values[unit * P::PER_UNIT], *next = values[unit * P::PER_UNIT + P::PER_UNIT - 1];
+        const Stored *row = values[unit * P::PER_UNIT], *next = values[unit * P::PER_UNIT + P::PER_UNIT - 1];
         for (int64_t d = 0; d < call.head_dim; d += LANES) {
             Words both;
             if (call.head_dim - d >= LANES) {
                 both = P::interleave(row + d, next + d);
             } else {
-                T padded[2][LANES] = {};
-                std::memcpy(padded[0], row + d, (call.head_dim - d) * sizeof(T));
-                std::memcpy(padded[1], next + d, (call.head_dim - d) * sizeof(T));
+                Stored padded[2][LANES] = {};
+                std::memcpy(padded[0], row + d, (call.head_dim - d) * sizeof(Stored));
+                std::memcpy(padded[1], next + d, (call.head_dim - d) * sizeof(Stored));
                 both = P::interleave(padded[0], padded[1]);
             }
             std::memcpy(&room.values[(d / PANEL * depth + unit) * PANEL + d % PANEL], &both, sizeof(both));
@@ -160,7 +198,8 @@ inline Floats seen_scores(float* scores, int64_t begin, int64_t end) {
     return most;
 }
 
-// Turns a block's scores, in units of log2, into weights, and updates the rows' maxima and totals.
+// Turns a block's scores, in units of log2, into weights, times the scales of the values that they are for, and updates
+// the rows' maxima and totals.
 template <class T>
 void weigh(const Call<T>& call, const Task& task, int64_t first, Room<T>& room) {
     const int64_t rows = task.count * call.group;
@@ -186,7 +225,7 @@ void weigh(const Call<T>& call, const Task& task, int64_t first, Room<T>& room) 
             for (int64_t key = 0; key < BLOCK; key += LANES) {
                 const Floats weight = power_of_two(load(scores + key) - origin[i]);
                 total += weight;
-                store(weights + key, weight);
+                store(weights + key, weight * load(&room.value_scales[key]));
             }
             store(totals, total);
         }
@@ -199,16 +238,21 @@ void attend(const Call<T>& call, const Task& task, int64_t head, Room<T>& room) 
     constexpr int64_t depth = BLOCK / P::PER_UNIT;
     const int64_t rows = task.count * call.group, last = task.end + task.count - 1, width = room.panels * PANEL;
     const int64_t start = call.window ? std::max<int64_t>(0, task.end - call.window) : 0;
-    const float scale = call.scale * LOG2_E;
     pack_queries(call, task, head, room);
+    std::fill_n(room.key_factors.data(), BLOCK, call.scale * LOG2_E);
+    std::fill_n(room.value_scales.data(), BLOCK, 1.0f);
     std::fill_n(room.sums.data(), rows * width, 0.0f);
     std::fill_n(room.maxima.data(), rows, NOTHING);
     std::fill_n(room.totals.data(), rows * LANES, 0.0f);
     for (int64_t first = start / BLOCK * BLOCK; first < last; first += BLOCK) {
-        pack_block(call, task, head, first, start, last, room);
+        if (call.pages.k_scales) {
+            pack_block<int8_t>(call, task, head, first, start, last, room);
+        } else {
+            pack_block<T>(call, task, head, first, start, last, room);
+        }
         multiply_panel<T>(rows, room.queries.data(), room.features, room.units, room.keys.data(), PANEL,
                           [&](int64_t row, int64_t key, Floats products) {
-                              store(&room.scores[row * BLOCK + key], products * scale);
+                              store(&room.scores[row * BLOCK + key], products * load(&room.key_factors[key]));
                           });
         weigh(call, task, first, room);
         for (int64_t panel = 0; panel < room.panels; panel++) {
@@ -270,7 +314,7 @@ struct Projection {
 
 // Norms the heads where there are norms, rotates them, and stores keys and values.
 template <class T>
-void place(const Projection<T>& x, const Pages<T>& pages) {
+void place(const Projection<T>& x, const Pages& pages) {
     const auto normalise_heads = [](const Heads<T>& heads, int64_t row, const T* weight, float eps) {
         for (int64_t head = 0; weight && head < heads.count; head++) {
             normalise<T>(heads.at(row, head), weight, heads.at(row, head), heads.size, eps);
@@ -291,25 +335,27 @@ void place(const Projection<T>& x, const Pages<T>& pages) {
 
 #define WEFT_ATTENTION(DTYPE, T)                                                                                       \
     extern "C" bool attention_##DTYPE(                                                                                 \
-        T* q, int64_t q_row, int64_t q_head, T* k_pages, T* v_pages, int64_t page_stride, int64_t head_stride,         \
-        int64_t token_stride, int64_t page_tokens, const int32_t* block_table, int64_t max_blocks,                     \
-        const weft::Task* tasks, int64_t num_tasks, int64_t heads, int64_t group, int64_t head_dim, float scale,       \
-        int64_t window, T* out) {                                                                                      \
-        return weft::attention<T>({{q, q_row, q_head, heads * group, head_dim},                                        \
-                                   {k_pages, v_pages, page_stride, head_stride, token_stride, page_tokens},            \
-                                   block_table, max_blocks, tasks, num_tasks, heads, group, head_dim, scale,           \
-                                   window, out});                                                                      \
+        T* q, int64_t q_row, int64_t q_head, void* k_pages, void* v_pages, int64_t page_stride, int64_t head_stride,   \
+        int64_t token_stride, int64_t page_tokens, float* k_scales, float* v_scales, int64_t scale_page_stride,        \
+        int64_t scale_head_stride, const int32_t* block_table, int64_t max_blocks, const weft::Task* tasks,            \
+        int64_t num_tasks, int64_t heads, int64_t group, int64_t head_dim, float scale, int64_t window, T* out) {      \
+        const weft::Pages pages{k_pages,     v_pages,  page_stride, head_stride,       token_stride,                   \
+                                page_tokens, k_scales, v_scales,    scale_page_stride, scale_head_stride};             \
+        return weft::attention<T>({{q, q_row, q_head, heads * group, head_dim}, pages, block_table, max_blocks, tasks, \
+                                   num_tasks, heads, group, head_dim, scale, window, out});                            \
     }                                                                                                                  \
     extern "C" bool attend_##DTYPE(                                                                                    \
         T* qkv, int64_t rows, const T* q_norm, const T* k_norm, float eps, const float* cos, const float* sin,         \
-        const int64_t* slots, T* k_pages, T* v_pages, int64_t page_stride, int64_t head_stride, int64_t token_stride,  \
-        int64_t page_tokens, const int32_t* block_table, int64_t max_blocks, const weft::Task* tasks,                  \
+        const int64_t* slots, void* k_pages, void* v_pages, int64_t page_stride, int64_t head_stride,                  \
+        int64_t token_stride, int64_t page_tokens, float* k_scales, float* v_scales, int64_t scale_page_stride,        \
+        int64_t scale_head_stride, const int32_t* block_table, int64_t max_blocks, const weft::Task* tasks,            \
         int64_t num_tasks, int64_t heads, int64_t group, int64_t head_dim, float scale, int64_t window, T* out) {      \
         const int64_t q_heads = heads * group, width = (q_heads + 2 * heads) * head_dim;                               \
         const weft::Heads<T> q{qkv, width, head_dim, q_heads, head_dim};                                               \
         const weft::Heads<T> k{q.at(0, q_heads), width, head_dim, heads, head_dim};                                    \
         const weft::Heads<T> v{k.at(0, heads), width, head_dim, heads, head_dim};                                      \
-        const weft::Pages<T> pages{k_pages, v_pages, page_stride, head_stride, token_stride, page_tokens};             \
+        const weft::Pages pages{k_pages,     v_pages,  page_stride, head_stride,       token_stride,                   \
+                                page_tokens, k_scales, v_scales,    scale_page_stride, scale_head_stride};             \
         weft::place<T>({q, k, v, q_norm, k_norm, eps, cos, sin, slots, rows}, pages);                                  \
         return weft::attention<T>({q, pages, block_table, max_blocks, tasks, num_tasks, heads, group, head_dim, scale, \
                                    window, out});                                                                      \

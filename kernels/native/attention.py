@@ -11,6 +11,7 @@ from torch import Tensor
 from weft.kernels import attend as composed
 from weft.kernels.attend import HeadNorms
 from weft.kernels.attention_batch import AttentionBatch
+from weft.kernels.kv_scales import KvScales
 from weft.kernels.native.library import native_function
 from weft.kernels.plain.attention import check_operands
 
@@ -19,7 +20,13 @@ TASK_ROWS = 128
 
 
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, scale: float, sliding_window: int | None = None
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int | None = None,
+    kv_scales: KvScales | None = None,
 ) -> Tensor:
     """Causal attention of a step's query rows over keys and values in pages.
 
@@ -30,12 +37,12 @@ def paged_attention(
         ValueError: A shape, dtype, device or stride does not fit.
         MemoryError: There is none left.
     """
-    check_operands(q, k_pages, v_pages, batch, sliding_window)
+    check_operands(q, k_pages, v_pages, batch, sliding_window, kv_scales)
     tasks = _tasks(batch, q.shape[1], k_pages.shape[1])
     out = torch.zeros(q.shape, dtype=q.dtype)  # rows of no request stay zero
-    is_short = native_function("attention", q.dtype, "i" * 16 + "fii", ctypes.c_bool)(
+    is_short = native_function("attention", q.dtype, "i" * 20 + "fii", ctypes.c_bool)(
         *(q.data_ptr(), q.stride(0), q.stride(1)),
-        *_page_arguments(k_pages, v_pages),
+        *_page_arguments(k_pages, v_pages, kv_scales),
         *(batch.block_table.data_ptr(), batch.block_table.shape[1], tasks.ctypes.data, len(tasks)),
         *(k_pages.shape[1], q.shape[1] // k_pages.shape[1], q.shape[2]),
         *(scale, sliding_window or 0, out.data_ptr()),
@@ -55,6 +62,7 @@ def attend(
     batch: AttentionBatch,
     scale: float,
     sliding_window: int | None = None,
+    kv_scales: KvScales | None = None,
 ) -> Tensor:
     """All of a layer between its fused projection and its output projection.
 
@@ -70,6 +78,7 @@ def attend(
         *("attend", qkv.shape, qkv.stride(), qkv.dtype, sliding_window, slot_mapping.shape, slot_mapping.stride()),
         *(cos.shape, cos.stride(), cos.dtype, sin.shape, sin.stride(), sin.dtype),
         *(k_pages.shape, k_pages.stride(), k_pages.dtype, v_pages.shape, v_pages.stride(), v_pages.dtype),
+        *((each.shape, each.stride(), each.dtype) for each in kv_scales or ()),
     )
     heads, head_dim = k_pages.shape[1], k_pages.shape[3]
     num_heads = qkv.shape[1] // head_dim - 2 * heads
@@ -77,16 +86,16 @@ def attend(
     composed.check_norms(norms, qkv, head_dim)  # other tensors in each layer
 
     def prepare() -> tuple[np.ndarray, Tensor]:
-        composed.check_operands(qkv, cos, sin, k_pages, v_pages, slot_mapping, batch, sliding_window)
+        composed.check_operands(qkv, cos, sin, k_pages, v_pages, slot_mapping, batch, sliding_window, kv_scales)
         return _tasks(batch, num_heads, heads), qkv.new_zeros((len(qkv), num_heads * head_dim))
 
     prepared: tuple[np.ndarray, Tensor] = batch.keep(key, prepare)  # shared by the layers of a step
     tasks, out = prepared
     q_norm, k_norm, eps = (0, 0, 0.0) if norms is None else (norms.q.data_ptr(), norms.k.data_ptr(), norms.eps)
-    is_short = native_function("attend", qkv.dtype, "iiiifiii" + "i" * 13 + "fii", ctypes.c_bool)(
+    is_short = native_function("attend", qkv.dtype, "iiiifiii" + "i" * 17 + "fii", ctypes.c_bool)(
         *(qkv.data_ptr(), len(qkv), q_norm, k_norm, eps),
         *(cos.data_ptr(), sin.data_ptr(), slot_mapping.data_ptr()),
-        *_page_arguments(k_pages, v_pages),
+        *_page_arguments(k_pages, v_pages, kv_scales),
         *(batch.block_table.data_ptr(), batch.block_table.shape[1], tasks.ctypes.data, len(tasks)),
         *(heads, num_heads // heads, head_dim),
         *(scale, sliding_window or 0, out.data_ptr()),
@@ -100,8 +109,12 @@ def _expect_memory(is_short: bool) -> None:
         raise MemoryError("no memory left for attention; see memory.gib and memory.host_gib, which may be smaller")
 
 
-def _page_arguments(k_pages: Tensor, v_pages: Tensor) -> tuple[int, ...]:
-    return (k_pages.data_ptr(), v_pages.data_ptr(), *k_pages.stride()[:3], k_pages.shape[2])
+def _page_arguments(k_pages: Tensor, v_pages: Tensor, kv_scales: KvScales | None) -> tuple[int, ...]:
+    pages = (k_pages.data_ptr(), v_pages.data_ptr(), *k_pages.stride()[:3], k_pages.shape[2])
+    if kv_scales is None:
+        return *pages, 0, 0, 0, 0
+    k_scales, v_scales = kv_scales
+    return *pages, k_scales.data_ptr(), v_scales.data_ptr(), *k_scales.stride()[:2]
 
 
 def _tasks(batch: AttentionBatch, num_heads: int, num_kv_heads: int) -> np.ndarray:

@@ -16,14 +16,19 @@ struct Heads {
     T* at(int64_t row, int64_t head) const { return data + row * row_stride + head * head_stride; }
 };
 
-// Keys and values in pages, [pages, heads, page_tokens, size], the same strides.
-template <class T>
+// Keys and values in pages, [pages, heads, page_tokens, size], the same strides. Where there are scales,
+// [pages, heads, page_tokens], the same strides and consecutive tokens, they are int8, else of a step's own type.
 struct Pages {
-    T *k, *v;
+    void *k, *v;
     int64_t page_stride, head_stride, token_stride, page_tokens;
+    float *k_scales, *v_scales;  // both null or neither
+    int64_t scale_page_stride, scale_head_stride;
 
     int64_t offset(int64_t page, int64_t head, int64_t token) const {
         return page * page_stride + head * head_stride + token * token_stride;
+    }
+    int64_t scale_offset(int64_t page, int64_t head, int64_t token) const {
+        return page * scale_page_stride + head * scale_head_stride + token;
     }
 };
 
@@ -71,14 +76,42 @@ void rotate(const Heads<T>& x, int64_t row, const float* cos, const float* sin) 
     }
 }
 
+// A vector in 8 bits, as `weft.kernels.kv_scales.quantise` defines it; returns the scale.
+template <class T>
+float quantise(const T* x, int64_t size, int8_t* out) {
+    Floats most = {}, unsound = {};
+    for_vectors(size, [&](int64_t at, int64_t count) {
+        const Floats value = read(x + at, count);
+        most = maximum((Floats)((Words)value & 0x7FFFFFFF), most);
+        unsound += value * 0.0f;  // NaN where a value is infinite or NaN
+    });
+    const float scale = combine_lanes<1>(&most, maximum)[0] / 127 + sums_of<1>(&unsound)[0];
+    if (!(scale > 0)) {
+        std::memset(out, 0, size);
+        return scale;
+    }
+    for_vectors(size, [&](int64_t at, int64_t count) {
+        const Floats steps = read(x + at, count) / scale, largest = splat(127.0f);
+        write(out + at, steps > largest ? largest : steps < -largest ? -largest : steps, count);
+    });
+    return scale;
+}
+
 // A slot below 0 is not stored.
 template <class T>
-void store_token(const Heads<T>& k, const Heads<T>& v, int64_t row, const Pages<T>& pages, int64_t slot) {
+void store_token(const Heads<T>& k, const Heads<T>& v, int64_t row, const Pages& pages, int64_t slot) {
     if (slot < 0) return;
+    const int64_t page = slot / pages.page_tokens, token = slot % pages.page_tokens;
     for (int64_t head = 0; head < k.count; head++) {
-        const int64_t to = pages.offset(slot / pages.page_tokens, head, slot % pages.page_tokens);
-        std::memcpy(pages.k + to, k.at(row, head), k.size * sizeof(T));
-        std::memcpy(pages.v + to, v.at(row, head), k.size * sizeof(T));
+        const int64_t to = pages.offset(page, head, token);
+        if (pages.k_scales) {
+            const int64_t scale = pages.scale_offset(page, head, token);
+            pages.k_scales[scale] = quantise(k.at(row, head), k.size, (int8_t*)pages.k + to);
+            pages.v_scales[scale] = quantise(v.at(row, head), k.size, (int8_t*)pages.v + to);
+        } else {
+            std::memcpy((T*)pages.k + to, k.at(row, head), k.size * sizeof(T));
+            std::memcpy((T*)pages.v + to, v.at(row, head), k.size * sizeof(T));
+        }
     }
 }
 

@@ -28,6 +28,7 @@ typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
 // bfloat16 as it lies in memory: the upper half of a float.
 struct Bfloat16 {
@@ -55,6 +56,14 @@ WEFT_INLINE Words widen(Halves halves) {
 
 WEFT_INLINE Floats load(const Bfloat16* from) { return (Floats)(widen(load_bits<Halves>(from)) << 16); }
 
+WEFT_INLINE Floats load(const int8_t* from) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bits<__m128i>(from)));
+#else
+    return __builtin_convertvector(__builtin_convertvector(load_bits<Bytes>(from), Ints), Floats);
+#endif
+}
+
 WEFT_INLINE void store(float* to, Floats value) { std::memcpy(to, &value, sizeof(value)); }
 
 WEFT_INLINE void store(Bfloat16* to, Floats value) {
@@ -70,6 +79,13 @@ WEFT_INLINE void store(Bfloat16* to, Floats value) {
 #endif
 }
 
+// To the nearest integers, of two the even one; values of at most 127.
+WEFT_INLINE void store(int8_t* to, Floats value) {
+    constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
+    const Bytes rounded = __builtin_convertvector((Ints)(value + SHIFT), Bytes);
+    std::memcpy(to, &rounded, sizeof(rounded));
+}
+
 // The first `count` elements (less than 16); the others are zero, and nothing past them is read.
 template <class T>
 WEFT_INLINE Floats load_some(const T* from, int64_t count) {
@@ -83,6 +99,17 @@ WEFT_INLINE void store_some(T* to, Floats value, int64_t count) {
     T padded[LANES];
     store(padded, value);
     std::memcpy(to, padded, count * sizeof(T));
+}
+
+// The first `count` of 64; the others are zero, and nothing past them is read.
+WEFT_INLINE Words load_fours(const int8_t* from, int64_t count) {
+#ifdef __AVX512BW__
+    return (Words)_mm512_maskz_loadu_epi8(count >= 4 * LANES ? ~0ull : (1ull << count) - 1, from);
+#else
+    Words words = {};
+    std::memcpy(&words, from, count >= 4 * LANES ? 4 * LANES : count);
+    return words;
+#endif
 }
 
 // Replaces 16 elements, or the first `count` where those are fewer (none where it is not positive).
@@ -197,6 +224,9 @@ struct Packed {
     }
     // 16 columns of as many rows as a unit has elements.
     static WEFT_INLINE Words interleave(const T* first, const T* /*second*/) { return (Words)load(first); }
+    static WEFT_INLINE Words interleave(const int8_t* first, const int8_t* /*second*/) { return (Words)load(first); }
+    // Units of as many vectors of small integers as a unit has elements.
+    static WEFT_INLINE Words unit(Floats first, Floats /*second*/) { return (Words)first; }
 };
 
 #ifdef __AVX512BF16__
@@ -214,6 +244,11 @@ struct Packed<Bfloat16> {
     static WEFT_INLINE Words interleave(const Bfloat16* first, const Bfloat16* second) {
         return widen(load_bits<Halves>(first)) | widen(load_bits<Halves>(second)) << 16;
     }
+    static WEFT_INLINE Words interleave(const int8_t* first, const int8_t* second) {
+        return unit(load(first), load(second));
+    }
+    // Integers of at most 256 are bfloat16 exactly: the lower half of the float is zero.
+    static WEFT_INLINE Words unit(Floats first, Floats second) { return (Words)first >> 16 | (Words)second; }
 };
 #endif
 

@@ -9,6 +9,7 @@ nothing beyond a request's context is touched: padding reads a token of the requ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from weft.kernels.attention_batch import AttentionBatch, PromptChunk
 from weft.kernels.checks import expect, expect_that
+from weft.kernels.kv_scales import KvScales, check_pages, dequantise
 
 BUCKET_WASTE_TOKENS = 512
 """Padding that costs about as much as computing one more bucket."""
@@ -28,14 +30,28 @@ BUCKET_BYTES = 1 << 22
 """Keys that a bucket may gather, which bounds its memory."""
 
 
+Steps = tuple[int, ...]
+"""From one page, head and token to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the keys of some tokens and heads lie, and their values alike, counted from the layer's first."""
+
+    rows: Tensor
+    """[n], int64, in rows of D elements."""
+    scales: Tensor | None
+    """[n], int64, in scales; None where there are none."""
+
+
 @dataclass(frozen=True, slots=True)
 class ItemBucket:
     """Items of similar length, computed together."""
 
     rows: Tensor | slice
     """Their query rows."""
-    gather: Tensor
-    """[n * Hkv * L], int64: arena rows of D elements that hold their keys, padded with those of their first token."""
+    places: Places
+    """[n * Hkv * L] of their keys, padded with those of their first token."""
     mask: Tensor | None
     """[n * Hkv, 1, L], dtype of the queries, added to the scores; None where all lengths are equal."""
     count: int
@@ -59,16 +75,24 @@ class GatherPlan:
     """Everything about a step that its layers share."""
 
     buckets: tuple[ItemBucket, ...]
-    chunks: tuple[tuple[Tensor, tuple[QueryBlock, ...]], ...]
-    """Of each prompt chunk: arena rows of D elements to gather, [Hkv * L], int64, and its blocks of query rows."""
+    chunks: tuple[tuple[Places, tuple[QueryBlock, ...]], ...]
+    """Of each prompt chunk: [Hkv * L] places to gather, and its blocks of query rows."""
     num_arena_rows: int
     """Rows of D elements from a layer's first to its last."""
+    num_scales: int
+    """Scales from a layer's first to its last; 0 where there are none."""
     gathered: tuple[Tensor, Tensor]
     """Room for the keys and values of the largest bucket or chunk, [rows, D], used by one layer after the other."""
 
 
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, scale: float, sliding_window: int | None = None
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int | None = None,
+    kv_scales: KvScales | None = None,
 ) -> Tensor:
     """Causal attention of a step's query rows over keys and values in pages (PagedAttention, arXiv:2309.06180).
 
@@ -78,14 +102,19 @@ def paged_attention(
             scores = scale * q[row, h] @ k[keys, g].T
             out[row, h] = softmax(scores) @ v[keys, g]
 
+    Keys and values of int8 are multiplied by their scales, in this implementation before the products; the scale of a
+    key may as well multiply its score, and that of a value its weight.
+
     Args:
         q: [T, Hq, D]; Hq is a multiple of Hkv, head h reads KV head h // (Hq / Hkv).
-        k_pages: The layer's keys in the arena, [num_pages, Hkv, page_tokens, D], any page, head and token stride. This
-            step's keys must have been written. What lies beyond a request's context is never read into a result.
+        k_pages: The layer's keys in the arena, [num_pages, Hkv, page_tokens, D], any page, head and token stride; int8
+            where there are scales, else of the dtype of q. This step's keys must have been written. What lies beyond a
+            request's context is never read into a result.
         v_pages: The same for values, with the same strides.
         batch: Which rows attend to what.
         scale: Factor of the scores.
         sliding_window: How many positions a row sees, itself included; None for all.
+        kv_scales: The scales of int8 keys and values, as `kv_write` stored them.
 
     Returns:
         [T, Hq, D], dtype of q. Rows of no request, and of requests without context, are zero.
@@ -96,35 +125,45 @@ def paged_attention(
         ValueError: A shape, dtype, device or stride does not fit.
     """
     # Operands like those of an earlier layer were checked there.
-    key = plan_key(q, k_pages, v_pages, sliding_window)
-    plan: GatherPlan = batch.keep(key, lambda: _plan(q, k_pages, v_pages, batch, sliding_window))
+    key = plan_key(q, k_pages, v_pages, sliding_window, kv_scales)
+    plan: GatherPlan = batch.keep(key, lambda: _plan(q, k_pages, v_pages, batch, sliding_window, kv_scales))
     out = q.new_zeros(q.shape)  # rows of no request stay zero
     heads, head_dim = k_pages.shape[1], q.shape[2]
     # The layer's rows of head_dim elements; gathering whole rows is a plain memory copy.
-    keys = k_pages.as_strided((plan.num_arena_rows, head_dim), (head_dim, 1))
-    values = v_pages.as_strided((plan.num_arena_rows, head_dim), (head_dim, 1))
+    rows = [pages.as_strided((plan.num_arena_rows, head_dim), (head_dim, 1)) for pages in (k_pages, v_pages)]
+    scales = [each.as_strided((plan.num_scales,), (1,)) for each in kv_scales or ()]
+
+    def gather(places: Places) -> list[Tensor]:
+        count = len(places.rows)
+        found = [
+            torch.index_select(each, 0, places.rows, out=room[:count])
+            for each, room in zip(rows, plan.gathered, strict=True)
+        ]
+        if places.scales is None:
+            return found
+        return [dequantise(each, of_all[places.scales], q.dtype) for each, of_all in zip(found, scales, strict=True)]
+
     for bucket in plan.buckets:
-        k, v = _gather(keys, values, bucket.gather, plan)
+        k, v = gather(bucket.places)
         _attend_items(q, k, v, bucket, heads, scale, out)
-    for chunk_rows, blocks in plan.chunks:
-        k, v = (gathered.view(heads, -1, head_dim) for gathered in _gather(keys, values, chunk_rows, plan))
+    for places, blocks in plan.chunks:
+        k, v = (gathered.view(heads, -1, head_dim) for gathered in gather(places))
         for block in blocks:
             _attend_chunk(q, k, v, block, heads, scale, out)
     return out
 
 
-def plan_key(q: Tensor, k_pages: Tensor, v_pages: Tensor, sliding_window: int | None) -> tuple[object, ...]:
+def plan_key(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, sliding_window: int | None, kv_scales: KvScales | None = None
+) -> tuple[object, ...]:
     """What a batch keeps a `GatherPlan` under: all of the operands that it depends on."""
     return (
         *("cpu", q.shape, q.dtype, q.device, sliding_window),
-        *(k_pages.shape, k_pages.stride(), k_pages.dtype, k_pages.device),
-        *(v_pages.shape, v_pages.stride(), v_pages.dtype, v_pages.device),
+        *(
+            (operand.shape, operand.stride(), operand.dtype, operand.device)
+            for operand in (k_pages, v_pages, *(kv_scales or ()))
+        ),
     )
-
-
-def _gather(keys: Tensor, values: Tensor, rows: Tensor, plan: GatherPlan) -> tuple[Tensor, Tensor]:
-    k, v = (room[: len(rows)] for room in plan.gathered)
-    return torch.index_select(keys, 0, rows, out=k), torch.index_select(values, 0, rows, out=v)
 
 
 def _attend_items(
@@ -181,26 +220,46 @@ def _is_dear(operand: Tensor) -> bool:
     return operand.dtype != torch.float32 and operand.numel() <= SMALL_PRODUCT
 
 
-def _plan(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, window: int | None) -> GatherPlan:
-    check_operands(q, k_pages, v_pages, batch, window)
+def _plan(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    batch: AttentionBatch,
+    window: int | None,
+    kv_scales: KvScales | None,
+) -> GatherPlan:
+    check_operands(q, k_pages, v_pages, batch, window, kv_scales)
     head_dim = q.shape[2]
     strides = k_pages.stride()[:3]
     expect_that("k_pages", all(s % head_dim == 0 for s in strides), f"strides in multiples of {head_dim}", strides)
     steps = tuple(stride // head_dim for stride in strides)
-    last = sum((extent - 1) * step for extent, step in zip(k_pages.shape[:3], steps, strict=True))
+    scale_steps = None if kv_scales is None else kv_scales[0].stride()
     heads = k_pages.shape[1]
     bucket_tokens = BUCKET_BYTES // (heads * head_dim * q.element_size())
+
+    def find(requests: np.ndarray, positions: np.ndarray) -> Places:
+        return Places(
+            torch.from_numpy(_places(batch, requests, positions, heads, steps)),
+            None if scale_steps is None else torch.from_numpy(_places(batch, requests, positions, heads, scale_steps)),
+        )
+
     buckets = tuple(
-        _bucket(batch, members, heads, steps, window, q.dtype) for members in _group(batch, window, bucket_tokens)
+        _bucket(batch, members, heads, find, window, q.dtype) for members in _group(batch, window, bucket_tokens)
     )
-    chunks = tuple(_chunk(batch, chunk, heads, steps, window, q.dtype) for chunk in batch.chunks)
-    largest = max([0, *(len(bucket.gather) for bucket in buckets), *(len(chunk_rows) for chunk_rows, _ in chunks)])
+    chunks = tuple(_chunk(chunk, find, window, q.dtype) for chunk in batch.chunks)
+    largest = max([0, *(len(bucket.places.rows) for bucket in buckets), *(len(places.rows) for places, _ in chunks)])
     return GatherPlan(
         buckets=buckets,
         chunks=chunks,
-        num_arena_rows=last + 1,
-        gathered=(q.new_empty((largest, head_dim)), q.new_empty((largest, head_dim))),
+        num_arena_rows=_extent(k_pages.shape, steps),
+        num_scales=0 if scale_steps is None else _extent(k_pages.shape, scale_steps),
+        gathered=(k_pages.new_empty((largest, head_dim)), k_pages.new_empty((largest, head_dim))),
     )
+
+
+def _extent(shape: torch.Size, steps: Steps) -> int:
+    """From a layer's first place to its last."""
+    return 1 + sum((extent - 1) * step for extent, step in zip(shape[:3], steps, strict=True))
 
 
 def _group(batch: AttentionBatch, window: int | None, max_tokens: int) -> list[np.ndarray]:
@@ -225,7 +284,7 @@ def _bucket(
     batch: AttentionBatch,
     members: np.ndarray,
     heads: int,
-    steps: tuple[int, ...],
+    find: Callable[[np.ndarray, np.ndarray], Places],
     window: int | None,
     dtype: torch.dtype,
 ) -> ItemBucket:
@@ -236,7 +295,6 @@ def _bucket(
     positions = starts[:, None] + np.arange(length)  # [n, L]
     live = positions < ends[:, None]
     positions = np.where(live, positions, starts[:, None])
-    gather = _arena_rows(batch, requests[:, None], positions, heads, steps)  # [n, Hkv, L]
     mask = None
     if not live.all():
         mask = _added(~live, dtype).repeat_interleave(heads, 0).unsqueeze(1)
@@ -244,7 +302,7 @@ def _bucket(
     consecutive = int(rows[-1] - rows[0]) == count - 1
     return ItemBucket(
         rows=slice(int(rows[0]), int(rows[0]) + count) if consecutive else torch.from_numpy(rows),
-        gather=torch.from_numpy(gather.reshape(-1)),
+        places=find(requests[:, None], positions),
         mask=mask,
         count=count,
         length=length,
@@ -252,19 +310,16 @@ def _bucket(
 
 
 def _chunk(
-    batch: AttentionBatch,
     chunk: PromptChunk,
-    heads: int,
-    steps: tuple[int, ...],
+    find: Callable[[np.ndarray, np.ndarray], Places],
     window: int | None,
     dtype: torch.dtype,
-) -> tuple[Tensor, tuple[QueryBlock, ...]]:
+) -> tuple[Places, tuple[QueryBlock, ...]]:
     start = 0 if window is None else max(0, chunk.context_len - chunk.query_len - window + 1)
     positions = np.arange(start, chunk.context_len)
-    gather = _arena_rows(batch, np.full((1, 1), chunk.request), positions[None], heads, steps)
     firsts = range(0, chunk.query_len, QUERY_ROWS)
     blocks = tuple(_query_block(chunk, first, start, window, dtype) for first in firsts)
-    return torch.from_numpy(gather.reshape(-1)), blocks
+    return find(np.full((1, 1), chunk.request), positions[None]), blocks
 
 
 def _query_block(chunk: PromptChunk, first: int, start: int, window: int | None, dtype: torch.dtype) -> QueryBlock:
@@ -289,19 +344,22 @@ def _added(hidden: np.ndarray, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0))).to(dtype)
 
 
-def _arena_rows(
-    batch: AttentionBatch, requests: np.ndarray, positions: np.ndarray, heads: int, steps: tuple[int, ...]
-) -> np.ndarray:
-    """Rows of D elements, counted from the layer's first, of [n, L] positions and all heads: [n, Hkv, L], int64."""
+def _places(batch: AttentionBatch, requests: np.ndarray, positions: np.ndarray, heads: int, steps: Steps) -> np.ndarray:
+    """Places in a layer of [n, L] positions and all heads, for these steps: [n * Hkv * L], int64."""
     page_step, head_step, token_step = steps
     pages = batch.block_table_host[requests, positions // batch.page_tokens].astype(np.int64)
-    rows = pages * page_step + positions % batch.page_tokens * token_step
-    of_heads: np.ndarray = rows[:, None] + (np.arange(heads) * head_step)[:, None]
-    return of_heads
+    places = pages * page_step + positions % batch.page_tokens * token_step
+    of_heads: np.ndarray = places[:, None] + (np.arange(heads) * head_step)[:, None]
+    return of_heads.reshape(-1)
 
 
 def check_operands(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, sliding_window: int | None
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    batch: AttentionBatch,
+    sliding_window: int | None,
+    kv_scales: KvScales | None,
 ) -> None:
     """Check what a call to `paged_attention` was given.
 
@@ -309,11 +367,8 @@ def check_operands(
         ValueError: A shape, dtype or device does not fit.
     """
     expect("q", q, (None, None, k_pages.shape[-1]), None, batch.block_table.device)
-    expect("k_pages", k_pages, (None, None, batch.page_tokens, None), q.dtype, q.device)
-    expect("v_pages", v_pages, k_pages.shape, q.dtype, q.device)
+    check_pages(k_pages, v_pages, kv_scales, (None, None, batch.page_tokens, None), q.dtype, q.device)
     expect_that("q", q.shape[0] >= batch.num_rows, f"at least {batch.num_rows} rows", q.shape[0])
     expect_that("q", q.shape[1] % k_pages.shape[1] == 0, f"a multiple of {k_pages.shape[1]} heads", q.shape[1])
     expect_that("q", q.stride(2) == 1, "consecutive elements", q.stride())
-    expect_that("k_pages", k_pages.stride(3) == 1, "consecutive elements", k_pages.stride())
-    expect_that("v_pages", v_pages.stride() == k_pages.stride(), f"strides {k_pages.stride()}", v_pages.stride())
     expect_that("sliding_window", sliding_window is None or sliding_window > 0, "a positive number", sliding_window)

@@ -3,7 +3,9 @@
 Flash-Decoding (Dao et al., 2023, crfm.stanford.edu/2023/10/12/flashdecoding.html) for items, FlashAttention
 (arXiv:2205.14135) with the heads of a KV group as rows of a tile for chunks. A row's keys are divided at multiples of a
 fixed number of tokens, so its result does not depend on what else is in the batch. Page ids and all strides of the
-arena are int64: an arena may be larger than 2^31 elements. Out-of-range keys and values are replaced by select.
+arena are int64: an arena may be larger than 2^31 elements. Out-of-range keys and values are replaced by select. Keys of
+int8 are multiplied as they are and their scales multiply the scores; values are multiplied by theirs first, because
+their products with weights may be too small for float16.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.attention_batch import AttentionBatch
+from weft.kernels.kv_scales import KvScales
 from weft.kernels.plain.attention import check_operands
 
 SPLIT_TOKENS = 256
@@ -38,6 +41,15 @@ def _load(pointers, live, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def _scaled(q, k, v, k_scales, v_scales, place, live, scale):
+    """Keys and values of int8 in the dtype of q, and the factors of the scores, [1, tokens]."""
+    key_scales = tl.load(k_scales + place, mask=live, other=0.0)
+    value_scales = tl.load(v_scales + place, mask=live, other=0.0)
+    values = v.to(tl.float32) * value_scales[:, None]
+    return k.to(q.dtype), values.to(q.dtype), scale * key_scales[None, :]
+
+
+@triton.jit
 def _add_block(s, v, top, total, acc):
     """Take in a block of scores and values: the running maximum, the sum of weights and the weighted sum of values."""
     new_top = tl.maximum(top, tl.max(s, axis=1))
@@ -54,6 +66,8 @@ def item_kernel(
     q,
     k_pages,
     v_pages,
+    k_scales,
+    v_scales,
     out,
     partial,
     partial_max,
@@ -70,6 +84,8 @@ def item_kernel(
     page_stride: tl.int64,
     head_stride: tl.int64,
     token_stride: tl.int64,
+    scale_page_stride: tl.int64,
+    scale_head_stride: tl.int64,
     table_row: tl.int64,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -117,7 +133,11 @@ def item_kernel(
         tokens = kv_head * head_stride + page * page_stride + token * token_stride
         k = _load(k_pages + tokens[None, :] + d[:, None], live_d[:, None] & live_n[None, :], INTERPRET)
         v = _load(v_pages + tokens[:, None] + d[None, :], live_n[:, None] & live_d[None, :], INTERPRET)
-        s = _scores(query, k, live_n[None, :], scale)
+        factors = scale
+        if k_scales is not None:
+            place = kv_head * scale_head_stride + page * scale_page_stride + token
+            k, v, factors = _scaled(query, k, v, k_scales, v_scales, place, live_n, scale)
+        s = _scores(query, k, live_n[None, :], factors)
         top, total, acc = _add_block(s, v, top, total, acc)
     if NUM_SPLITS == 1:
         result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -174,6 +194,8 @@ def chunk_kernel(
     q,
     k_pages,
     v_pages,
+    k_scales,
+    v_scales,
     out,
     block_table,
     query_indptr,
@@ -188,6 +210,8 @@ def chunk_kernel(
     page_stride: tl.int64,
     head_stride: tl.int64,
     token_stride: tl.int64,
+    scale_page_stride: tl.int64,
+    scale_head_stride: tl.int64,
     table_row: tl.int64,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -236,7 +260,11 @@ def chunk_kernel(
         seen = (n[None, :] <= position[:, None]) & live_n[None, :]
         if WINDOW > 0:
             seen = seen & (n[None, :] > position[:, None] - WINDOW)
-        s = _scores(query, k, seen, scale)
+        factors = scale
+        if k_scales is not None:
+            place = kv_head * scale_head_stride + page * scale_page_stride + token
+            k, v, factors = _scaled(query, k, v, k_scales, v_scales, place, live_n, scale)
+        s = _scores(query, k, seen, factors)
         top, total, acc = _add_block(s, v, top, total, acc)
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     place = out + row[:, None] * out_row + head[:, None] * out_head + d[None, :]
@@ -248,7 +276,13 @@ INTERPRET = not isinstance(item_kernel, triton.runtime.JITFunction)
 
 
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, scale: float, sliding_window: int | None = None
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int | None = None,
+    kv_scales: KvScales | None = None,
 ) -> Tensor:
     """Causal attention of a step's query rows over keys and values in pages.
 
@@ -258,11 +292,13 @@ def paged_attention(
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
     """
-    check_operands(q, k_pages, v_pages, batch, sliding_window)
+    check_operands(q, k_pages, v_pages, batch, sliding_window, kv_scales)
     covered = len(batch.items_host[0]) + sum(chunk.query_len for chunk in batch.chunks)
     out = q.new_empty(q.shape) if covered == q.shape[0] else q.new_zeros(q.shape)
-    tensors = (q, k_pages, v_pages, out)
-    numbers = (scale, *q.stride()[:2], *out.stride()[:2], *k_pages.stride()[:3], batch.block_table.stride(0))
+    tensors = (q, k_pages, v_pages, *(kv_scales or (None, None)), out)
+    scale_strides = (0, 0) if kv_scales is None else kv_scales[0].stride()[:2]
+    strides = (*q.stride()[:2], *out.stride()[:2], *k_pages.stride()[:3], *scale_strides, batch.block_table.stride(0))
+    numbers = (scale, *strides)
     shared = {
         "GROUP": q.shape[1] // k_pages.shape[1],
         "D": q.shape[2],
@@ -282,7 +318,7 @@ def paged_attention(
 
 
 def _launch_items(tensors, batch: AttentionBatch, numbers, shared) -> None:
-    q, k_pages, _, out = tensors
+    q, k_pages, *_, out = tensors
     num_items, num_heads, head_dim = len(batch.items_host[0]), q.shape[1], q.shape[2]
     num_splits = max(1, -(-batch.max_item_len // SPLIT_TOKENS))
     split = SPLIT_TOKENS if num_splits > 1 else max(SPLIT_TOKENS, batch.max_item_len)

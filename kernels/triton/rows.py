@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.kv_scales import LARGEST, KvScales
 from weft.kernels.plain.rows import check_add_norm, check_kv_write, check_norm, check_rope, check_silu_and_mul
 
 GATE_BLOCK = 1024
@@ -183,13 +184,76 @@ def kv_write_kernel(
     tl.store(v_pages + place, value, mask=live)
 
 
-def kv_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor) -> None:
+@triton.jit
+def _store_int8(pages, scales, place, scale_place, x, live, LARGEST: tl.constexpr):
+    """Store one vector, zero where it is not live, in 8 bits."""
+    scale = tl.div_rn(tl.max(tl.abs(x), axis=0), LARGEST) + tl.sum(x * 0.0, axis=0)  # NaN where x is not finite
+    steps = tl.where(scale > 0.0, tl.div_rn(x, scale), 0.0)
+    steps = tl.minimum(tl.maximum(steps, -LARGEST), LARGEST)
+    rounded = (steps + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum has no fraction, and is rounded to even
+    tl.store(pages + place, rounded.to(tl.int8), mask=live)
+    tl.store(scales + scale_place, scale)
+
+
+@triton.jit
+def kv_write_int8_kernel(
+    k,
+    v,
+    k_pages,
+    v_pages,
+    k_scales,
+    v_scales,
+    slot_mapping,
+    k_token: tl.int64,
+    k_head: tl.int64,
+    v_token: tl.int64,
+    v_head: tl.int64,
+    page_stride: tl.int64,
+    head_stride: tl.int64,
+    token_stride: tl.int64,
+    scale_page_stride: tl.int64,
+    scale_head_stride: tl.int64,
+    PAGE_TOKENS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """Store one head of one token in 8 bits. Grid: (T, Hkv)."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot < 0:
+        return
+    page = slot // PAGE_TOKENS
+    offset = slot % PAGE_TOKENS
+    d = tl.arange(0, BLOCK)
+    live = d < D
+    key = tl.load(k + token * k_token + head * k_head + d, mask=live, other=0.0).to(tl.float32)
+    value = tl.load(v + token * v_token + head * v_head + d, mask=live, other=0.0).to(tl.float32)
+    place = page * page_stride + head * head_stride + offset * token_stride + d
+    scale_place = page * scale_page_stride + head * scale_head_stride + offset
+    _store_int8(k_pages, k_scales, place, scale_place, key, live, LARGEST)
+    _store_int8(v_pages, v_scales, place, scale_place, value, live, LARGEST)
+
+
+def kv_write(
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor, kv_scales: KvScales | None = None
+) -> None:
     """See `weft.kernels.plain.rows.kv_write`."""
-    check_kv_write(k, v, k_pages, v_pages, slot_mapping)
+    check_kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
     num_tokens, heads, head_dim = k.shape
     if num_tokens == 0:
         return
-    block = triton.next_power_of_2(heads * head_dim)
-    sizes = {"PAGE_TOKENS": k_pages.shape[2], "HEADS": heads, "D": head_dim, "BLOCK": block, "num_warps": 4}
     strides = (*k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3])
-    kv_write_kernel[(num_tokens,)](k, v, k_pages, v_pages, slot_mapping, *strides, **sizes)
+    sizes = {"PAGE_TOKENS": k_pages.shape[2], "D": head_dim}
+    if kv_scales is not None:
+        block = triton.next_power_of_2(head_dim)
+        kv_write_int8_kernel[(num_tokens, heads)](
+            *(k, v, k_pages, v_pages, *kv_scales, slot_mapping, *strides, *kv_scales[0].stride()[:2]),
+            **{**sizes, "BLOCK": block, "LARGEST": float(LARGEST), "num_warps": 1},
+        )
+        return
+    block = triton.next_power_of_2(heads * head_dim)
+    kv_write_kernel[(num_tokens,)](
+        k, v, k_pages, v_pages, slot_mapping, *strides, HEADS=heads, BLOCK=block, num_warps=4, **sizes
+    )

@@ -75,7 +75,7 @@ def plan_room(config: Config, free_gib: float | None = None) -> PlannedRoom:
     device = torch.device("cuda") if is_elsewhere else choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, spec.dtype, device)
     base = base_shape(spec, "")
-    geometry = model_geometry(spec, base, dtype.itemsize)
+    geometry = model_geometry(spec, base, dtype.itemsize, config.memory.kv_dtype)
     free = _free(device, free_gib)
     memory = plan_memory(config, spec, base, geometry, free, on_cpu=device.type == "cpu")
     room = Room(

@@ -129,6 +129,7 @@ def _config(services: Services) -> dict[str, Any]:
         "lora_config": {"max_loras": ready.memory.slots, "max_lora_rank": ready.max_rank},
         "cache_config": {
             "block_size": ready.geometry.page_tokens,
+            "cache_dtype": services.config.memory.kv_dtype,
             "num_gpu_blocks": ready.memory.num_pages,
             "enable_prefix_caching": services.config.memory.prefix_cache,
         },

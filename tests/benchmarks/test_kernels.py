@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -38,6 +38,31 @@ def test_every_operation_is_timed_beside_its_floor(
     assert capsys.readouterr().out.splitlines()[-1].startswith('{"benchmark": "kernels"')
 
 
+def test_int8_is_timed_beside_bfloat16_and_its_error_is_told(
+    measure: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "MODELS", (SMALL,))
+    monkeypatch.setattr(kernels, "CALLS", 2)
+    monkeypatch.setattr(kernels, "measure_machine", lambda _: Machine(1e10, 1e11, 0.0))
+    result = measure("kernels", "--model small --device cpu --rows 2 --contexts 300,1000 --kv-dtype int8")
+    wide, int8 = (result["operations"][f"attention, context 1000{kind}, 2 rows"] for kind in ("", " of int8"))
+    queries = 2 * 2 * 64 * 2
+    assert int8["floor_us"] == pytest.approx((2 * 1000 * 2 * 2 * (16 + 4) + queries) / 1e10 * 1e6)
+    assert wide["floor_us"] == pytest.approx((2 * 1000 * 2 * 2 * (16 * 2) + queries) / 1e10 * 1e6)
+    assert set(result["int8_errors"]) == {"300", "1000"}
+    assert all(0.003 < error < 0.03 for error in result["int8_errors"].values())
+    assert "attention to 1,000 tokens: int8 differs from bfloat16 by 0." in capsys.readouterr().err
+
+
+def test_a_context_that_the_pages_do_not_hold_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "MODELS", (SMALL,))
+    longest = (arena_pages(SMALL) - 1) * SMALL.geometry().page_tokens
+    assert main("kernels", ["--model", "small", "--device", "cpu", "--contexts", f"8,{longest + 1}"]) == 2
+    assert f"--contexts must be at most {longest}" in capsys.readouterr().err
+
+
 def test_lora_reads_the_weights_of_the_adapters_of_its_rows() -> None:
     bench = KernelBench(SMALL, CPU)
     qkv, out, gate_up, down = bench.lora((8, 16), rows=4)
@@ -53,7 +78,7 @@ def test_the_floor_is_the_slowest_of_memory_arithmetic_and_launch() -> None:
     assert machine.floor_s(Work("", print, 1e6)) == pytest.approx(1e-3)
     assert machine.floor_s(Work("", print, 1e3, 1e10)) == pytest.approx(1e-2)
     assert machine.floor_s(Work("", print, 1.0)) == 1e-6
-    found = figures(Work("", lambda _: None, 1e6), CPU, machine)
+    found = figures([Work("nothing", lambda _: None, 1e6)], CPU, machine, " at all")["nothing at all"]
     assert found["ratio"] == pytest.approx(found["us"] / 1e3)
 
 
@@ -73,10 +98,10 @@ def test_each_mix_is_timed_before_the_next_takes_its_slots(monkeypatch: pytest.M
         benches.append(KernelBench(*arguments))
         return benches[0]
 
-    def note(work: Work, *_: object) -> dict[str, float]:
-        if work.name.startswith("LoRA qkv"):
+    def note(works: Sequence[Work], *_: object) -> dict[str, dict[str, float]]:
+        if works[0].name.startswith("LoRA qkv"):
             ranks.append(int(benches[0].tables.host_ranks[0, 0, 0]))
-        return {"us": 1.0, "floor_us": 1.0, "ratio": 1.0}
+        return {works[0].name: {"us": 1.0, "floor_us": 1.0, "ratio": 1.0}}
 
     monkeypatch.setattr(kernels, "MODELS", (SMALL,))
     monkeypatch.setattr(kernels, "measure_machine", lambda _: Machine(1e10, 1e11, 0.0))

@@ -54,6 +54,17 @@ def test_the_plan_is_the_engines_own() -> None:
         parts.core.close()
 
 
+def test_a_kv_cache_of_int8_leaves_more_tokens() -> None:
+    wide, int8 = (
+        answer("--rank", "8", "--memory-gib", "0.05", "--set", f"memory.kv_dtype={kv_dtype}")
+        for kv_dtype in ("auto", "int8")
+    )
+    assert int8["kv_tokens_left"] > 3 * wide["kv_tokens_left"]  # of float32
+    assert int8["pages"]["needed"] <= wide["pages"]["needed"]
+    text = run("--rank", "8", "--memory-gib", "0.05", *SMALL, "--set", "memory.kv_dtype=int8").output
+    assert "on cpu in float32 with KV cache in int8, weights" in text
+
+
 def test_adapters_on_disk_need_the_pages_that_the_layout_gives_them() -> None:
     folders = sorted(str(folder) for folder in ADAPTERS.iterdir() if folder.is_dir())
     body = answer(*folders, "--memory-gib", "0.05")

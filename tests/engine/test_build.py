@@ -67,6 +67,7 @@ def test_ready_says_what_was_built(model: Path, engine: EngineParts) -> None:
     assert engine.pool.counts()["free"] == ready.memory.num_pages
     assert engine.tokenizer_path == model
     assert "512 tokens a request" in format_plan(ready.memory, ready)
+    assert ready.number_format == "float32"
 
 
 def test_the_asked_length_is_a_limit(model: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Attention with all that a layer does before it, in one operation and composed of the single ones."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,11 +10,10 @@ import torch
 from implementations import BF16, F32, NATIVE, TORCH, Implementation, needs_compiler
 from numerics import assert_rows_close, bits
 from oracles import ORACLES
-from scattered_kv import LAYER, AttentionCase, ScatteredKv
-from weft.kernels import attend as composed
+from projected import Projected
+from scattered_kv import AttentionCase, odd_vectors
 from weft.kernels.attend import HeadNorms
-from weft.kernels.dispatch import Kernels, native_kernels
-from weft.kernels.plain.rows import both_halves
+from weft.kernels.dispatch import native_kernels
 
 IMPLEMENTATIONS = [TORCH, *NATIVE]
 REQUESTS = ((1, 40), (20, 20), (3, 70), (1, 1), (130, 131), (1, 0))
@@ -28,35 +28,6 @@ with_and_without_norms = pytest.mark.parametrize("has_norms", [False, True], ids
 
 def cases(_: Implementation) -> list[AttentionCase]:
     return CASES
-
-
-class Projected:
-    """The operands of one call; `call` leaves them as they are."""
-
-    def __init__(self, case: AttentionCase, has_norms: bool = True) -> None:
-        kv = ScatteredKv(case)
-        generator = torch.Generator().manual_seed(1)
-        num_rows, width = len(kv.q), (case.q_heads + 2 * case.kv_heads) * case.head_dim
-        self.qkv = torch.randn((num_rows, width), generator=generator).to(case.dtype)
-        weights = torch.rand((2, case.head_dim), generator=generator).to(case.dtype)
-        self.norms = HeadNorms(weights[0], weights[1], 1e-6) if has_norms else None
-        angles = torch.arange(num_rows)[:, None] * torch.logspace(0, -3, case.head_dim // 2)
-        self.cos, self.sin = both_halves(angles.cos(), angles.sin())
-        mapping = []
-        for table, (rows, context) in zip(kv.block_tables, case.requests, strict=True):
-            positions = range(context - rows, context) if context else [None] * rows
-            mapping += [-1 if p is None else table[p // 16] * 16 + p % 16 for p in positions]
-        self.slots = torch.tensor([*mapping, *[-1] * case.padding_rows])
-        self.arena, self.batch, self.scale, self.window = kv.arena, kv.batch, kv.scale, case.window
-
-    def call(self, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output, and the arena with this step's keys and values."""
-        arena = self.arena.clone()
-        operands = (self.qkv.clone(), self.norms, self.cos, self.sin, arena[:, LAYER, 0], arena[:, LAYER, 1])
-        rest = (self.slots, self.batch, self.scale, self.window)
-        attend = kernels.attend
-        out = composed.attend(kernels, *operands, *rest) if attend is None else attend(*operands, *rest)
-        return out, arena
 
 
 @with_and_without_norms
@@ -74,6 +45,51 @@ def test_it_gives_the_numbers_of_the_oracle_and_changes_nothing_but_its_slots(
     assert_rows_close(out, expected, 0.5 if case.dtype == F32 else 4)
     assert torch.equal(arena.isnan(), expected_arena.isnan())
     assert_rows_close(arena.nan_to_num(), expected_arena.nan_to_num(), 0.5 if case.dtype == F32 else 2)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_it_gives_the_numbers_of_the_oracle_with_int8(
+    window: int | None, impl: Implementation, dtype: torch.dtype
+) -> None:
+    projected = Projected(AttentionCase(REQUESTS, 7, 1, 80, 16, dtype, window, padding_rows=2, is_int8=True))
+    out, arena, scales = projected.call_with_scales(impl.kernels)
+    expected, expected_arena, expected_scales = projected.call_with_scales(ORACLES)
+    assert torch.equal(bits(scales[:, :, 1]), bits(expected_scales[:, :, 1]))
+    assert torch.equal(arena[:, :, 1], expected_arena[:, :, 1])
+    assert (arena.int() - expected_arena.int()).abs().max() <= 2, "keys are rounded after they are normed and rotated"
+    assert_rows_close(out, expected, 500 if dtype == F32 else 8)  # a key may be rounded to the next step
+
+
+@pytest.mark.parametrize("head_dim", [24, 64, 80, 128])
+def test_a_layer_stores_what_the_definition_says(head_dim: int, impl: Implementation, dtype: torch.dtype) -> None:
+    case = AttentionCase(((20, 20), (3, 70), (1, 1), (1, 0)), 6, 2, head_dim, 16, dtype, padding_rows=1, is_int8=True)
+    projected = Projected(case, has_norms=False)
+    projected.cos, projected.sin = torch.ones_like(projected.cos), torch.zeros_like(projected.sin)  # keys as they are
+    x = odd_vectors(dtype).repeat(1, 2)[:, :head_dim]
+    projected.qkv.view(26, -1, head_dim)[:14, 8:] = x[:, None]
+    projected.qkv.view(26, -1, head_dim)[:14, 6:8] = x.flip(0)[:, None]
+    _, arena, scales = projected.call_with_scales(impl.kernels)
+    _, expected, expected_scales = projected.call_with_scales(ORACLES)
+    assert torch.equal(arena, expected)
+    assert torch.equal(scales.isnan(), expected_scales.isnan())
+    assert torch.equal(scales.nan_to_num(), expected_scales.nan_to_num())
+    assert not torch.equal(arena, projected.arena)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_a_key_or_value_that_is_not_finite_comes_out_of_the_rows_that_see_it(
+    part: str, wrong: float, impl: Implementation, dtype: torch.dtype
+) -> None:
+    case = AttentionCase(((9, 40), (1, 30)), 4, 2, 64, 16, dtype, padding_rows=2, is_int8=True)
+    projected = Projected(case, has_norms=False)
+    assert projected.call(impl.kernels)[0].isfinite().all()
+    head = 4 + 1 if part == "key" else 4 + 2 + 1  # the second of two heads
+    projected.qkv.view(12, 8, 64)[3, head, 17] = wrong
+    out = projected.call(impl.kernels)[0].view(12, 4, 64)
+    assert out[3:9, 2:].isnan().all()
+    assert out[:9, :2].isfinite().all()
+    assert out[9:].isfinite().all()
 
 
 @needs_compiler

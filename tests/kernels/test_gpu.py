@@ -40,12 +40,12 @@ def test_an_arena_beyond_two_to_the_31_elements_is_addressed_right() -> None:
     k_pages, v_pages = arena[:, -1, 0], arena[:, -1, 1]
     table = [num_pages - 1, num_pages - 2, num_pages - 3]
     slots = [table[i // page_tokens] * page_tokens + i % page_tokens for i in range(40)]
-    TRITON.kernels.kv_write(k, v, k_pages, v_pages, torch.tensor(slots, device=CUDA))
+    TRITON.kernels.kv_write(k, v, k_pages, v_pages, torch.tensor(slots, device=CUDA), None)
     assert torch.equal(k_pages[table].transpose(1, 2).flatten(0, 1)[:40], k)
     for rows in (1, 40):
         batch = AttentionBatch.build([table], [rows], [40], CUDA, page_tokens)
         q = TRITON.randn((rows, 32, head_dim), BF16, 2)
         assert_rows_close(
-            TRITON.kernels.paged_attention(q, k_pages, v_pages, batch, 0.1, None),
-            ORACLES.paged_attention(q, k_pages, v_pages, batch, 0.1, None),
+            TRITON.kernels.paged_attention(q, k_pages, v_pages, batch, 0.1, None, None),
+            ORACLES.paged_attention(q, k_pages, v_pages, batch, 0.1, None, None),
         )

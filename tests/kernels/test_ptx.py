@@ -17,8 +17,8 @@ SGMV = [
     for rows in (16, 64)
     for dtype in ("bf16", "fp16", "fp32")
 ]
-ATTENTION = ["items", "items limited", "chunks", "chunks limited"]
-ROWWISE = ["norm", "norm add", "rope", "silu_and_mul", "kv_write", "sample"]
+ATTENTION = ["items", "items limited", "items int8", "chunks", "chunks limited", "chunks int8"]
+ROWWISE = ["norm", "norm add", "rope", "silu_and_mul", "kv_write", "kv_write int8", "sample"]
 Report = dict[str, dict[str, int]]
 
 

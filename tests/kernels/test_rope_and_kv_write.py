@@ -78,9 +78,9 @@ def test_kv_write_stores_every_bit_in_its_place_and_changes_nothing_else(
     elif values == "before keys":
         k, v, pages = v, k, pages[::-1]
     slots = torch.tensor(mapping, device=impl.device)
-    impl.kernels.kv_write(k, v, *pages, slots)
+    impl.kernels.kv_write(k, v, *pages, slots, None)
     expected_pages = expected[:, 1, 0], expected[:, 1, 1]
-    ORACLES.kv_write(k, v, *expected_pages, slots)
+    ORACLES.kv_write(k, v, *expected_pages, slots, None)
     for stored, right in zip(pages, expected_pages, strict=True):
         assert torch.equal(bits(stored), bits(right))
     assert torch.equal(bits(arena[:, [0, 2]]), bits(torch.full_like(arena[:, [0, 2]], float("nan"))))

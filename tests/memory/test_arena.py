@@ -10,9 +10,9 @@ from weft.memory.geometry import PageGeometry, page_geometry
 CPU = torch.device("cpu")
 
 
-def make_geometry(**changes: int) -> PageGeometry:
+def make_geometry(*, is_kv_int8: bool = False, **changes: int) -> PageGeometry:
     sizes = {"num_layers": 4, "num_kv_heads": 2, "head_dim": 16, "dtype_bytes": 2, "largest_row_features": 64} | changes
-    return page_geometry(**sizes)
+    return page_geometry(**sizes, is_kv_int8=is_kv_int8)
 
 
 def test_k_and_v_of_all_layers_tile_a_page_exactly_once() -> None:
@@ -26,6 +26,59 @@ def test_k_and_v_of_all_layers_tile_a_page_exactly_once() -> None:
     assert (arena.elements[1] == 1).all()
     assert not arena.bytes[0].any()
     assert not arena.bytes[2].any()
+
+
+def test_int8_and_its_scales_tile_a_page_exactly_once() -> None:
+    geometry = make_geometry(is_kv_int8=True)
+    arena = Arena(geometry, 3, CPU, torch.bfloat16)
+    for layer in range(geometry.num_layers):
+        scales = arena.kv_scales(layer)
+        assert scales is not None
+        for values, of_values in zip(arena.kv(layer), scales, strict=True):
+            assert values.shape == (3, 2, geometry.page_tokens, 16)
+            assert of_values.shape == values.shape[:3]
+            assert (values.dtype, of_values.dtype) == (torch.int8, torch.float32)
+            values[1] += 1
+            of_values[1] += 1
+    num_vectors = 4 * 2 * 2 * geometry.page_tokens
+    assert (arena.bytes[1, : num_vectors * 16] == 1).all()
+    assert (arena.bytes.view(torch.float32)[1, num_vectors * 4 : num_vectors * 5] == 1).all()
+    assert not arena.bytes[1, num_vectors * 20 :].any()
+    assert not arena.bytes[[0, 2]].any()
+
+
+def test_only_int8_has_scales() -> None:
+    assert Arena(make_geometry(), 2, CPU, torch.bfloat16).kv_scales(0) is None
+
+
+@pytest.mark.parametrize("dtype_bytes", [2, 4])
+@pytest.mark.parametrize(
+    ("num_layers", "num_kv_heads", "head_dim"), [(32, 8, 128), (24, 2, 64), (32, 32, 128), (3, 2, 24), (28, 4, 80)]
+)
+def test_int8_keeps_the_bytes_of_a_page_but_for_the_scales(
+    num_layers: int, num_kv_heads: int, head_dim: int, dtype_bytes: int
+) -> None:
+    sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype_bytes": dtype_bytes}
+    wide, int8 = (make_geometry(**sizes, is_kv_int8=is_kv_int8) for is_kv_int8 in (False, True))
+    assert int8.page_tokens == wide.page_tokens * dtype_bytes
+    assert int8.num_groups == wide.num_groups
+    assert int8.page_bytes % 256 == int8.page_bytes % head_dim == 0
+    with_scales = wide.page_bytes * (head_dim + 4) // head_dim
+    assert with_scales <= int8.page_bytes < with_scales + 256 * head_dim
+    arena = Arena(int8, 2, CPU, {2: torch.bfloat16, 4: torch.float32}[dtype_bytes])
+    scales = arena.kv_scales(int8.num_layers - 1)
+    assert scales is not None
+    scales[1][1].fill_(1)  # the last of the page
+
+
+def test_a_read_of_poisoned_int8_shows_in_its_scale() -> None:
+    arena = Arena(make_geometry(is_kv_int8=True), 3, CPU, torch.bfloat16)
+    arena.poison([2])
+    scales = arena.kv_scales(3)
+    assert scales is not None
+    assert scales[0][2].isnan().all()
+    assert scales[1][2].isnan().all()
+    assert not scales[1][1].any()
 
 
 def test_a_head_of_a_layer_is_one_contiguous_run() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.config import SchedulerConfig, TenantDefaults
+from weft.config import MemoryConfig, SchedulerConfig, TenantDefaults
 from weft.errors import ConfigError
 from weft.registry.limits import TENANT_LIMITS
 from weft.server.settings import (
@@ -74,6 +74,7 @@ def test_other_variables_and_keys_are_left_alone() -> None:
         ("a: [", "not YAML"),
         ("server: {port: many}", "server.port"),
         ("server: {port: 70000}", "0 to 65535"),
+        ("memory: {kv_dtype: fp8}", r"memory\.kv_dtype: Input should be 'auto' or 'int8', got 'fp8'"),
     ],
 )
 def test_a_wrong_file_is_an_error_that_names_the_setting(tmp_path: Path, text: str, hint: str) -> None:
@@ -81,6 +82,11 @@ def test_a_wrong_file_is_an_error_that_names_the_setting(tmp_path: Path, text: s
     file.write_text(text)
     with pytest.raises(ConfigError, match=hint):
         load_config(MODEL, {}, file)
+
+
+def test_a_wrong_format_of_the_kv_cache_says_which_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"memory\.kv_dtype must be auto or int8, got 'fp8'"):
+        MemoryConfig(kv_dtype="fp8")  # type: ignore[arg-type]
 
 
 def test_a_missing_model_says_how_to_give_one() -> None:

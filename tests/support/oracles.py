@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import torch_kernels
+from weft.kernels.kv_scales import KvScales
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -35,12 +38,34 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def kv_write(
-    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, slot_mapping: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_scales: KvScales | None = None,
 ) -> None:
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
             page, offset = divmod(slot, k_pages.shape[2])
-            k_pages[page, :, offset], v_pages[page, :, offset] = k[token], v[token]
+            for part, (pages, x) in enumerate(((k_pages, k[token]), (v_pages, v[token]))):
+                if kv_scales is None:
+                    pages[page, :, offset] = x
+                else:
+                    for head, vector in enumerate(x.tolist()):
+                        stored, scale = int8_vector(vector)
+                        pages[page, head, offset] = torch.tensor(stored, dtype=torch.int8)
+                        kv_scales[part][page, head, offset] = scale
+
+
+def int8_vector(vector: list[float]) -> tuple[list[int], float]:
+    """Its elements in 8 bits and their scale, by Python's integers and numpy's float32."""
+    if not all(map(math.isfinite, vector)):
+        return [0] * len(vector), math.nan
+    scale = np.float32(max(map(abs, vector))) / np.float32(127)
+    if scale == 0:
+        return [0] * len(vector), 0.0
+    return [max(-127, min(127, round(float(np.float32(x) / scale)))) for x in vector], float(scale)
 
 
 def paged_attention(
@@ -50,8 +75,14 @@ def paged_attention(
     batch: AttentionBatch,
     scale: float,
     sliding_window: int | None = None,
+    kv_scales: KvScales | None = None,
 ) -> torch.Tensor:
     """One query row at a time."""
+    if kv_scales is not None:
+        k_pages, v_pages = (
+            pages.double() * scales.double()[..., None]
+            for pages, scales in zip((k_pages, v_pages), kv_scales, strict=True)
+        )
     out = torch.zeros_like(q)
     group = q.shape[1] // k_pages.shape[1]
     row = 0

@@ -32,16 +32,25 @@ PATTERNS = {
 
 
 def ptx_of(
-    kernel: Any, dtype: str, constants: Mapping[str, object], scalars: Mapping[str, str], warps: int, stages: int
+    kernel: Any,
+    dtype: str,
+    constants: Mapping[str, object],
+    scalars: Mapping[str, str],
+    warps: int,
+    stages: int,
+    kv_dtype: str | None = None,
 ) -> str:
     """PTX of one variant; pointers, strides and the vocabulary are multiples of 16, as the launchers' are."""
     signature, attributes = {}, {}
+    pages = dict.fromkeys(("k_pages", "v_pages"), f"*{kv_dtype}" if kv_dtype else None)
     for index, name in enumerate(kernel.arg_names):
         annotation = kernel.params[index].annotation
         if name in constants:
             signature[name] = "constexpr"
             continue
-        signature[name] = _pointer(name, dtype) or scalars.get(name) or ("i64" if "64" in annotation else "i32")
+        signature[name] = (
+            pages.get(name) or _pointer(name, dtype) or scalars.get(name) or ("i64" if "64" in annotation else "i32")
+        )
         is_stride = signature[name] == "i64" and not kernel.params[index].do_not_specialize
         if is_stride or name == "V" or signature[name].startswith("*"):
             attributes[index,] = [["tt.divisibility", 16]]
@@ -60,7 +69,7 @@ LONGS = ("positions", "slot_mapping", "tokens")
 def _pointer(name: str, dtype: str) -> str | None:
     if name in FLOATS:
         return f"*{dtype}"
-    if name in WIDE or name.startswith("partial"):
+    if name in (*WIDE, "k_scales", "v_scales") or name.startswith("partial"):
         return "*fp32"
     if name in LONGS:
         return "*i64"
@@ -86,7 +95,8 @@ def _sgmv_variants() -> dict[str, str]:
 def _attention_variants() -> dict[str, str]:
     shared = {"GROUP": 4, "D": 128, "BLOCK_D": 128, "PAGE_TOKENS": 16, "BLOCK_N": 64, "INTERPRET": False}
     scalars = {"scale": "fp32"}
-    plain, limited = {"WINDOW": 0}, {"WINDOW": 4096}
+    no_scales = {"k_scales": None, "v_scales": None}
+    plain, limited = {"WINDOW": 0, **no_scales}, {"WINDOW": 4096, **no_scales}
     items = {**shared, "BLOCK_G": 16, "SPLIT": 256}
     chunks = {**shared, "BLOCK_M": 64}
     reduce = {"D": 128, "BLOCK_D": 128, "SPLIT": 256, "NUM_SPLITS": 5, "BLOCK_S": 8}
@@ -94,6 +104,10 @@ def _attention_variants() -> dict[str, str]:
     return {
         "items": ptx_of(item_kernel, "bf16", {**items, **plain, "NUM_SPLITS": 8}, scalars, 4, 2),
         "items limited": ptx_of(item_kernel, "bf16", {**items, **limited, "NUM_SPLITS": 1}, scalars, 4, 2),
+        "items int8": ptx_of(
+            item_kernel, "bf16", {**items, "WINDOW": 0, "NUM_SPLITS": 8}, scalars, 4, 2, kv_dtype="i8"
+        ),
+        "chunks int8": ptx_of(chunk_kernel, "bf16", {**chunks, "WINDOW": 0}, scalars, 4, 2, kv_dtype="i8"),
         "reduce": ptx_of(attention_triton.reduce_kernel, "bf16", {**reduce, "WINDOW": 0}, {}, 4, 2),
         "reduce limited": ptx_of(attention_triton.reduce_kernel, "bf16", {**reduce, "WINDOW": 300}, {}, 4, 2),
         "chunks": ptx_of(chunk_kernel, "bf16", {**chunks, **plain}, scalars, 4, 2),
@@ -105,6 +119,7 @@ def _rowwise_variants() -> dict[str, str]:
     norm = {"N": 4096, "BLOCK": 4096}
     rope = {"HALF": 64, "BLOCK_H": 16, "BLOCK_D": 64}
     kv_write = {"PAGE_TOKENS": 16, "HEADS": 8, "D": 128, "BLOCK": 1024}
+    kv_write_int8 = {"PAGE_TOKENS": 16, "D": 128, "BLOCK": 128, "LARGEST": 127.0}
     silu_and_mul = {"N": 14336, "BLOCK": 1024}
     eps = {"eps": "fp32"}
     return {
@@ -113,6 +128,7 @@ def _rowwise_variants() -> dict[str, str]:
         "rope": ptx_of(rows_triton.rope_kernel, "bf16", rope, {}, 4, 2),
         "silu_and_mul": ptx_of(rows_triton.silu_and_mul_kernel, "bf16", silu_and_mul, {}, 4, 2),
         "kv_write": ptx_of(rows_triton.kv_write_kernel, "bf16", kv_write, {}, 4, 2),
+        "kv_write int8": ptx_of(rows_triton.kv_write_int8_kernel, "bf16", kv_write_int8, {}, 1, 2, kv_dtype="i8"),
         "sample": ptx_of(sampling_triton.sample_kernel, "fp32", {"BLOCK": 4096}, {}, 8, 2),
     }
 

@@ -58,6 +58,7 @@ class StepDriver:
         max_rank: int = 64,
         slots: int = 8,
         geometry: PageGeometry | None = None,
+        is_kv_int8: bool = False,
     ) -> None:
         self.spec = read_spec(folder)
         self.base = base_shape(self.spec, "sha256:" + "0" * 64)
@@ -67,6 +68,7 @@ class StepDriver:
             head_dim=self.spec.head_dim,
             dtype_bytes=dtype.itemsize,
             largest_row_features=self.base.largest_row_features,
+            is_kv_int8=is_kv_int8,
         )
         self.decoder = load_decoder(folder, self.spec, dtype, CPU)
         self.arena = Arena(self.geometry, num_pages, CPU, dtype)

@@ -107,6 +107,8 @@ def _to_come(rank: int, modules: list[str], count: int, planned: PlannedRoom) ->
 
 
 def _show(found: AdapterFitView, planned: PlannedRoom, as_json: bool) -> None:
+    from weft.engine.status import number_format
+
     advice = None if found.fits else _advice(found, planned)
     if as_json:
         body = {**found.model_dump(), "requests_left": planned.room.requests(found.pages.left), "advice": advice}
@@ -114,7 +116,7 @@ def _show(found: AdapterFitView, planned: PlannedRoom, as_json: bool) -> None:
         return
     page_bytes, memory = planned.room.geometry.page_bytes, planned.memory
     print_table([HEADER, *(_row(item, page_bytes) for item in found.adapters)], NUMBERS)
-    name = str(planned.dtype).removeprefix("torch.")
+    name = number_format(str(planned.dtype).removeprefix("torch."), planned.room.geometry)
     about = f"{planned.config.model.path} on {planned.device.type} in {name}"
     typer.echo(f"\n{about}, weights {_size(memory.weight_bytes)}")
     pages = f"{memory.num_pages:,} of {page_bytes / 1024:,.0f} KiB ({_size(memory.arena_bytes)})"

@@ -29,7 +29,7 @@ const STATES = { live: ["good", "Live"], connecting: ["", "Connecting"], broken:
 function Head({ feed: { isPaused, state, newest }, change, snapshot }) {
   const shown = isPaused ? "paused" : state;
   const [tone, word] = STATES[shown];
-  const about = snapshot && `${snapshot.model} on ${snapshot.ready.device}, ${snapshot.ready.dtype}; context of ${snapshot.ready.max_model_len} tokens`;
+  const about = snapshot && `${snapshot.model} on ${snapshot.ready.device}, ${snapshot.ready.dtype}${snapshot.ready.geometry.is_kv_int8 ? " with KV cache in int8" : ""}; context of ${snapshot.ready.max_model_len} tokens`;
   return html`<${PageHead} title="Live" about=${about}>
     <div class="actions"><span role="status"><${Badge} tone=${tone} data-state=${shown}><span class="dot" /> ${word}<//></span>
       <${Button} onClick=${() => change({ isPaused: !isPaused, held: isPaused ? null : newest })} aria-pressed=${isPaused}>${isPaused ? "Continue" : "Pause"}<//></div>

@@ -17,13 +17,16 @@ from weft.adapters.lora.layout import LAYOUT_VERSION, LoraLayout, adapter_pages,
 from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry, page_geometry, row_pitch_bytes
 
 
-def geometry_for(base: BaseShape, num_kv_heads: int, head_dim: int, dtype_bytes: int = 2) -> PageGeometry:
+def geometry_for(
+    base: BaseShape, num_kv_heads: int, head_dim: int, dtype_bytes: int = 2, *, is_kv_int8: bool = False
+) -> PageGeometry:
     return page_geometry(
         num_layers=base.num_layers,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype_bytes=dtype_bytes,
         largest_row_features=base.largest_row_features,
+        is_kv_int8=is_kv_int8,
     )
 
 
@@ -88,6 +91,17 @@ def test_adapters_of_all_linear_layers_waste_at_most_five_percent(model: str, ra
     assert adapter_pages(ranks, base, geometry) == pages
     waste = 1 - needed_bytes(ranks, base, geometry) / (pages * geometry.page_bytes)
     assert waste <= (0.05 if rank >= 16 else 0.07)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("rank", [8, 16, 64])
+def test_adapters_take_no_more_pages_where_the_kv_cache_is_int8(rank: int, model: str) -> None:
+    base, wide = MODELS[model]
+    ranks, geometry = all_linear(base, rank), geometry_for(base, wide.num_kv_heads, wide.head_dim, is_kv_int8=True)
+    check(plan_layout(ranks, base, geometry), ranks, base, geometry)
+    pages, wide_pages = adapter_pages(ranks, base, geometry), adapter_pages(ranks, base, wide)
+    assert pages <= wide_pages
+    assert pages * geometry.page_bytes <= 1.07 * wide_pages * wide.page_bytes
 
 
 def test_an_adapter_that_changes_nothing_takes_no_page() -> None:

@@ -22,7 +22,7 @@ from weft.engine.execution.memory_plan import (
     max_model_len,
     plan_memory,
 )
-from weft.engine.model.spec import DecoderSpec, base_shape, decoder_spec
+from weft.engine.model.spec import DecoderSpec, base_shape, decoder_spec, model_geometry
 from weft.engine.status import MemoryPlan
 from weft.errors import ConfigError
 from weft.memory.geometry import PageGeometry, page_geometry
@@ -163,6 +163,18 @@ def test_the_plan_is_told_in_numbers_that_people_ask_for() -> None:
     assert "layers" not in text
     grouped = dataclasses.replace(ready, geometry=dataclasses.replace(GEOMETRY, num_groups=2, layers_per_group=12))
     assert "of 12 layers" in format_plan(planned, grouped)
+
+
+def test_int8_holds_about_twice_the_tokens_in_the_same_memory_and_the_plan_says_so() -> None:
+    geometry = model_geometry(SPEC, BASE, 2, "int8")
+    config = Config(model=ModelConfig(path="m"), memory=MemoryConfig(gib=4, kv_dtype="int8"))
+    planned = plan_memory(config, SPEC, BASE, geometry, FreeMemory(256 * GIB, 256 * GIB), on_cpu=True)
+    assert planned.kv_tokens == pytest.approx(plan(CPU, 256, gib=4).kv_tokens * 128 / 68, rel=0.005)  # heads of 64
+    ready = dataclasses.replace(demo_ready(), dtype="bfloat16", geometry=geometry)
+    text = format_plan(planned, ready)
+    assert "on cpu in bfloat16 with KV cache in int8, at most" in text
+    assert "each 128 tokens of KV cache" in text
+    assert f"{planned.kv_tokens:,} tokens" in text
 
 
 def test_free_memory_of_this_machine_is_measured() -> None:

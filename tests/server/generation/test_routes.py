@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -38,6 +39,14 @@ async def test_a_completion_has_openais_shape(acme: Client) -> None:
     assert body.usage.completion_tokens == len(demo_tokenizer().encode(BASE_TEXT, add_special_tokens=False)) + 1
     assert answer.headers["x-request-id"].startswith("req-")
     assert "x-weft-adapter" not in answer.headers
+
+
+async def test_the_fingerprint_tells_whether_the_kv_cache_is_int8(api: Api, acme: Client) -> None:
+    wide = (await complete(acme, prompt="hello")).json()["system_fingerprint"]
+    assert wide.endswith("-float32")
+    geometry = replace(api.services.ready.geometry, is_kv_int8=True)
+    services = replace(api.services, ready=replace(api.services.ready, geometry=geometry))
+    assert services.fingerprint == f"{wide}-kv-int8"
 
 
 async def test_a_chat_has_openais_shape(acme: Client) -> None:

@@ -17,6 +17,7 @@ export function Memory({ snapshot, feed }) {
   const highest = useRef({ boot: null, cells: 0 });
   const entries = entriesOf(snapshot);
   const all = snapshot.ready.memory.num_pages;
+  const { page_bytes: pageBytes, page_tokens: pageTokens } = snapshot.ready.geometry;
   const { pages_per_cell: perCell } = snapshot.page_map;
   const extent = extentOf(snapshot.page_map);
   const reach = reachOf(highest, snapshot.boot_id, extent);
@@ -24,7 +25,7 @@ export function Memory({ snapshot, feed }) {
   const shownCells = view === "whole" ? extent.all : reach;
   const lit = entries.find((one) => one.key === (hovered ?? param("show")));
   const left = all - Math.min(all, shownCells * perCell);
-  return html`<${Card} title="One memory" note=${`${count(all)} pages of ${snapshot.ready.geometry.page_bytes / 1024} KiB, used for KV cache and adapters as needed`}
+  return html`<${Card} title="One memory" note=${`${count(all)} pages of ${pageBytes / 1024} KiB, used as needed for adapters and KV cache of ${pageTokens} tokens each`}
     actions=${reach < extent.all && html`<${Segmented} label="How much of the pool" value=${view} onChange=${(value) => setParams({ map: value === "used" ? null : value })}
       options=${[["used", "Part in use"], ["whole", "Whole pool"]]} />`}>
     <div class="memory">

@@ -1,0 +1,46 @@
+"""The operands of all that a layer does between its projections: rows of a fused projection, and scattered pages."""
+
+from __future__ import annotations
+
+import torch
+
+from scattered_kv import LAYER, AttentionCase, ScatteredKv
+from weft.kernels import attend as composed
+from weft.kernels.attend import HeadNorms
+from weft.kernels.dispatch import Kernels
+from weft.kernels.plain.rows import both_halves
+
+
+class Projected:
+    """The operands of one call; `call` leaves them as they are."""
+
+    def __init__(self, case: AttentionCase, has_norms: bool = True) -> None:
+        kv = ScatteredKv(case)
+        generator = torch.Generator().manual_seed(1)
+        num_rows, width = len(kv.q), (case.q_heads + 2 * case.kv_heads) * case.head_dim
+        self.qkv = torch.randn((num_rows, width), generator=generator).to(case.dtype)
+        weights = torch.rand((2, case.head_dim), generator=generator).to(case.dtype)
+        self.norms = HeadNorms(weights[0], weights[1], 1e-6) if has_norms else None
+        angles = torch.arange(num_rows)[:, None] * torch.logspace(0, -3, case.head_dim // 2)
+        self.cos, self.sin = both_halves(angles.cos(), angles.sin())
+        mapping = []
+        for table, (rows, context) in zip(kv.block_tables, case.requests, strict=True):
+            positions = range(context - rows, context) if context else [None] * rows
+            mapping += [-1 if p is None else table[p // 16] * 16 + p % 16 for p in positions]
+        self.slots = torch.tensor([*mapping, *[-1] * case.padding_rows])
+        self.arena, self.batch, self.scale, self.window = kv.arena, kv.batch, kv.scale, case.window
+        self.scales, self.is_int8 = kv.scales, case.is_int8
+
+    def call(self, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output, and the arena with this step's keys and values."""
+        return self.call_with_scales(kernels)[:2]
+
+    def call_with_scales(self, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same and the scales, which only int8 changes."""
+        arena, scales = self.arena.clone(), self.scales.clone()
+        operands = (self.qkv.clone(), self.norms, self.cos, self.sin, arena[:, LAYER, 0], arena[:, LAYER, 1])
+        kv_scales = (scales[:, LAYER, 0], scales[:, LAYER, 1]) if self.is_int8 else None
+        rest = (self.slots, self.batch, self.scale, self.window, kv_scales)
+        attend = kernels.attend
+        out = composed.attend(kernels, *operands, *rest) if attend is None else attend(*operands, *rest)
+        return out, arena, scales

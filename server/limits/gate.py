@@ -14,13 +14,15 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.engine.fairness.prices import Prices
-from weft.engine.status import EngineLoad
 from weft.errors import CapacityError, RateLimitError, WeftError
 from weft.server.limits.prediction import FACTOR_BOUNDS, START_FACTOR, Ask, Predicted, Prediction, cost
 from weft.server.limits.return_slots import ReturnSlots
+
+if TYPE_CHECKING:
+    from weft.engine.status import EngineLoad
 
 OVER_SHARE = "limit.queue"
 OVERLOADED = "server.overloaded"

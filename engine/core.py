@@ -200,14 +200,13 @@ class EngineCore:
 
     def _plan(self) -> StepPlan | None:
         try:
-            plan = self._scheduler.plan()
+            return self._scheduler.plan()
         except Exception as error:
             logger.exception("planning a step failed")
             self._note_failure(error)
             self._scheduler.fail_running()
             self.check()
             return None
-        return plan
 
     def _run(self, plan: StepPlan) -> list[RequestOutput]:
         started_s = self._clock()

@@ -21,11 +21,10 @@ from weft.engine.request import ERRORS_BY_KIND, FinishReason, GenerationRequest,
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.text.text_stream import TextStream
 from weft.engine.text.tokenizer import Tokenizer
-from weft.errors import ConfigError, EngineError, InvalidRequestError, WeftError
+from weft.errors import ConfigError, EngineError, InvalidRequestError
 
 BLOCKED_WAIT_S = 0.02
 _SECTIONS = {"model": ModelConfig, "memory": MemoryConfig, "adapter": AdapterConfig, "scheduler": SchedulerConfig}
-_COPY_BYTES = 1 << 20
 _Stamp = tuple[tuple[int, int, int], ...]
 """Inode, size and time of change of an adapter's files."""
 
@@ -87,7 +86,9 @@ class LLM:
         config_file, weights = adapter_files(folder)
         ready = self.engine.ready
         checkpoint = read_checkpoint(config_file.read_bytes(), weights, ready.base, ready.max_rank)
-        weights_sha256 = self._store(weights)
+        with weights.open("rb") as source, self._blobs.create() as writer:
+            shutil.copyfileobj(source, writer)
+            weights_sha256 = writer.commit()
         ref = AdapterRef(
             tenant_id="local",
             adapter_id=str(folder),
@@ -169,7 +170,7 @@ class LLM:
         self.close()
 
     def _pump(self, run: _Run) -> None:
-        while run.num_unfinished:
+        while run.streams:
             self._loaded.clear()
             steps_before = self.engine.core.num_steps
             for output in self.engine.core.pump():
@@ -185,31 +186,25 @@ class LLM:
         # A folder that was trained again since is another adapter.
         return ref if ref is not None and stamp == _stamp(Path(adapter)) else self.load_adapter(adapter)
 
-    def _store(self, weights: Path) -> str:
-        with weights.open("rb") as source, self._blobs.create() as writer:
-            while chunk := source.read(_COPY_BYTES):
-                writer.write(chunk)
-            return writer.commit()
-
 
 class _Run:
     """The completions of one `generate`, as they grow."""
 
     def __init__(self, tokenizer: Tokenizer, requests: Sequence[GenerationRequest]) -> None:
         self.completions = [Completion(prompt_token_ids=request.prompt_token_ids) for request in requests]
-        self.num_unfinished = len(requests)
-        self._streams = {
+        self.streams = {
             request.request_id: (completion, TextStream(tokenizer, request.params, request.prompt_token_ids))
             for request, completion in zip(requests, self.completions, strict=True)
         }
+        """The unfinished completions and their texts, by request id."""
 
     def take(self, output: RequestOutput) -> bool:
         """Add an output; returns whether the engine must be told that the request has ended."""
-        if output.request_id not in self._streams:
+        if output.request_id not in self.streams:
             return False
         if output.error is not None:
-            raise _raised(output)
-        completion, stream = self._streams[output.request_id]
+            raise ERRORS_BY_KIND.get(output.error.kind, EngineError)(output.error.message, code=output.error.code)
+        completion, stream = self.streams[output.request_id]
         delta = stream.push(output)
         completion.text += delta.text
         completion.token_ids += delta.token_ids
@@ -219,24 +214,13 @@ class _Run:
         if delta.finish_reason is None:
             return False
         completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
-        del self._streams[output.request_id]
-        self.num_unfinished -= 1
+        del self.streams[output.request_id]
         return output.finish_reason is None
 
 
 def _stamp(folder: Path) -> _Stamp:
-    stamp = []
-    for file in adapter_files(folder):
-        stat = file.stat()
-        stamp.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
-    return tuple(stamp)
-
-
-def _raised(output: RequestOutput) -> WeftError:
-    error = output.error
-    if error is None:
-        return EngineError("The engine ended the request without a reason.")
-    return ERRORS_BY_KIND.get(error.kind, EngineError)(error.message, code=error.code)
+    stats = [file.stat() for file in adapter_files(folder)]
+    return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
 
 
 def _spread(given: Any, count: int, name: str, kinds: type | tuple[type, ...]) -> list[Any]:  # noqa: ANN401

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
 import os
 import signal
@@ -24,7 +23,7 @@ from weft.engine.model.spec import resolve_model
 from weft.engine.process.client import EngineClient
 from weft.engine.start_checks import check_start
 from weft.engine.status import EngineReady
-from weft.engine.text.tokenizer import Tokenizer
+from weft.engine.text.tokenizer import Tokenizer, read_object
 from weft.errors import CapacityError, ConfigError, NotFoundError
 from weft.registry.db.models import TenantRow
 from weft.registry.registry import Registry
@@ -81,7 +80,6 @@ def _leave_out_torch() -> None:
 
 async def _serve(config: Config, announce: Announce) -> int:
     shutdown = Shutdown(config.server.drain_s)
-    shutdown.listen()
     try:
         await _serve_until(config, announce, shutdown)
     except asyncio.CancelledError:
@@ -193,21 +191,17 @@ class ApiServer(uvicorn.Server):
 class Shutdown:
     """What signals do: the first drains, the second cuts running requests, the third exits without waiting.
 
-    Before the server listens, the first signal ends the start.
+    Before the server listens, the first signal ends the start, which is the task that makes this.
     """
 
     def __init__(self, drain_s: float) -> None:
         self.drain = Drain()
         self.num_asked = 0
-        self._starting: asyncio.Task[object] | None = None
+        self._starting = asyncio.current_task()
         self._drain_s = drain_s
         self.server: ApiServer | None = None
         """The server that is ended when asked; None before it listens."""
         self._draining: asyncio.Task[None] | None = None
-
-    def listen(self) -> None:
-        """Take SIGTERM and SIGINT from now on; the current task is the start."""
-        self._starting = asyncio.current_task()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.ask)
@@ -264,11 +258,8 @@ def load_tokenizer(model: str) -> tuple[Tokenizer, dict[str, object]]:
         ConfigError: The files are not there.
     """
     folder = resolve_model(model, is_downloaded=True)
-    settings: dict[str, object] = {}
-    config, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-    if config.is_file():
-        content = json.loads(config.read_text(encoding="utf-8"))
-        settings.update(content if isinstance(content, dict) else {})
+    settings = read_object(folder / "tokenizer_config.json")
+    template = folder / "chat_template.jinja"
     if template.is_file():
         settings["chat_template"] = template.read_text(encoding="utf-8")
     return Tokenizer(folder), settings

@@ -108,9 +108,7 @@ def merge_trees(*trees: SettingTree) -> dict[str, dict[str, object]]:
 
 def as_tree(config: Config) -> dict[str, dict[str, object]]:
     """All settings as plain values by section, with a database password blanked out."""
-    tree = {section: dataclasses.asdict(getattr(config, section)) for section in SECTIONS}
-    for values in tree.values():
-        values.update({name: str(value) for name, value in values.items() if isinstance(value, Path)})
+    tree: dict[str, dict[str, object]] = TypeAdapter(Config).dump_python(config, mode="json")
     url = tree["registry"]["database_url"]
     if isinstance(url, str):
         blanked = re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", url)

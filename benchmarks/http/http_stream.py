@@ -99,6 +99,8 @@ class _Connection(asyncio.Protocol):
     """The last answer came to its end, and the server takes another request."""
     status = 0
     """Of the answer; 0 before its head is there."""
+    body = b""
+    """What has come of the answer; with status 200 only the line that has not ended."""
     _end: asyncio.Future[bool] | None = None
     """Whether the connection can be used again, once the answer has ended."""
 
@@ -110,17 +112,11 @@ class _Connection(asyncio.Protocol):
         self._on_event, self._on_head = on_event, on_head
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[bytes, bytes] = {}
-        self._pieces: list[bytes] = []
         self._keeps_alive: bool | None = None
         self._end = asyncio.get_running_loop().create_future()
-        self.status, self.can_be_kept = 0, False
+        self.status, self.body, self.can_be_kept = 0, b"", False
         self.transport.write(request)
         self.can_be_kept = await self._end
-
-    @property
-    def body(self) -> bytes:
-        """Of an answer whose status is not 200."""
-        return b"".join(self._pieces)
 
     def data_received(self, data: bytes) -> None:
         """Take what arrived; errors end up in `ask`."""
@@ -130,8 +126,7 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
             if self.status == 200:
-                *lines, rest = self.body.split(b"\n")
-                self._pieces = [rest]
+                *lines, self.body = self.body.split(b"\n")
                 for line in lines:
                     if line.startswith(b"data:"):
                         self._on_event(line[5:].strip())
@@ -163,7 +158,7 @@ class _Connection(asyncio.Protocol):
         self._on_head(self.status, self._headers)
 
     def on_body(self, body: bytes) -> None:
-        self._pieces.append(body)
+        self.body += body
 
     def on_message_complete(self) -> None:
         self._keeps_alive = self._parser.should_keep_alive()

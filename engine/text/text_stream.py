@@ -45,9 +45,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skips_special = skip_special_tokens
         self._shown_ids = shown_ids if skip_special_tokens else NONE_SHOWN
-        self._window = list(prompt_ids[-CONTEXT_TOKENS:])
-        self._num_context = len(self._window)
-        self._emitted = len(_final(self._decode(self._window))) if self._window else 0
+        self._restart(list(prompt_ids[-CONTEXT_TOKENS:]))
 
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that is final with it, often that of the token, sometimes none."""
@@ -72,7 +70,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The rest, when no more tokens come."""
-        delta = self._decode(self._window)[self._emitted :] if self._window else ""
+        delta = self._decode(self._window)[self._emitted :]
         self._emitted += len(delta)
         return delta
 
@@ -148,10 +146,10 @@ class StopScanner:
     def _num_held(self) -> int:
         """Length of the longest end of the text that starts a stop string."""
         longest = max(len(stop) - 1 for stop in self._stops)
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
-                return length
-        return 0
+        lengths = range(min(longest, len(self._held)), 0, -1)
+        return next(
+            (length for length in lengths if any(stop.startswith(self._held[-length:]) for stop in self._stops)), 0
+        )
 
 
 class TextStream:
@@ -201,26 +199,16 @@ class TextStream:
             if stop is not None:
                 break
         if stop is None and output.finish_reason is not None:
-            stop = self._end(shown)
+            part, stop = self._scanner.push(self._detokenizer.flush())
+            shown += [part, self._scanner.flush()]
         self.num_tokens += len(offsets)
         self.is_finished = stop is not None or output.finish_reason is not None
+        stop_token = output.stop_token_id if output.stop_token_id in self._params.stop_token_ids else None
         return TextDelta(
             text="".join(shown),
             token_ids=output.token_ids[: len(offsets)],
             logprobs=output.logprobs[: len(offsets)] if output.logprobs is not None else None,
             text_offsets=offsets,
             finish_reason="stop" if stop is not None else output.finish_reason,
-            stop_reason=stop if stop is not None else self._stop_token(output),
+            stop_reason=stop if stop is not None else stop_token,
         )
-
-    def _end(self, shown: list[str]) -> str | None:
-        rest = self._detokenizer.flush()
-        part, stop = self._scanner.push(rest)
-        shown.append(part)
-        if stop is None:
-            shown.append(self._scanner.flush())
-        return stop
-
-    def _stop_token(self, output: RequestOutput) -> int | None:
-        is_chosen = output.stop_token_id in self._params.stop_token_ids
-        return output.stop_token_id if is_chosen else None

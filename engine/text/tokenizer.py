@@ -29,27 +29,20 @@ class Tokenizer:
     def __init__(self, path: str | Path) -> None:
         from transformers import AutoTokenizer
 
-        self._tokenizer: Any
-        self._backend: Any
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"model.path must have a tokenizer, got {path}: {error}", param="model.path") from error
         # transformers' own encode changes shared state on every call, which is not safe in threads.
-        self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         if self._backend is None:
             raise ConfigError(f"model.path must have a tokenizer.json, got {path}", param="model.path")
         self._backend.no_truncation()
         self._backend.no_padding()
         self.folder = Path(path)
-        self._eos_token_ids = read_eos_token_ids(self.folder)
-        self.token_text = lru_cache(maxsize=65536)(self._token_text)
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
+        self.eos_token_ids = read_eos_token_ids(self.folder) | {self._tokenizer.eos_token_id} - {None}
         """Tokens that end a generation."""
-        own = self._tokenizer.eos_token_id
-        return self._eos_token_ids if own is None else self._eos_token_ids | {own}
+        self.token_text = lru_cache(maxsize=65536)(self._token_text)
 
     @property
     def vocab_size(self) -> int:
@@ -82,8 +75,8 @@ class Tokenizer:
     def grammar_tokens(self) -> dict[str, int]:
         """Ids of the tokens that grammars name by id: to llguidance, tags among the added tokens are special too."""
         added = self._backend.get_added_tokens_decoder()
-        tags = {token.content: token_id for token_id, token in added.items() if token.content[:1] == "<"}
-        return {**self.special_tokens, **{text: token_id for text, token_id in tags.items() if text[-1] == ">"}}
+        ids = {token.content: token_id for token_id, token in added.items()}
+        return self.special_tokens | {text: ids[text] for text in ids if text.startswith("<") and text.endswith(">")}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the model's own start token if wanted."""
@@ -95,23 +88,13 @@ class Tokenizer:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def chat_prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_special_tokens: bool = False,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> list[int]:
-        """Token ids of a conversation, up to where the assistant speaks, or up to the end of the last message's text.
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant speaks.
 
         Raises:
             InvalidRequestError: The model has no chat template, or its template refuses these messages.
         """
-        text = self.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
-        )
-        return self.encode(text, add_special_tokens=add_special_tokens)
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
 
     def render_chat(
         self,
@@ -179,8 +162,8 @@ class Tokenizer:
         if token_id in self._byte_tokens:
             return bytes([self._byte_tokens[token_id]])
         piece: str | None = self._backend.id_to_token(token_id)
-        if piece is not None and self._is_byte_level and all(letter in _BYTE_OF_LETTER for letter in piece):
-            return bytes(_BYTE_OF_LETTER[letter] for letter in piece)
+        if piece and self._byte_of_letter.keys() >= set(piece):
+            return bytes(self._byte_of_letter[letter] for letter in piece)
         return self.token_text(token_id).encode()
 
     def _token_text(self, token_id: int) -> str:
@@ -203,6 +186,14 @@ class Tokenizer:
         return "ByteLevel" in str(self._backend.decoder)
 
     @cached_property
+    def _byte_of_letter(self) -> dict[str, int]:
+        """The letters by which a byte-level vocabulary spells bytes; of another vocabulary none."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        letters = bytes_to_unicode()  # type: ignore[no-untyped-call]
+        return {letter: byte for byte, letter in letters.items()} if self._is_byte_level else {}
+
+    @cached_property
     def _byte_tokens(self) -> dict[int, int]:
         if self._is_byte_level:
             return {}
@@ -211,32 +202,22 @@ class Tokenizer:
         return {token_id: byte for token_id, byte in ids.items() if token_id is not None}
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """The letters by which byte-level vocabularies spell bytes: printable ones as they are, others from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    letters = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in set(printable))
-    return letters | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTE_OF_LETTER = _byte_level_alphabet()
-
-
 def read_eos_token_ids(folder: Path) -> frozenset[int]:
     """The end-of-sequence tokens that generation config, model config and tokenizer config name; there may be none."""
     token_ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        named = _read(folder / name).get("eos_token_id")
+        named = read_object(folder / name).get("eos_token_id")
         token_ids.update(named if isinstance(named, list) else [] if named is None else [named])
-    eos = _read(folder / "tokenizer_config.json").get("eos_token")
+    eos = read_object(folder / "tokenizer_config.json").get("eos_token")
     text = eos.get("content") if isinstance(eos, dict) else eos
-    for token in _read(folder / "tokenizer.json").get("added_tokens", []):
+    for token in read_object(folder / "tokenizer.json").get("added_tokens", []):
         if text is not None and token.get("content") == text:
             token_ids.add(token["id"])
     return frozenset(token_ids)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is no file, or something else in it."""
     if not path.is_file():
         return {}
     content = json.loads(path.read_text(encoding="utf-8"))

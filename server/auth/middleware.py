@@ -95,16 +95,10 @@ def _check_local_browser(headers: Headers) -> None:
     origin = headers.get("origin")
     try:
         host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        if "." in host:
+            ipaddress.ip_address(host)
         is_foreign = origin is not None and not is_loopback(urlsplit(origin).hostname or "")
-    except ValueError:  # no browser of ours writes such a Host or Origin
-        host, is_foreign = "", True
-    if is_foreign or ("." in host and not _is_address(host)):
+    except ValueError:  # a name with a dot, or a Host or Origin that no browser of ours writes
+        is_foreign = True
+    if is_foreign:
         raise ForbiddenError("Authentication is off, so Weft answers only web pages of this machine.")
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -35,14 +35,11 @@ class BoundedReads(asyncio.BufferedProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - uvicorn's own
         self._protocol = protocol = BoundedProtocol(*args, **kwargs)
         self._buffer = bytearray()
+        self.connection_made = protocol.connection_made  # type: ignore[assignment,method-assign]
         self.connection_lost = protocol.connection_lost  # type: ignore[method-assign]
         self.eof_received = protocol.eof_received  # type: ignore[method-assign]
         self.pause_writing = protocol.pause_writing  # type: ignore[method-assign]
         self.resume_writing = protocol.resume_writing  # type: ignore[method-assign]
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take a connection."""
-        self._protocol.connection_made(transport)  # type: ignore[arg-type]
 
     def get_buffer(self, sizehint: int) -> bytearray:
         """Room for the next read."""

@@ -13,7 +13,7 @@ import typer
 
 from weft.cli.options import JSON, KEY, TENANT, URL, connect, fail, fail_with, refuse
 from weft.cli.table import show, value_text
-from weft.errors import ClientError
+from weft.errors import AdapterError, ClientError, Finding, PayloadTooLargeError
 
 KEEP_SMALL = "Leave out what PEFT did not write."
 COLUMNS = (
@@ -183,8 +183,6 @@ def unpin(name: str, tenant: TENANT = None, url: URL = None, key: KEY = None) ->
 @contextmanager
 def refusals(adapter: Path, config: Path | None, weights: Path, as_json: bool) -> Iterator[None]:
     """If the block finds that an adapter cannot be served, print all that is wrong with it and end the command."""
-    from weft.errors import AdapterError, Finding, PayloadTooLargeError
-
     files = {"config": config.name if config else "", "weights": weights.name}
     try:
         yield

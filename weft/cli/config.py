@@ -74,9 +74,12 @@ def explained() -> Iterator[tuple[str, str, list[tuple[str, Any, str]]]]:
             for setting, text in pairwise(body)
             if isinstance(setting, ast.AnnAssign) and isinstance(text, ast.Expr)
         }
-        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
         settings = [
-            (name, str(default) if isinstance(default, Path) else default, sentences[name])
-            for name, default in defaults.items()
+            (
+                field.name,
+                str(field.default) if isinstance(field.default, Path) else field.default,
+                sentences[field.name],
+            )
+            for field in dataclasses.fields(cls)
         ]
         yield section, str(inspect.getdoc(cls)), settings

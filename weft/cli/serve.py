@@ -6,12 +6,12 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from weft.config import Config as Settings
+from weft.config import Config as Settings
+from weft.config import environment
 
 Model = Annotated[str | None, typer.Option(help="Folder or hub id of the base model. [env: WEFT_MODEL__PATH]")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")]
@@ -80,7 +80,6 @@ def settings_of(
     Raises:
         ConfigError: A setting is wrong.
     """
-    from weft.config import environment
     from weft.server.settings import load_config, merge_trees, parse_assignments
 
     return load_config(merge_trees(options, parse_assignments(assignments or [])), environment(), file)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.cli.options import KEY, NO_ANSWER, URL, connect
-from weft.cli.top import frame as top_frame
 from weft.errors import ClientError
 
 if TYPE_CHECKING:
@@ -36,9 +35,11 @@ def top(url: URL = None, key: KEY = None, interval: Interval = 1.0, once: Once =
     """
     from rich.console import Console
 
+    from weft.cli.top.frame import frame
+
     console, client = Console(highlight=False), connect(url, key)
     if once:
-        console.print(top_frame.frame(client.engine(), 0.0, console.size))
+        console.print(frame(client.engine(), 0.0, console.size))
         return
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler if console.is_terminal else _end_now)
@@ -112,17 +113,21 @@ def _draw(console: Console, seen: _Seen, interval: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
+    from weft.cli.top.frame import frame
+
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while not seen.ended.is_set():
             shown: RenderableType = Text(seen.trouble or "", "bold red")
             if seen.snapshot is not None:
-                shown = top_frame.frame(seen.snapshot, seen.age_s, console.size, seen.trouble)
+                shown = frame(seen.snapshot, seen.age_s, console.size, seen.trouble)
             live.update(shown, refresh=True)
             seen.ended.wait(interval)
 
 
 def _write(seen: _Seen, interval: float) -> None:
     """Print one line per update, and troubles on stderr when they change."""
+    from weft.cli.top.frame import line
+
     told: str | None = None
     while not seen.ended.is_set():
         trouble = seen.trouble
@@ -131,7 +136,7 @@ def _write(seen: _Seen, interval: float) -> None:
         told = trouble
         if seen.snapshot is not None and told is None:
             now = datetime.now().astimezone().isoformat(timespec="seconds")
-            typer.echo(f"{now} {top_frame.line(seen.snapshot, seen.age_s)}")
+            typer.echo(f"{now} {line(seen.snapshot, seen.age_s)}")
         seen.ended.wait(interval)
 
 

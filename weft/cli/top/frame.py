@@ -8,15 +8,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import ConsoleDimensions, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from weft.cli.ps import TIERS, adapter_name
 from weft.cli.table import REASONS, REFUSALS, counts_text, in_words, num_paused
-
-if TYPE_CHECKING:
-    from rich.console import ConsoleDimensions, RenderableType
-    from rich.table import Table
-    from rich.text import Text
 
 LABEL = 11
 """Width of the labels."""
@@ -62,9 +61,6 @@ def frame(body: Mapping[str, Any], age_s: float, size: ConsoleDimensions, troubl
         size: What there is room for.
         trouble: Why there is no newer one.
     """
-    from rich.console import Group
-    from rich.text import Text
-
     lines = [Text(f"{body['model']} on {body['ready']['device']}, {body['ready']['dtype']}", "bold")]
     if trouble is not None:
         lines.append(Text(trouble, "bold red"))
@@ -201,17 +197,12 @@ def _running(body: Mapping[str, Any]) -> str:
 
 
 def _bar(pages: Mapping[str, int], width: int) -> Text:
-    from rich.text import Text
-
     parts = shares([pages[kind] for kind in BAR], max(width, 0))
     return Text.assemble(*((glyph * part, colour) for (glyph, colour), part in zip(BAR.values(), parts, strict=True)))
 
 
 def _tenants(rows: Sequence[TenantRow], height: int, width: int) -> Table:
     """The most served tenants, as many as there is room for, and one row for the others. Only text columns are cut."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
     shown = list(cells(rows, len(rows) if len(rows) <= height else height - 1))
     header = [name for name in shown[0] if width >= MIN_WIDE or name not in WIDE_ONLY]
@@ -226,9 +217,6 @@ def _tenants(rows: Sequence[TenantRow], height: int, width: int) -> Table:
 
 def _adapters(body: Mapping[str, Any], height: int) -> Table:
     """The busiest adapters first, as many as there is room for."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
     for name in HEADER:
         is_text = name in HEADER[:2]

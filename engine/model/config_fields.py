@@ -78,6 +78,24 @@ class ConfigFields:
         """A JSON object, empty where absent."""
         return self._optional(key, dict, "an object") or {}
 
+    def integers(self, key: str) -> list[int] | None:
+        """A list of whole numbers of at least 1, or None where absent."""
+        value = self._optional(key, list, "a list of whole numbers")
+        if not all(isinstance(item, int) and item >= 1 for item in value or []):
+            raise self.error(key, f"expected a list of whole numbers >= 1, got {value!r}")
+        return value
+
+    def within(self, key: str) -> ConfigFields:
+        """The fields of a nested object, which has none where it is absent."""
+        return ConfigFields(self.nested(key), prefix=f"{self._prefix}{key}.")
+
+    def choice(self, key: str, served: Collection[T], default: T | None = None) -> T:
+        """One of the values that are served; without a default the key is required."""
+        value: T = self._get(key, default)
+        if value not in served:
+            raise self.error(key, f"{value!r} is not served; served are {', '.join(map(str, served))}")
+        return value
+
     def require(self, key: str, expected: object, *, default: object) -> None:
         """Refuse any value but the one that is served."""
         value = self._get(key, default)

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from weft.config import environment
+from weft.config import cache_folder, environment
 
 logger = logging.getLogger(__name__)
 
@@ -120,10 +120,8 @@ def _cpu() -> str:
 
 
 def _cache_folder() -> Path:
-    base = Path(environment().get("XDG_CACHE_HOME", ""))
     try:
-        folder = (base if base.is_absolute() else Path.home() / ".cache") / "weft" / "kernels"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = cache_folder("kernels")
     except (OSError, RuntimeError) as error:  # RuntimeError: the home folder is unknown
         raise NativeUnavailableError(f"no folder to keep them in: {error}; {OTHER_FOLDER}") from error
     _check_owner(folder)

@@ -78,12 +78,14 @@ class ConfigFields:
         """A JSON object, empty where absent."""
         return self._optional(key, dict, "an object") or {}
 
-    def integers(self, key: str) -> list[int] | None:
-        """A list of whole numbers of at least 1, or None where absent."""
-        value = self._optional(key, list, "a list of whole numbers")
-        if not all(isinstance(item, int) and item >= 1 for item in value or []):
-            raise self.error(key, f"expected a list of whole numbers >= 1, got {value!r}")
-        return value
+    def pair(self, key: str) -> tuple[int, int] | None:
+        """Two whole numbers of at least 1, or None where absent."""
+        match self._optional(key, list, "two whole numbers"):
+            case None:
+                return None
+            case [int(first), int(second)] if min(first, second) >= 1:
+                return first, second
+        raise self.error(key, f"expected two whole numbers >= 1, got {self._given[key]!r}")
 
     def within(self, key: str) -> ConfigFields:
         """The fields of a nested object, which has none where it is absent."""

@@ -29,7 +29,7 @@ def gguf_file(folder: Path) -> Path | None:
     """
     found = [] if any(folder.glob("*.safetensors")) else sorted(folder.glob("*.gguf"))
     if len(found) > 1:
-        names = ", ".join(path.name for path in found[:5])
+        names = ", ".join(path.name for path in found)
         raise ConfigError(f"model.path: {folder} has several GGUF files: name one of {names}", param="model.path")
     return found[0] if found else None
 

@@ -81,13 +81,11 @@ def _scheme(group: ConfigFields, usual: str | None) -> Quantisation:
     elif stored not in ("naive-quantized", "float-quantized" if is_float else "int-quantized") or bits != 8:
         kind = f"{weights.text('type') or 'int'} of {bits} bits"
         raise group.error("format", f"{stored!r} with weights of {kind} is not served")
-    strategy, block = weights.text("strategy"), None
-    if strategy == "block":
-        block = _block(weights, "block_structure")
-    elif strategy == "group" or (strategy is None and weights.integer("group_size", -1, minimum=-1) > 0):
+    usual = "group" if weights.integer("group_size", -1, minimum=-1) > 0 else "channel"
+    strategy = weights.choice("strategy", ("channel", "tensor", "group", "block"), usual)
+    block = weights.pair("block_structure") if strategy == "block" else None
+    if strategy == "group":
         block = (1, weights.integer("group_size"))
-    elif strategy not in (None, "channel", "tensor"):
-        raise weights.error("strategy", f"{strategy!r} is not served")
     # Without a recipe nobody knows: what quantises inputs to whole numbers is mostly smoothed first.
     is_unknown = group.nested("input_activations").get("type", "float") == "int"
     return Quantisation(
@@ -97,13 +95,8 @@ def _scheme(group: ConfigFields, usual: str | None) -> Quantisation:
 
 def _fp8(fields: ConfigFields) -> Quantisation:
     fields.require("fmt", "e4m3", default="e4m3")
-    block = _block(fields, "weight_block_size") if fields.integers("weight_block_size") else None
-    return Quantisation(layout="scaled", bits=8, block=block, variant="F8_E4M3")
-
-
-def _modelopt(fields: ConfigFields) -> Quantisation:
-    fields.require("quant_algo", "FP8", default=None)
-    return Quantisation(layout="scaled", bits=8, variant="F8_E4M3")
+    fields.require("quant_algo", "FP8", default="FP8")
+    return Quantisation(layout="scaled", bits=8, block=fields.pair("weight_block_size"), variant="F8_E4M3")
 
 
 def _gptq(fields: ConfigFields) -> Quantisation:
@@ -144,18 +137,11 @@ def _group(fields: ConfigFields, key: str) -> tuple[int, int] | None:
     return (1, fields.integer(key)) if size != -1 else None
 
 
-def _block(fields: ConfigFields, key: str) -> tuple[int, int]:
-    match fields.integers(key):
-        case [rows, columns]:
-            return rows, columns
-    raise fields.error(key, "expected two whole numbers")
-
-
 _METHODS: dict[str, Callable[[ConfigFields], Quantisation]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
-    "modelopt": _modelopt,
+    "modelopt": _fp8,
     "gptq": _gptq,
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,

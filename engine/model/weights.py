@@ -131,8 +131,7 @@ class _Checkpoint:
         """By the name of the weight: its linear, without tensors, and the names of these."""
         for path in files:
             try:
-                is_gguf = path.suffix == ".gguf"
-                file = GgufTensors(path, spec) if is_gguf else stack.enter_context(safe_open(path, framework="pt"))
+                file = GgufTensors(path, spec) if path.suffix == ".gguf" else stack.enter_context(safe_open(path, "pt"))
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"model.path: cannot read {path}: {error}", param="model.path") from error
             for name in file.keys():  # noqa: SIM118 - the file is no dict

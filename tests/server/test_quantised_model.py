@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType as Type
@@ -21,7 +22,7 @@ def test_a_gguf_file_serves_adapters_and_grammars_as_its_model_does(tmp_path: Pa
     write_gguf(DEMO_MODEL, tmp_path / "demo.gguf", {"": Type.BF16})
     (tmp_path / "cache" / "weft").mkdir(parents=True)
     (tmp_path / "cache" / "weft" / "kernels").symlink_to(cache_folder("kernels"))  # compiled once for all tests
-    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    cache: dict[str, Any] = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     small = ("--memory-gib", "0.25", "--dtype", "float32", "--set", "model.threads=1")
     answers = []
     for model, served in ((DEMO_MODEL, "weft-demo"), (tmp_path / "demo.gguf", "demo.gguf")):

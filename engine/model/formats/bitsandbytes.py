@@ -14,7 +14,8 @@ from weft.engine.model.formats.stored import FLOATS, Part, StoredLinear
 
 MOST = 127
 """Of an int8 weight."""
-ABSMAX, NESTED, NESTED_MAP = "weight.absmax", "weight.nested_absmax", "weight.nested_quant_map"
+FORMAT, ABSMAX = "weight_format", "weight.absmax"
+NESTED, NESTED_MAP = "weight.nested_absmax", "weight.nested_quant_map"
 
 
 def int8_parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
@@ -22,30 +23,29 @@ def int8_parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]
     found = {
         "weight": Part(("I8",), ((linear.out_features, linear.in_features),)),
         "SCB": Part(FLOATS, ((linear.out_features,),)),
-        "weight_format": Part(("U8",), ((), (1,))),
     }
-    return {name: part for name, part in found.items() if name != "weight_format" or name in stored}
+    return found | {FORMAT: Part(("U8",), ((), (1,)))} if FORMAT in stored else found
 
 
 def int8_weight(linear: StoredLinear) -> torch.Tensor:
     """See `Format`."""
-    if "weight_format" in linear.tensors and linear["weight_format"].any():
-        raise linear.error("weight_format", "must be 0, rows as they are: other layouts are of one GPU")
+    if FORMAT in linear.tensors and linear[FORMAT].any():
+        raise linear.error(FORMAT, "must be 0, rows as they are: other layouts are of one GPU")
     return linear["weight"].float() * (linear["SCB"].float() / MOST).unsqueeze(1)
 
 
 def code_parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
     """See `Format`."""
     size = linear.out_features * linear.in_features
+    nested = {NESTED: Part(("F32",)), NESTED_MAP: Part(("F32",), ((256,),))}
+    is_nested = bool(nested.keys() & stored)
     found = {
         "weight": Part(("U8",), ((-(-size // 2), 1),)),
-        ABSMAX: Part(("F32", "U8")),
+        ABSMAX: Part(("U8" if is_nested else "F32",)),
         "weight.quant_map": Part(("F32",), ((16,),)),
         _state(linear): Part(("U8",)),
-        NESTED: Part(("F32",)),
-        NESTED_MAP: Part(("F32",), ((256,),)),
     }
-    return {name: part for name, part in found.items() if name not in (NESTED, NESTED_MAP) or name in stored}
+    return found | nested if is_nested else found
 
 
 def code_weight(linear: StoredLinear) -> torch.Tensor:
@@ -60,10 +60,7 @@ def code_weight(linear: StoredLinear) -> torch.Tensor:
     if state.get("shape") != shape or kind != linear.quantisation.variant or min(size, nested_size) < 1:
         raise linear.error(_state(linear), f"must be of {linear.quantisation.variant} and shape {shape}, got {state}")
     absmax = linear[ABSMAX].flatten()
-    if absmax.dtype == torch.uint8:
-        for part in (NESTED, NESTED_MAP):
-            if part not in linear.tensors:
-                raise linear.error(part, "is missing: the scales are quantised")
+    if NESTED in linear.tensors:
         nested = _by_block(linear, NESTED, linear[NESTED], nested_size, absmax.numel())
         absmax = linear[NESTED_MAP][absmax.long()] * nested + offset
     packed = linear["weight"].flatten()

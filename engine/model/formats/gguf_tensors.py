@@ -47,8 +47,7 @@ class GgufTensors:
             stem, _, kind = name.rpartition(".")
             names[f"{mapping.get_name(stem)}.{kind}"] = name
         self._entries = {names.get(t.name, t.name): _Entry(t) for t in reader.tensors if t.name != ROPE_FACTORS}
-        heads = (spec.num_heads, spec.num_kv_heads) if arch == "llama" else (0, 0)
-        self._heads = dict(zip(("q_proj", "k_proj"), heads, strict=True))
+        self._heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads} if arch == "llama" else {}
 
     def keys(self) -> Iterator[str]:
         """Names of the tensors; those that the model does not have keep the file's."""

@@ -34,7 +34,8 @@ def weight(linear: StoredLinear) -> torch.Tensor:
     levels = unpack(linear[PACKED])
     if levels.max() >= LEVELS:
         raise linear.error(PACKED, f"has levels above {LEVELS - 1}")
-    return _values(levels, linear[MINIMUM], linear[STEP])[:, : linear.in_features]
+    values = levels * linear[STEP].float().unsqueeze(-1) + linear[MINIMUM].float().unsqueeze(-1)
+    return values.flatten(1)[:, : linear.in_features]
 
 
 def encoded(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -63,8 +64,3 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
     last = ((codes >> 7) << bits).sum(-1, keepdim=True, dtype=torch.uint8)
     codes = torch.cat((codes & 127, last), -1).flatten(-2)
     return torch.stack((codes % LEVELS, codes // LEVELS), -1).flatten(-2)
-
-
-def _values(levels: torch.Tensor, minimum: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """Floats [rows, blocks * 64]."""
-    return (levels * step.float().unsqueeze(-1) + minimum.float().unsqueeze(-1)).flatten(1)

@@ -36,11 +36,10 @@ def int8_weight(linear: StoredLinear) -> torch.Tensor:
 
 def code_parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
     """See `Format`."""
-    size = linear.out_features * linear.in_features
     nested = {NESTED: Part(("F32",)), NESTED_MAP: Part(("F32",), ((256,),))}
     is_nested = bool(nested.keys() & stored)
     found = {
-        "weight": Part(("U8",), ((-(-size // 2), 1),)),
+        "weight": Part(("U8",), ((-(-linear.out_features * linear.in_features // 2), 1),)),
         ABSMAX: Part(("U8" if is_nested else "F32",)),
         "weight.quant_map": Part(("F32",), ((16,),)),
         _state(linear): Part(("U8",)),

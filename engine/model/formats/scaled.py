@@ -23,10 +23,8 @@ def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
     if block:
         shapes = ((-(-rows // block[0]), -(-columns // block[1])),)
     scale = INVERSE if INVERSE in stored else SCALE
-    found = {
-        "weight": Part((linear.quantisation.variant,), ((rows, columns),)),
-        scale: Part((*FLOATS, "F8_E8M0"), shapes),
-    }
+    dtypes = (linear.quantisation.variant,)
+    found = {"weight": Part(dtypes, ((rows, columns),)), scale: Part((*FLOATS, "F8_E8M0"), shapes)}
     if ZERO in stored:
         found[ZERO] = Part(("I8",), shapes)
     return found | {name: Part((*FLOATS, "I8")) for name in UNUSED if name in stored}

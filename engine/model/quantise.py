@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from weft.adapters.base_shape import MODULE_PATHS
 from weft.engine.model.formats import dequantised, packed, scaled, three_half
-from weft.engine.model.formats.stored import StoredLinear, pack
+from weft.engine.model.formats.stored import StoredLinear, is_finite, pack
 from weft.engine.model.quantisation import RECIPE_FILE, Quantisation, read_quantisation
 from weft.engine.model.spec import CONFIG_FILE, HUB_FILES, DecoderSpec, module_shapes, read_spec
 from weft.engine.model.weights import INDEX_FILE, check_checkpoint, weight_files
@@ -88,7 +88,7 @@ def _quantised(file: Path, spec: DecoderSpec, quantisation: Quantisation, errors
             if name not in linears:
                 tensors[name] = tensor
                 continue
-            if not tensor.isfinite().all():
+            if not is_finite(tensor):
                 raise ConfigError(f"model.path: {name} has values that are infinite or NaN", param="model.path")
             layer, module = linears[name]
             weight = tensor.float()

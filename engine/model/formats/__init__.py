@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.engine.model.formats import awq, bitsandbytes, gptq, packed, scaled, three_half
-from weft.engine.model.formats.stored import Part, StoredLinear
+from weft.engine.model.formats.stored import Part, StoredLinear, is_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ def dequantised(linear: StoredLinear) -> torch.Tensor:
         ConfigError: A value is damaged; the message names the tensor.
     """
     for part, tensor in linear.tensors.items():
-        if tensor.is_floating_point() and not tensor.float().isfinite().all():
+        if tensor.is_floating_point() and not is_finite(tensor):
             raise linear.error(part, "has values that are infinite or NaN")
     weight = FORMATS[linear.quantisation.layout].weight(linear)
-    if not weight.isfinite().all():
+    if not is_finite(weight):
         raise linear.error("weight", "has values that are infinite or NaN")
     return weight

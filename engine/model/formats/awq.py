@@ -25,11 +25,9 @@ def parts(linear: StoredLinear, _stored: Collection[str]) -> dict[str, Part]:
 
 def weight(linear: StoredLinear) -> torch.Tensor:
     """See `Format`."""
-    groups = linear.groups("g_idx")  # which AWQ does not store
-    values, zeros = _unpack(linear["qweight"]), _unpack(linear["qzeros"])
-    return ((values - zeros[groups]) * linear["scales"].float()[groups]).T
+    return linear.by_groups(_unpack(linear["qweight"]), _unpack(linear["qzeros"]), linear["scales"].T)
 
 
 def _unpack(packed: torch.Tensor) -> torch.Tensor:
-    """[inputs or groups, outputs], from words."""
-    return unpack(packed, BITS).view(len(packed), -1, PER_WORD)[..., PLACES].flatten(1)
+    """[outputs, inputs or groups], from words."""
+    return unpack(packed, BITS).view(len(packed), -1, PER_WORD)[..., PLACES].flatten(1).T

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from weft.engine.model.formats.stored import is_finite
 from weft.engine.model.gguf_config import GGUF_ARCHITECTURES, ROPE_FACTORS, open_gguf
 from weft.engine.model.spec import DecoderSpec, expected_tensors
 from weft.errors import ConfigError
@@ -40,12 +41,10 @@ class GgufTensors:
     def __init__(self, path: Path, spec: DecoderSpec) -> None:
         from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 
-        reader, names = open_gguf(path), {}
+        reader = open_gguf(path)
         arch = next(arch for arch, name in GGUF_ARCHITECTURES.items() if name == spec.architecture)
         mapping = get_tensor_name_map(next(a for a in MODEL_ARCH if MODEL_ARCH_NAMES[a] == arch), spec.num_layers)
-        for name in expected_tensors(spec):
-            stem, _, kind = name.rpartition(".")
-            names[f"{mapping.get_name(stem)}.{kind}"] = name
+        names = {mapping.get_name(name, (".weight", ".bias")): name for name in expected_tensors(spec)}
         self._entries = {names.get(t.name, t.name): _Entry(t) for t in reader.tensors if t.name != ROPE_FACTORS}
         self._heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads} if arch == "llama" else {}
 
@@ -72,7 +71,7 @@ class GgufTensors:
             problem = f"is {entry.tensor.tensor_type.name}, which is not served"
             raise ConfigError(f"model.path: {name} {problem}", param="model.path") from error
         tensor = torch.from_numpy(np.array(values, dtype=np.float32)).view(entry.get_shape())
-        if not tensor.isfinite().all():
+        if not is_finite(tensor):
             raise ConfigError(f"model.path: {name} has values that are infinite or NaN", param="model.path")
         num_heads = self._heads.get(name.split(".")[-2], 0)
         if num_heads:  # llama.cpp rotates neighbours, so it keeps the two halves of a head interleaved

@@ -33,7 +33,7 @@ def weight(linear: StoredLinear) -> torch.Tensor:
     """See `Format`."""
     if BIAS in linear.tensors and linear[BIAS].any():
         raise linear.error(BIAS, "must be zeros: the model has no bias there")
-    bits, groups = linear.quantisation.bits, linear.groups(ORDER)
+    bits = linear.quantisation.bits
     values = unpack(linear["qweight"].T, bits)[:, : linear.in_features]
     zeros = unpack(linear["qzeros"], bits)[:, : linear.out_features].T
     middle = 1 << (bits - 1)
@@ -42,4 +42,4 @@ def weight(linear: StoredLinear) -> torch.Tensor:
         is_first = bool(zeros[0, 0] == middle - 1)
     if is_first:
         zeros = (zeros + 1) & (2 * middle - 1)
-    return (values - zeros[:, groups]) * linear["scales"].float().T[:, groups]
+    return linear.by_groups(values, zeros, linear["scales"].T, ORDER)

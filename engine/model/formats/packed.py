@@ -37,8 +37,7 @@ def weight(linear: StoredLinear) -> torch.Tensor:
     if linear[SHAPE].tolist() != [rows, columns]:
         raise linear.error(SHAPE, f"must be {[rows, columns]}, got {linear[SHAPE].tolist()}")
     values = unpack(linear[PACKED], bits)[:, :columns]
-    groups = linear.groups(GROUPS)
+    zeros = torch.full((rows, linear.num_groups), 1 << (bits - 1))
     if ZERO in linear.tensors:  # packed along the rows
         zeros = unpack(linear[ZERO].T, bits).T[:rows]
-        return (values - zeros[:, groups]) * linear[SCALE].float()[:, groups]
-    return (values - (1 << (bits - 1))) * linear[SCALE].float()[:, groups]
+    return linear.by_groups(values, zeros, linear[SCALE], GROUPS)

@@ -14,8 +14,7 @@ import torch
 
 from weft.engine.model.formats.stored import Part, StoredLinear
 
-BLOCK = 64
-LEVELS = 11
+BLOCK, LEVELS = 64, 11
 GROUPS, BYTES = 4, 7
 """Of pairs in a block, and of a group."""
 PACKED, MINIMUM, STEP = "weight_packed", "weight_minimum", "weight_step"
@@ -59,8 +58,10 @@ def pack(levels: torch.Tensor) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
     """Levels [rows, blocks, 64] of bytes [rows, blocks * 28], uint8."""
-    codes = packed.view(len(packed), -1, BYTES, GROUPS).transpose(-1, -2)
-    bits = torch.arange(BYTES, dtype=torch.uint8)
-    last = ((codes >> 7) << bits).sum(-1, keepdim=True, dtype=torch.uint8)
-    codes = torch.cat((codes & 127, last), -1).flatten(-2)
-    return torch.stack((codes % LEVELS, codes // LEVELS), -1).flatten(-2)
+    octets = packed.view(len(packed), -1, BYTES, GROUPS)
+    last = torch.stack([(octets[:, :, bit] >> 7) << bit for bit in range(BYTES)]).sum(0, dtype=torch.uint8)
+    codes = torch.cat((octets & 127, last.unsqueeze(2)), 2).transpose(-1, -2).int()
+    # As pairs of bytes, because a table of words is looked up faster than numbers are divided.
+    code = torch.arange(128, dtype=torch.uint8)
+    pairs = torch.stack((code % LEVELS, code // LEVELS), 1).view(torch.int16).flatten()
+    return pairs.index_select(0, codes.flatten()).view(torch.uint8).view(len(packed), -1, BLOCK)

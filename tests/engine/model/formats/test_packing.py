@@ -22,7 +22,7 @@ Q35 = Quantisation(layout="q3.5", bits=4)
 
 @st.composite
 def _numbers(draw: st.DrawFn) -> tuple[int, torch.Tensor]:
-    bits = draw(st.sampled_from([2, 4, 8]))
+    bits = draw(st.sampled_from([4, 8]))
     shape = draw(st.tuples(st.integers(1, 5), st.integers(1, 70)))
     return bits, torch.from_numpy(draw(arrays(np.int32, shape, elements=st.integers(0, 2**bits - 1))))
 
@@ -32,7 +32,7 @@ def test_words_are_packed_as_bit_by_bit_and_unpacked_again(numbers: tuple[int, t
     bits, values = numbers
     packed = pack(values, bits)
     assert torch.equal(packed, words(values, bits))
-    assert torch.equal(unpack(packed, bits)[:, : values.shape[1]], values)
+    assert torch.equal(unpack(packed, bits)[:, : values.shape[1]].int(), values)
 
 
 @given(

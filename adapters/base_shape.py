@@ -61,6 +61,9 @@ class BaseShape:
     """In the order of `MODULE_PATHS`."""
     layer_prefix: str = "model.layers"
     """Where the layers hang in the Hugging Face module tree."""
+    folds_input_scale: bool = False
+    """Whether the checkpoint's linears see inputs that are scaled (AWQ, SmoothQuant), so that adapters of the original
+    model do not fit it."""
 
     @property
     def largest_row_features(self) -> int:

@@ -9,7 +9,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -86,13 +86,14 @@ def build_engine(
     device = choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, spec.dtype, device)
 
-    shape = base_shape(spec, "")  # its sizes; the digest is known once the weights are read
+    # The digest is known once the weights are read.
+    shape = base_shape(spec, "", trained_on_quantised=config.model.adapters_trained_on_quantised)
     geometry = model_geometry(spec, shape, dtype.itemsize, config.memory.kv_dtype)
     plan = plan_memory(config, spec, shape, geometry, free_memory(device), on_cpu=device.type == "cpu")
     if device.type == "cpu":
         torch.set_num_threads(choose_threads(config.model.threads, plan.weight_bytes))
     longest = max_model_len(config, spec, plan)
-    decoder, base = _load(folder, spec, dtype, device, longest)
+    decoder, base = _load(folder, spec, shape, dtype, device, longest)
 
     num_pages = plan.num_pages + 1  # and the zero page
     arena = Arena(geometry, num_pages, device, dtype)
@@ -174,13 +175,13 @@ def build_engine(
 
 
 def _load(
-    folder: Path, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, num_positions: int
+    folder: Path, spec: DecoderSpec, shape: BaseShape, dtype: torch.dtype, device: torch.device, num_positions: int
 ) -> tuple[Decoder, BaseShape]:
     """Load the weights while a second thread hashes the same files; they are read from disk once."""
     with ThreadPoolExecutor(1, "base-digest") as hashing:
         digest = hashing.submit(base_digest, folder)
         decoder = load_decoder(folder, spec, dtype, device, num_positions=num_positions)
-        return decoder, base_shape(spec, digest.result())
+        return decoder, replace(shape, digest=digest.result())
 
 
 def _adapter_loader(

@@ -9,7 +9,7 @@ import ctypes
 
 from weft.config import Config
 from weft.engine.execution.memory_plan import check_max_model_len, free_memory, plan_memory
-from weft.engine.model.spec import CONFIG_FILE, base_shape, model_geometry, read_spec, resolve_model
+from weft.engine.model.spec import SPEC_FILES, base_shape, model_geometry, read_spec, resolve_model
 from weft.errors import ConfigError
 
 CUDA_DRIVER = "libcuda.so.1"
@@ -31,7 +31,7 @@ def check_start(config: Config) -> None:
             "(see nvidia-smi); take auto or cpu",
             param="model.device",
         )
-    spec = read_spec(resolve_model(config.model.path, files=(CONFIG_FILE,)))
+    spec = read_spec(resolve_model(config.model.path, files=SPEC_FILES))
     check_max_model_len(config.model.max_model_len, spec)
     if on_cpu:
         # A CPU without native bfloat16 takes float32; only torch knows, so the smaller of the two is checked.

@@ -267,7 +267,7 @@ def load_tokenizer(model: str) -> tuple[Tokenizer, dict[str, object]]:
 
 async def _start(engine: EngineClient, model: str) -> tuple[EngineReady, tuple[Tokenizer, dict[str, object]]]:
     """Start the engine, and load a tokenizer that is already on disk meanwhile."""
-    if not await asyncio.to_thread(os.path.isdir, model):
+    if not await asyncio.to_thread(os.path.exists, model):
         return await engine.start(), await asyncio.to_thread(load_tokenizer, model)
     loading = asyncio.ensure_future(asyncio.to_thread(load_tokenizer, model))
     try:

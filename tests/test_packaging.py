@@ -57,7 +57,7 @@ def test_a_cpu_serves_without_triton(tmp_path: Path) -> None:
     extras = project["optional-dependencies"]
     assert not [line for line in project["dependencies"] if line.startswith("triton")]
     assert extras["triton"][0].startswith("triton>=")
-    assert "weft[postgres,s3,triton]" in extras["dev"]
+    assert "weft[postgres,quant,s3,triton]" in extras["dev"]
     (tmp_path / "triton.py").write_text("raise ModuleNotFoundError(\"No module named 'triton'\", name='triton')\n")
     code = (
         "import sys, weft.cli.serve, weft.server.app, weft.engine.process.worker\n"

@@ -76,6 +76,9 @@ class ModelConfig:
     tool_format: str | None = None
     """How the model writes calls of tools and reasoning, one of the names in docs/tools.md; when not set, what its
     tokenizer or its chat template says."""
+    adapters_trained_on_quantised: bool = False
+    """Whether the adapters were trained on this very checkpoint, where that is an AWQ or SmoothQuant one: it scales the
+    inputs of linears, so adapters that were trained on the original model do not fit it and are refused."""
     threads: int = 0
     """Threads that compute one operation on a CPU; 0 takes one for a tiny model, and all usable cores for others."""
 
@@ -354,3 +357,15 @@ def is_loopback(host: str) -> bool:
 def environment() -> dict[str, str]:
     """A copy of the process environment: the one place that reads it."""
     return dict(os.environ)  # noqa: TID251 - this is the one place
+
+
+def cache_folder(part: str) -> Path:
+    """A folder of this user for files that can be made again; made if missing.
+
+    Raises:
+        OSError, RuntimeError: There is none; RuntimeError where the home folder is unknown.
+    """
+    base = Path(environment().get("XDG_CACHE_HOME", ""))
+    folder = (base if base.is_absolute() else Path.home() / ".cache") / "weft" / part
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder

@@ -24,6 +24,7 @@ from weft.adapters.checkpoint.safetensors_header import TensorEntry, check_heade
 from weft.adapters.checkpoint.tensor_names import TensorName, TensorNames, TensorPlace
 from weft.adapters.checkpoint.values import scan_values as scan
 from weft.adapters.ref import LoraSpec
+from weft.errors import AdapterIncompatibleError
 
 _SAVE_AGAIN = "Save the adapter again with PEFT's save_pretrained, and upload the file that it writes."
 _ANOTHER_BASE = (
@@ -31,6 +32,14 @@ _ANOTHER_BASE = (
     "one."
 )
 _TRANSPOSE = "Save it as PEFT does, lora_A as [rank, in] and lora_B as [out, rank]."
+_FOLDED = (
+    "The server's base model is an AWQ or SmoothQuant checkpoint: its layers see inputs that are divided by scales, so "
+    "an adapter that was trained on the original model changes them wrongly."
+)
+_FOLDED_HINT = (
+    "Serve the original model, or a checkpoint quantised without such scales (GPTQ, NF4, FP8, GGUF). If the adapters "
+    "were trained on this very checkpoint, start the server with model.adapters_trained_on_quantised: true."
+)
 _PEFT_VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+@_-]{,63}")
 
 
@@ -107,6 +116,7 @@ def read_checkpoint(
         OSError: The weights cannot be opened or read.
     """
     findings = Findings()
+    findings.attempt(_check_base, base)
     spec = findings.attempt(check_config, config_bytes, max_rank, findings)
     found = findings.attempt(_check_file, spec, weights, base, scan_values, findings)
     checkpoint, zeros = findings.passed(found)
@@ -136,9 +146,15 @@ def check_weights(
         AdapterIncompatibleError: Sound, but not for this base; codes `weights.*`.
     """
     findings = Findings()
+    findings.attempt(_check_base, base)
     tensors = findings.passed(findings.attempt(check_header, io.BytesIO(header), file_size, findings))
     pause()
     return findings.passed(findings.attempt(_check_tensors, spec, tensors, base, findings))
+
+
+def _check_base(base: BaseShape | None) -> None:
+    if base is not None and base.folds_input_scale:
+        raise AdapterIncompatibleError(_FOLDED, code="config.base_folds_scale", hint=_FOLDED_HINT)
 
 
 def _check_file(

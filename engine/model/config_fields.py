@@ -78,6 +78,26 @@ class ConfigFields:
         """A JSON object, empty where absent."""
         return self._optional(key, dict, "an object") or {}
 
+    def pair(self, key: str) -> tuple[int, int] | None:
+        """Two whole numbers of at least 1, or None where absent."""
+        match self._optional(key, list, "two whole numbers"):
+            case None:
+                return None
+            case [int(first), int(second)] if min(first, second) >= 1:
+                return first, second
+        raise self.error(key, f"expected two whole numbers >= 1, got {self._given[key]!r}")
+
+    def within(self, key: str) -> ConfigFields:
+        """The fields of a nested object, which has none where it is absent."""
+        return ConfigFields(self.nested(key), prefix=f"{self._prefix}{key}.")
+
+    def choice(self, key: str, served: Collection[T], default: T | None = None) -> T:
+        """One of the values that are served; without a default the key is required."""
+        value: T = self._get(key, default)
+        if value not in served:
+            raise self.error(key, f"{value!r} is not served; served are {', '.join(map(str, served))}")
+        return value
+
     def require(self, key: str, expected: object, *, default: object) -> None:
         """Refuse any value but the one that is served."""
         value = self._get(key, default)

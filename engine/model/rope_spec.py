@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 from weft.engine.model.config_fields import ConfigFields
 
@@ -58,13 +58,10 @@ def rope_spec(fields: ConfigFields, max_positions: int) -> RopeSpec:
 
     rope = ConfigFields(older or newer, prefix=f"{key}.")
     rope.require("partial_rotary_factor", 1.0, default=1.0)
-    older_kind = rope.text("type")
-    kind = rope.text("rope_type") or older_kind or "default"
-    if kind not in get_args(RopeKind):
-        raise rope.error("rope_type", f"{kind!r} is not served; served are {', '.join(get_args(RopeKind))}")
+    kind = rope.choice("rope_type", get_args(RopeKind), rope.text("type") or "default")
     theta = rope.number("rope_theta", theta)
     own_original = rope.integer("original_max_position_embeddings", max_positions)
-    spec = _scaled(rope, cast(RopeKind, kind), theta, original or own_original)
+    spec = _scaled(rope, kind, theta, original or own_original)
     rope.refuse_unread(())
     return spec
 

@@ -18,13 +18,17 @@ from typing import Any, Literal
 from weft.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
 from weft.config import KvDtype
 from weft.engine.model.config_fields import ConfigFields
+from weft.engine.model.gguf_folder import gguf_file, gguf_folder
+from weft.engine.model.quantisation import RECIPE_FILE, Quantisation, read_quantisation
 from weft.engine.model.rope_spec import RopeSpec, rope_spec
 from weft.errors import ConfigError
 from weft.memory.geometry import PageGeometry, page_geometry
 
 CONFIG_FILE = "config.json"
+SPEC_FILES = (CONFIG_FILE, RECIPE_FILE)
+"""What `read_spec` reads."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", RECIPE_FILE)
 HUB_DUPLICATES = ("consolidated*", "*/*")
 """The same weights in other formats, as some repositories carry them."""
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -61,6 +65,8 @@ class DecoderSpec:
     """Per layer: how many tokens back attention sees, the token itself counted; None sees all."""
     dtype: str | None
     """Number format that the checkpoint asks for, as torch names it."""
+    quantisation: Quantisation | None = None
+    """How linear weights are stored; None where they are plain floats."""
 
     @property
     def q_features(self) -> int:
@@ -141,17 +147,21 @@ WITHOUT_EFFECT = frozenset(
 
 
 def resolve_model(path: str, files: Sequence[str] = HUB_FILES, *, is_downloaded: bool = False) -> Path:
-    """Find the checkpoint's folder, downloading it if `path` is a hub id.
+    """Find the checkpoint's folder, downloading it if `path` is a hub id, or making it if it is a GGUF file.
 
     Args:
-        path: Folder or hub id.
+        path: Folder, hub id or GGUF file; a folder may hold one GGUF file instead of safetensors.
         files: Patterns of the files that are downloaded.
         is_downloaded: The files are in the cache already; the hub is not asked.
 
     Raises:
-        ConfigError: There is no such folder, and it is no hub id or the hub does not deliver it.
+        ConfigError: There is no such folder, and it is no hub id or the hub does not deliver it; or the GGUF file
+            cannot be served.
     """
     folder = Path(path)
+    found = folder if folder.suffix == ".gguf" and folder.is_file() else gguf_file(folder)
+    if found:
+        return gguf_folder(found)
     if folder.is_dir():
         return folder
     if not HUB_ID.fullmatch(path):
@@ -189,11 +199,16 @@ def read_spec(folder: Path) -> DecoderSpec:
         raise ConfigError(f"model.path: cannot read {path}: {error}", param="model.path") from error
     if not isinstance(config, dict):
         raise ConfigError(f"model.path: {path} must be a JSON object of at most 1 MiB", param="model.path")
-    return decoder_spec(config)
+    recipe = folder / RECIPE_FILE
+    return decoder_spec(config, recipe.read_text(errors="replace") if recipe.is_file() else "")
 
 
-def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
+def decoder_spec(config: dict[str, Any], recipe: str = "") -> DecoderSpec:
     """Translate a `config.json`.
+
+    Args:
+        config: Its content.
+        recipe: Content of `recipe.yaml`, which says how a checkpoint was quantised; empty where there is none.
 
     Raises:
         ConfigError: The architecture is not served, a needed key is missing or of a wrong kind, or a key asks for
@@ -201,6 +216,7 @@ def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
     """
     name, architecture = _architecture(config)
     fields = ConfigFields(config, architecture.defaults)
+    quantised = fields.nested("quantization_config")
     num_layers = fields.integer("num_hidden_layers")
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
@@ -227,6 +243,7 @@ def decoder_spec(config: dict[str, Any]) -> DecoderSpec:
         is_tied=fields.flag("tie_word_embeddings", False),
         sliding_windows=_sliding_windows(fields, architecture, num_layers),
         dtype=fields.text("dtype") or fields.text("torch_dtype"),
+        quantisation=read_quantisation(quantised, recipe) if quantised else None,
     )
     fields.refuse_unread(WITHOUT_EFFECT)
     _check_heads(spec)
@@ -262,14 +279,17 @@ def expected_tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def base_shape(spec: DecoderSpec, digest: str) -> BaseShape:
+def base_shape(spec: DecoderSpec, digest: str, *, trained_on_quantised: bool = False) -> BaseShape:
     """What the base looks like to an adapter.
 
     Args:
         spec: The decoder.
         digest: `sha256:<64 hex>` of config and weights.
+        trained_on_quantised: Whether adapters were trained on this checkpoint, scaled inputs included.
     """
-    return BaseShape(digest=digest, num_layers=spec.num_layers, modules=module_shapes(spec))
+    folds = spec.quantisation is not None and spec.quantisation.folds_input_scale and not trained_on_quantised
+    modules = module_shapes(spec)
+    return BaseShape(digest=digest, num_layers=spec.num_layers, modules=modules, folds_input_scale=folds)
 
 
 def model_geometry(spec: DecoderSpec, shape: BaseShape, dtype_bytes: int, kv_dtype: KvDtype) -> PageGeometry:
@@ -292,11 +312,6 @@ def model_geometry(spec: DecoderSpec, shape: BaseShape, dtype_bytes: int, kv_dty
 
 
 def _architecture(config: dict[str, Any]) -> tuple[str, Architecture]:
-    if config.get("quantization_config") is not None:
-        raise ConfigError(
-            "quantization_config: quantized checkpoints are not served; take the model's original weights",
-            param="quantization_config",
-        )
     if config.get("auto_map"):
         raise ConfigError("auto_map: models that bring their own code are not served", param="auto_map")
     names = config.get("architectures") or [

@@ -1,6 +1,7 @@
 """Safetensors into a decoder: strict about names and shapes, q,k,v and gate,up fused, weights laid out for the device.
 
-Reads safetensors only and runs no code of the checkpoint's. Knows nothing of adapters and pages.
+Linear weights that are stored quantised become floats, one at a time (`formats`). Reads safetensors only and runs no
+code of the checkpoint's. Knows nothing of adapters and pages.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from weft.engine.model.decoder import Decoder, DecoderLayer
+from weft.engine.model.formats import FORMATS, dequantised
+from weft.engine.model.formats.gguf_tensors import GgufTensors
+from weft.engine.model.formats.stored import FLOATS, Part, StoredLinear
+from weft.engine.model.gguf_folder import GGUF_FILE
 from weft.engine.model.linear import Linear, make_linear
+from weft.engine.model.quantisation import Quantisation
 from weft.engine.model.rope import rope_table
 from weft.engine.model.spec import EMBEDDING, HEAD, NORM, DecoderSpec, expected_tensors
 from weft.errors import ConfigError
@@ -25,17 +32,19 @@ from weft.kernels.dispatch import kernels_for
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
+LEFTOVERS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
+"""Endings of tensors without effect: the first follows from the config, the others are for a KV cache in 8 bits."""
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in order of name.
+    """The safetensors files of a checkpoint, in order of name, or its GGUF file.
 
     Raises:
         ConfigError: There are none, or the index is broken or names files outside the folder.
     """
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
+    for name in (SINGLE_FILE, GGUF_FILE):
+        if (folder / name).is_file():
+            return [folder / name]
     index = folder / INDEX_FILE
     if not index.is_file():
         raise ConfigError(
@@ -84,8 +93,8 @@ def load_decoder(
         ConfigError: A tensor is missing, unexpected, or of a wrong shape or kind; the message names it.
     """
     with ExitStack() as stack:
-        checkpoint = _Checkpoint(stack, weight_files(folder), dtype, device)
-        checkpoint.check(spec)
+        checkpoint = _Checkpoint(stack, weight_files(folder), spec, dtype, device)
+        checkpoint.check()
         embedding = checkpoint.tensor(EMBEDDING)
         return Decoder(
             spec=spec,
@@ -93,21 +102,36 @@ def load_decoder(
             embedding=embedding,
             layers=[_load_layer(checkpoint, spec, f"model.layers.{index}.") for index in range(spec.num_layers)],
             norm=checkpoint.tensor(NORM),
-            head=make_linear(embedding if spec.is_tied else checkpoint.tensor(HEAD)),
+            head=make_linear(embedding if spec.is_tied else checkpoint.weight(HEAD)),
             rope=rope_table(spec.rope, spec.head_dim, num_positions or spec.max_positions, device),
         )
+
+
+def check_checkpoint(folder: Path, spec: DecoderSpec) -> None:
+    """Refuse a checkpoint whose tensors do not fit the spec; none is read.
+
+    Raises:
+        ConfigError: As `load_decoder`.
+    """
+    with ExitStack() as stack:
+        _Checkpoint(stack, weight_files(folder), spec, torch.float32, torch.device("cpu")).check()
 
 
 class _Checkpoint:
     """The tensors of all files of a checkpoint by name."""
 
-    def __init__(self, stack: ExitStack, files: Iterable[Path], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, stack: ExitStack, files: Iterable[Path], spec: DecoderSpec, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._spec = spec
         self._dtype = dtype
         self._device = device
         self._files: dict[str, Any] = {}
+        self._quantised: dict[str, tuple[StoredLinear, tuple[str, ...]]] = {}
+        """By the name of the weight: its linear, without tensors, and the names of these."""
         for path in files:
             try:
-                file = stack.enter_context(safe_open(path, framework="pt"))
+                file = GgufTensors(path, spec) if path.suffix == ".gguf" else stack.enter_context(safe_open(path, "pt"))
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"model.path: cannot read {path}: {error}", param="model.path") from error
             for name in file.keys():  # noqa: SIM118 - the file is no dict
@@ -115,38 +139,68 @@ class _Checkpoint:
                     raise ConfigError(f"model.path: tensor {name} is in two files", param="model.path")
                 self._files[name] = file
 
-    def check(self, spec: DecoderSpec) -> None:
-        expected = expected_tensors(spec)
+    def check(self) -> None:
+        """Refuse what does not fit the spec by name."""
+        spec = self._spec
+        expected = {name: Part(FLOATS, (shape,)) for name, shape in expected_tensors(spec).items()}
+        if spec.quantisation is not None and spec.quantisation.layout in FORMATS:
+            self._expect_quantised(spec.quantisation, expected)
         missing = sorted(expected.keys() - self._files.keys())
         if missing:
             raise ConfigError(f"model.path: the checkpoint lacks {_listed(missing)}", param="model.path")
         harmless = {HEAD} if spec.is_tied else set()
         unexpected = sorted(
-            name
-            for name in self._files.keys() - expected.keys() - harmless
-            if not name.endswith("rotary_emb.inv_freq")  # older checkpoints carry it; it follows from the config
+            name for name in self._files.keys() - expected.keys() - harmless if not name.endswith(LEFTOVERS)
         )
         if unexpected:
             raise ConfigError(
                 f"model.path: the checkpoint has tensors that {spec.architecture} does not: {_listed(unexpected)}",
                 param="model.path",
             )
-        for name, shape in expected.items():
-            entry = self._files[name].get_slice(name)
-            if tuple(entry.get_shape()) != shape or entry.get_dtype() not in FLOAT_DTYPES:
-                raise ConfigError(
-                    f"model.path: {name} must be a float tensor of shape {list(shape)}, "
-                    f"got {entry.get_dtype()} {list(entry.get_shape())}",
-                    param="model.path",
-                )
+        for name, part in expected.items():
+            self._check_part(name, part)
+
+    def _expect_quantised(self, quantisation: Quantisation, expected: dict[str, Part]) -> None:
+        """Put the parts of each linear in place of its weight, unless that is stored in floats."""
+        for name, part in list(expected.items()):
+            is_linear = len(part.shapes[0]) == 2 and name != EMBEDDING
+            if not is_linear or (name in self._files and self._files[name].get_slice(name).get_dtype() in FLOATS):
+                continue
+            rows, columns = part.shapes[0]
+            linear = StoredLinear(name.removesuffix(".weight"), rows, columns, quantisation)
+            others = (other for other in self._files if other.startswith(f"{linear.name}.") and other not in expected)
+            stored = {other[len(linear.name) + 1 :] for other in others}
+            parts = FORMATS[quantisation.layout].parts(linear, stored)
+            del expected[name]
+            expected |= {f"{linear.name}.{suffix}": entry for suffix, entry in parts.items()}
+            self._quantised[name] = (linear, tuple(parts))
+
+    def _check_part(self, name: str, part: Part) -> None:
+        entry = self._files[name].get_slice(name)
+        dtype, shape = entry.get_dtype(), tuple(entry.get_shape())
+        if dtype not in part.dtypes or (part.shapes and shape not in part.shapes):
+            kind = "float" if part.dtypes == FLOATS else " or ".join(part.dtypes)
+            shapes = " or ".join(str(list(shape)) for shape in part.shapes)
+            raise ConfigError(
+                f"model.path: {name} must be a {kind} tensor of shape {shapes or '[any]'}, got {dtype} {list(shape)}",
+                param="model.path",
+            )
 
     def tensor(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._files[name].get_tensor(name)
         return tensor.to(self._device, self._dtype, copy=True).contiguous()
 
+    def weight(self, name: str) -> torch.Tensor:
+        """The weight of a linear."""
+        if name not in self._quantised:
+            return self.tensor(name)
+        linear, parts = self._quantised[name]
+        tensors = {part: self._files[f"{linear.name}.{part}"].get_tensor(f"{linear.name}.{part}") for part in parts}
+        return dequantised(replace(linear, tensors=tensors)).to(self._device, self._dtype).contiguous()
+
     def linear(self, prefix: str, names: tuple[str, ...], has_bias: bool) -> Linear:
         """The linears `names` as one, their outputs side by side."""
-        weight = torch.cat([self.tensor(f"{prefix}{name}.weight") for name in names])
+        weight = torch.cat([self.weight(f"{prefix}{name}.weight") for name in names])
         bias = torch.cat([self.tensor(f"{prefix}{name}.bias") for name in names]) if has_bias else None
         return make_linear(weight, bias)
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from weft.config import environment
+from weft.config import cache_folder, environment
 from weft.kernels.native.levels import TILES, level_for, usable_features
 
 logger = logging.getLogger(__name__)
@@ -222,10 +222,8 @@ def _cpuinfo() -> str:
 
 
 def _cache_folder() -> Path:
-    base = Path(environment().get("XDG_CACHE_HOME", ""))
     try:
-        folder = (base if base.is_absolute() else Path.home() / ".cache") / "weft" / "kernels"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = cache_folder("kernels")
     except (OSError, RuntimeError) as error:  # RuntimeError: the home folder is unknown
         raise NativeUnavailableError(f"no folder to keep them in: {error}; {OTHER_FOLDER}") from error
     _check_owner(folder)

@@ -24,7 +24,7 @@ from weft.adapters.ref import content_digest
 from weft.config import GIB, Config
 from weft.engine.execution.memory_plan import FreeMemory, free_memory, max_model_len, plan_memory
 from weft.engine.model.device import choose_device, choose_dtype
-from weft.engine.model.spec import CONFIG_FILE, DecoderSpec, base_shape, model_geometry, read_spec, resolve_model
+from weft.engine.model.spec import SPEC_FILES, DecoderSpec, base_shape, model_geometry, read_spec, resolve_model
 from weft.engine.status import MemoryPlan
 from weft.errors import ConfigError
 from weft.server.adapters.fit import Room, waste
@@ -70,11 +70,11 @@ def plan_room(config: Config, free_gib: float | None = None) -> PlannedRoom:
     Raises:
         ConfigError: The model or the memory does not allow what the settings ask for.
     """
-    spec = read_spec(resolve_model(config.model.path, files=(CONFIG_FILE,)))
+    spec = read_spec(resolve_model(config.model.path, files=SPEC_FILES))
     is_elsewhere = free_gib is not None and config.model.device == "cuda"
     device = torch.device("cuda") if is_elsewhere else choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, spec.dtype, device)
-    base = base_shape(spec, "")
+    base = base_shape(spec, "", trained_on_quantised=config.model.adapters_trained_on_quantised)
     geometry = model_geometry(spec, base, dtype.itemsize, config.memory.kv_dtype)
     free = _free(device, free_gib)
     memory = plan_memory(config, spec, base, geometry, free, on_cpu=device.type == "cpu")

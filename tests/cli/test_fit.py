@@ -158,7 +158,7 @@ def test_another_machine_is_planned_from_a_config_alone(tmp_path: Path, monkeypa
         model=Path("some-org/Llama-3-8B"),
     )
     assert done.exit_code == 0, done.output
-    assert (asked["repo_id"], asked["allow_patterns"]) == ("some-org/Llama-3-8B", ["config.json"])
+    assert (asked["repo_id"], asked["allow_patterns"]) == ("some-org/Llama-3-8B", ["config.json", "recipe.yaml"])
     body = json.loads(done.output)
     (planned,) = body["adapters"]
     assert planned["pages"] in (40, 41)

@@ -13,8 +13,8 @@ from weft.cli.options import fail_with
 from weft.errors import WeftError
 
 COMMANDS = (
-    *("serve", "demo", "doctor", "adapter", "fit", "ps", "top", "tenant", "key", "usage"),
-    *("audit", "config", "dashboard", "db", "whoami"),
+    *("serve", "demo", "doctor", "adapter", "fit", "quantize", "ps", "top", "tenant", "key", "usage"),
+    *("audit", "config", "dashboard", "db"),
 )
 """Modules in the order of the help. Each has `app`, a group of commands, or one function with the module's name."""
 
@@ -37,6 +37,7 @@ def version() -> None:
 def make_app() -> typer.Typer:
     """All commands."""
     from weft.benchmarks.command import app as bench
+    from weft.cli.key import whoami
 
     app = typer.Typer(
         name="weft",
@@ -53,6 +54,7 @@ def make_app() -> typer.Typer:
             app.add_typer(module.app, name=name)
         else:
             app.command(name)(getattr(module, name))
+    app.command()(whoami)
     app.command()(version)
     app.add_typer(bench, name="bench")
     return app

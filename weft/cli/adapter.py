@@ -21,7 +21,7 @@ COLUMNS = (
     *("pages", "residency", "pinned", "aliases"),
 )
 Folder = Annotated[Path, typer.Argument(help="Folder that PEFT or mlx-lm saved the adapter to.", show_default=False)]
-Base = Annotated[str | None, typer.Option(help="Folder of the base model to check against.")]
+Base = Annotated[str | None, typer.Option(help="Base model to check against: folder, GGUF file or hub id.")]
 MaxRank = Annotated[int, typer.Option(help="Largest rank that the server takes.")]
 Meanings = Annotated[
     list[str],
@@ -36,10 +36,10 @@ def validate(folder: Folder, model: Base = None, max_rank: MaxRank = 64, as_json
     """Check an adapter as an upload would, without a server."""
     from weft.adapters.checkpoint.folder import adapter_files
     from weft.adapters.checkpoint.reader import read_checkpoint
-    from weft.engine.model.spec import base_shape, read_spec
+    from weft.engine.model.spec import SPEC_FILES, base_shape, read_spec, resolve_model
 
     config, weights = adapter_files(folder)
-    base = base_shape(read_spec(Path(model)), "sha256:" + "0" * 64) if model else None
+    base = base_shape(read_spec(resolve_model(model, SPEC_FILES)), "sha256:" + "0" * 64) if model else None
     names = (Path(model).resolve().name,) if model else ()
     with refusals(folder, config, weights, as_json):
         found = read_checkpoint(config.read_bytes(), weights, base, max_rank, base_names=names)

@@ -34,7 +34,7 @@ class Finding:
 
 
 def doctor(
-    model: Annotated[str | None, typer.Option(help="Folder of a base model to look at.")] = None,
+    model: Annotated[str | None, typer.Option(help="Base model to look at: folder or GGUF file.")] = None,
     data_dir: Annotated[Path, typer.Option(help="Where `weft serve` would keep its data.")] = Path("weft-data"),
     port: Annotated[int, typer.Option(help="Port that `weft serve` would bind.")] = 8000,
     blob_url: Annotated[str | None, typer.Option(help="Blob store to try: a folder or s3://BUCKET[/PREFIX].")] = None,
@@ -44,7 +44,7 @@ def doctor(
     findings = [Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}"), *_torch()]
     findings += [_disk(data_dir), _port(port), _open_files()]
     if model is not None:
-        findings += _model(Path(model))
+        findings += _model(model)
     if blob_url is not None:
         findings.append(_blobs(blob_url))
     if as_json:
@@ -132,14 +132,16 @@ def _open_files() -> Finding:
     return Finding("open files", "warn", f"limit {soft}", f"ulimit -n {MIN_FILES}")
 
 
-def _model(folder: Path) -> Iterator[Finding]:
-    from weft.engine.model.spec import read_spec
+def _model(model: str) -> Iterator[Finding]:
+    from weft.engine.model.spec import read_spec, resolve_model
     from weft.engine.text.tokenizer import Tokenizer
     from weft.errors import ConfigError
 
     try:
+        folder = resolve_model(model, is_downloaded=True)
         spec = read_spec(folder)
-        yield Finding("model", "ok", f"{spec.architecture}, {spec.num_parameters / 1e6:.1f}M parameters")
+        stored = f", {spec.quantisation.bits} bits ({spec.quantisation.layout})" if spec.quantisation else ""
+        yield Finding("model", "ok", f"{spec.architecture}, {spec.num_parameters / 1e6:.1f}M parameters{stored}")
         tokenizer = Tokenizer(folder)
     except ConfigError as error:
         yield Finding("model", "fail", error.message, "choose a folder with a supported Hugging Face checkpoint")

@@ -1,4 +1,4 @@
-"""`weft key`."""
+"""`weft key`, and `weft whoami`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.options import JSON, KEY, LIMIT, URL, connect, fail, limits_of
-from weft.cli.table import show
+from weft.cli.options import JSON, KEY, LIMIT, TENANT, URL, connect, fail, limits_of
+from weft.cli.table import print_table, show
 
 COLUMNS = ("id", "tenant", "name", "prefix", "scopes", "limits", "expires_at", "created_at")
 Scopes = Annotated[list[str] | None, typer.Option(help="infer, adapters or usage; repeat for more. [default: all]")]
@@ -54,6 +54,26 @@ def revoke(key_id: str, url: URL = None, key: KEY = None) -> None:
     """Make a key invalid at once."""
     connect(url, key).revoke_key(key_id)
     typer.echo(f"revoked {key_id}")
+
+
+def whoami(tenant: TENANT = None, url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
+    """Show the tenant and the rights of the key, its limits, and how much of them is used."""
+    me = connect(url, key, tenant).me()
+    if as_json:
+        show(me, True, ())
+        return
+    own, owner = me.get("key") or {}, me.get("tenant") or {}
+    facts = {"role": me.get("role"), "tenant": owner.get("name"), "tenant_id": owner.get("id"), "key": own.get("id")}
+    facts |= {name: own.get(name) for name in ("name", "scopes", "expires_at")}
+    show(facts, False, list(facts))
+    rows = [
+        (holder, name, str(used), str(me["limits"][holder].get(name, "-")))
+        for holder, counts in me.get("used", {}).items()
+        for name, used in counts.items()
+    ]
+    if rows:
+        typer.echo("")
+        print_table([("LIMIT OF", "LIMIT", "USED", "ALLOWED"), *rows], ("USED", "ALLOWED"))
 
 
 def _is_moment(text: str) -> bool:

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -331,3 +332,14 @@ def test_links_and_folders_are_not_read(tmp_path: Path) -> None:
         read_checkpoint(upload.config, tmp_path / "link", BASE, 64)
     with pytest.raises(AdapterFormatError):
         read_checkpoint(upload.config, tmp_path, BASE, 64)
+
+
+def test_a_base_with_scaled_inputs_takes_no_adapter_of_the_original(tmp_path: Path) -> None:
+    folded = replace(BASE, folds_input_scale=True)
+    error = refusal(tmp_path, good_upload(BASE).weights, base=folded)
+    assert error.code == "config.base_folds_scale"
+    assert "model.adapters_trained_on_quantised: true" in error.finding.hint
+    assert is_presentable(error, "config.")
+    header = good_upload(BASE).weights
+    with pytest.raises(AdapterError, match="AWQ or SmoothQuant"):
+        check_weights(read(tmp_path, good_upload(BASE)).spec, header, len(header), folded)

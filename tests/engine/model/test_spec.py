@@ -87,7 +87,8 @@ def test_yarn_reaches_as_far_as_its_factor_says() -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
         ({"architectures": ["LlamaForCausalLM"], "model_type": "qwen2"}, "model_type"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method"),
+        ({"quantization_config": 4}, "quantization_config"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.X"}}, "auto_map"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"hidden_size": None}, "hidden_size"),

@@ -1,0 +1,51 @@
+"""How checkpoints store quantised weights: one module per format, which turns the tensors of a linear into floats.
+
+A format knows nothing of files, devices and models. What a checkpoint's config says of it is a `Quantisation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+
+from weft.engine.model.formats import awq, bitsandbytes, gptq, packed, scaled, three_half
+from weft.engine.model.formats.stored import Part, StoredLinear, is_finite
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A way to store the weight of a linear."""
+
+    parts: Callable[[StoredLinear, Collection[str]], dict[str, Part]]
+    """Which tensors a linear has, by the ends of their names, given the ends of those that are stored."""
+    weight: Callable[[StoredLinear], torch.Tensor]
+    """The weight, float32 [out_features, in_features]. Raises ConfigError where values cannot be right."""
+
+
+FORMATS: dict[str, Format] = {
+    "awq": Format(awq.parts, awq.weight),
+    "bnb-4bit": Format(bitsandbytes.code_parts, bitsandbytes.code_weight),
+    "bnb-int8": Format(bitsandbytes.int8_parts, bitsandbytes.int8_weight),
+    "gptq": Format(gptq.parts, gptq.weight),
+    "packed": Format(packed.parts, packed.weight),
+    "q3.5": Format(three_half.parts, three_half.weight),
+    "scaled": Format(scaled.parts, scaled.weight),
+}
+"""By `Quantisation.layout`."""
+
+
+def dequantised(linear: StoredLinear) -> torch.Tensor:
+    """The weight of a linear with its tensors, float32 [out_features, in_features].
+
+    Raises:
+        ConfigError: A value is damaged; the message names the tensor.
+    """
+    for part, tensor in linear.tensors.items():
+        if tensor.is_floating_point() and not is_finite(tensor):
+            raise linear.error(part, "has values that are infinite or NaN")
+    weight = FORMATS[linear.quantisation.layout].weight(linear)
+    if not is_finite(weight):
+        raise linear.error("weight", "has values that are infinite or NaN")
+    return weight

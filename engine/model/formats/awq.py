@@ -1,0 +1,33 @@
+"""AWQ's GEMM layout: 4 bits in words along the outputs, a scale and a zero point per output and group of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from weft.engine.model.formats.stored import FLOATS, Part, StoredLinear, unpack
+
+BITS, PER_WORD = 4, 8
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which 4 bits of a word are of its first, second, ... output."""
+
+
+def parts(linear: StoredLinear, _stored: Collection[str]) -> dict[str, Part]:
+    """See `Format`."""
+    rows, columns, groups = linear.out_features, linear.in_features, linear.num_groups
+    return {
+        "qweight": Part(("I32",), ((columns, rows // PER_WORD),)),
+        "qzeros": Part(("I32",), ((groups, rows // PER_WORD),)),
+        "scales": Part(FLOATS, ((groups, rows),)),
+    }
+
+
+def weight(linear: StoredLinear) -> torch.Tensor:
+    """See `Format`."""
+    return linear.by_groups(_unpack(linear["qweight"]), _unpack(linear["qzeros"]), linear["scales"].T)
+
+
+def _unpack(packed: torch.Tensor) -> torch.Tensor:
+    """[outputs, inputs or groups], from words."""
+    return unpack(packed, BITS).view(len(packed), -1, PER_WORD)[..., PLACES].flatten(1).T

@@ -1,0 +1,79 @@
+"""bitsandbytes: int8 with a scale per row, and NF4 or FP4 with a scale per block of the flattened weight.
+
+Scales of blocks may be quantised themselves, to 8 bits. `Quantisation.variant` is `nf4` or `fp4`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+
+import torch
+
+from weft.engine.model.formats.stored import FLOATS, Part, StoredLinear
+
+MOST = 127
+"""Of an int8 weight."""
+FORMAT, ABSMAX = "weight_format", "weight.absmax"
+NESTED, NESTED_MAP = "weight.nested_absmax", "weight.nested_quant_map"
+
+
+def int8_parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
+    """See `Format`."""
+    found = {
+        "weight": Part(("I8",), ((linear.out_features, linear.in_features),)),
+        "SCB": Part(FLOATS, ((linear.out_features,),)),
+    }
+    return found | {FORMAT: Part(("U8",), ((), (1,)))} if FORMAT in stored else found
+
+
+def int8_weight(linear: StoredLinear) -> torch.Tensor:
+    """See `Format`."""
+    if FORMAT in linear.tensors and linear[FORMAT].any():
+        raise linear.error(FORMAT, "must be 0, rows as they are: other layouts are of one GPU")
+    return linear["weight"].float() * (linear["SCB"].float() / MOST).unsqueeze(1)
+
+
+def code_parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
+    """See `Format`."""
+    nested = {NESTED: Part(("F32",)), NESTED_MAP: Part(("F32",), ((256,),))}
+    is_nested = bool(nested.keys() & stored)
+    found = {
+        "weight": Part(("U8",), ((-(-linear.out_features * linear.in_features // 2), 1),)),
+        ABSMAX: Part(("U8" if is_nested else "F32",)),
+        "weight.quant_map": Part(("F32",), ((16,),)),
+        _state(linear): Part(("U8",)),
+    }
+    return found | nested if is_nested else found
+
+
+def code_weight(linear: StoredLinear) -> torch.Tensor:
+    """See `Format`."""
+    shape = [linear.out_features, linear.in_features]
+    try:
+        state = json.loads(bytes(linear[_state(linear)].tolist()))
+        size, kind = int(state["blocksize"]), state["quant_type"]
+        nested_size, offset = int(state.get("nested_blocksize", 1)), float(state.get("nested_offset", 0.0))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise linear.error(_state(linear), f"cannot be read: {error}") from error
+    if state.get("shape") != shape or kind != linear.quantisation.variant or min(size, nested_size) < 1:
+        raise linear.error(_state(linear), f"must be of {linear.quantisation.variant} and shape {shape}, got {state}")
+    absmax = linear[ABSMAX].flatten()
+    if NESTED in linear.tensors:
+        nested = _by_block(linear, NESTED, linear[NESTED], nested_size, absmax.numel())
+        absmax = linear[NESTED_MAP][absmax.long()] * nested + offset
+    packed = linear["weight"].flatten()
+    codes = torch.stack((packed >> 4, packed & 15), 1).flatten()[: shape[0] * shape[1]]
+    scales = _by_block(linear, ABSMAX, absmax, size, codes.numel())
+    return (linear["weight.quant_map"][codes.long()] * scales).view(shape)
+
+
+def _state(linear: StoredLinear) -> str:
+    return f"weight.quant_state.bitsandbytes__{linear.quantisation.variant}"
+
+
+def _by_block(linear: StoredLinear, part: str, scales: torch.Tensor, size: int, count: int) -> torch.Tensor:
+    """The scale of each of `count` values in blocks of `size`."""
+    if scales.numel() != -(-count // size):
+        raise linear.error(part, f"must have {-(-count // size)} values, got {scales.numel()}")
+    return scales.repeat_interleave(size)[:count]

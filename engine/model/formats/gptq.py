@@ -1,0 +1,45 @@
+"""GPTQ: 4 or 8 bits in words along the inputs, a scale and a zero point per output and group of inputs.
+
+Version 1 stores zero points less 1. Files do not always say their version rightly, so it is read from the values first:
+symmetric ones have the same zero point everywhere. `Quantisation.variant` is what the config says, gptq or gptq_v2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from weft.engine.model.formats.stored import FLOATS, WORD_BITS, Part, StoredLinear, unpack
+
+ORDER, BIAS = "g_idx", "bias"
+
+
+def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
+    """See `Format`."""
+    rows, columns, groups = linear.out_features, linear.in_features, linear.num_groups
+    per_word = WORD_BITS // linear.quantisation.bits
+    found = {
+        "qweight": Part(("I32",), ((-(-columns // per_word), rows),)),
+        "qzeros": Part(("I32",), ((groups, -(-rows // per_word)),)),
+        "scales": Part(FLOATS, ((groups, rows),)),
+        ORDER: Part(("I32", "I64"), ((columns,),)),
+        BIAS: Part(FLOATS, ((rows,),)),  # some tools write one of zeros where the model has none
+    }
+    return {name: part for name, part in found.items() if name in stored or name not in (ORDER, BIAS)}
+
+
+def weight(linear: StoredLinear) -> torch.Tensor:
+    """See `Format`."""
+    if BIAS in linear.tensors and linear[BIAS].any():
+        raise linear.error(BIAS, "must be zeros: the model has no bias there")
+    bits = linear.quantisation.bits
+    values = unpack(linear["qweight"].T, bits)[:, : linear.in_features]
+    zeros = unpack(linear["qzeros"], bits)[:, : linear.out_features].T
+    middle = 1 << (bits - 1)
+    is_first = linear.quantisation.variant == "gptq"
+    if (zeros == zeros[0, 0]).all() and zeros[0, 0] in (middle - 1, middle):
+        is_first = bool(zeros[0, 0] == middle - 1)
+    if is_first:
+        zeros = (zeros + 1) & (2 * middle - 1)
+    return linear.by_groups(values, zeros, linear["scales"].T, ORDER)

@@ -1,0 +1,43 @@
+"""compressed-tensors' pack-quantized: 4 or 8 bits in words of 32, with a scale for a row or for a group of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from weft.engine.model.formats.stored import FLOATS, WORD_BITS, Part, StoredLinear, unpack
+
+PACKED, SCALE, ZERO, GROUPS, SHAPE = (
+    "weight_packed",
+    "weight_scale",
+    "weight_zero_point",
+    "weight_g_idx",
+    "weight_shape",
+)
+
+
+def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
+    """See `Format`."""
+    rows, columns, groups = linear.out_features, linear.in_features, linear.num_groups
+    per_word = WORD_BITS // linear.quantisation.bits
+    found = {
+        PACKED: Part(("I32",), ((rows, -(-columns // per_word)),)),
+        SCALE: Part(FLOATS, ((rows, groups),)),
+        SHAPE: Part(("I64", "I32"), ((2,),)),
+        ZERO: Part(("I32",), ((-(-rows // per_word), groups),)),
+        GROUPS: Part(("I32", "I64"), ((columns,),)),
+    }
+    return {name: part for name, part in found.items() if name in stored or name not in (ZERO, GROUPS)}
+
+
+def weight(linear: StoredLinear) -> torch.Tensor:
+    """See `Format`."""
+    rows, columns, bits = linear.out_features, linear.in_features, linear.quantisation.bits
+    if linear[SHAPE].tolist() != [rows, columns]:
+        raise linear.error(SHAPE, f"must be {[rows, columns]}, got {linear[SHAPE].tolist()}")
+    values = unpack(linear[PACKED], bits)[:, :columns]
+    zeros = torch.full((rows, linear.num_groups), 1 << (bits - 1))
+    if ZERO in linear.tensors:  # packed along the rows
+        zeros = unpack(linear[ZERO].T, bits).T[:rows]
+    return linear.by_groups(values, zeros, linear[SCALE], GROUPS)

@@ -1,0 +1,47 @@
+"""int8 and float8 weights with a scale for all, for a row or for a block: compressed-tensors, fine-grained FP8, others.
+
+`weight` times `weight_scale`; DeepSeek's name `weight_scale_inv` is the same thing. Scales of inputs are not used.
+`Quantisation.variant` is the dtype of the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from weft.engine.model.formats.stored import FLOATS, Part, StoredLinear
+
+SCALE, INVERSE, ZERO = "weight_scale", "weight_scale_inv", "weight_zero_point"
+UNUSED = ("input_scale", "input_scale_ub", "input_zero_point", "activation_scale", "output_scale", "output_zero_point")
+
+
+def parts(linear: StoredLinear, stored: Collection[str]) -> dict[str, Part]:
+    """See `Format`."""
+    rows, columns, block = linear.out_features, linear.in_features, linear.quantisation.block
+    shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1), (rows,), (rows, 1))
+    if block:
+        shapes = ((-(-rows // block[0]), -(-columns // block[1])),)
+    scale = INVERSE if INVERSE in stored else SCALE
+    dtypes = (linear.quantisation.variant,)
+    found = {"weight": Part(dtypes, ((rows, columns),)), scale: Part((*FLOATS, "F8_E8M0"), shapes)}
+    if ZERO in stored:
+        found[ZERO] = Part(("I8",), shapes)
+    return found | {name: Part((*FLOATS, "I8")) for name in UNUSED if name in stored}
+
+
+def weight(linear: StoredLinear) -> torch.Tensor:
+    """See `Format`."""
+    values = linear["weight"].float()
+    if ZERO in linear.tensors:
+        values -= _spread(linear, ZERO)
+    return values * _spread(linear, INVERSE if INVERSE in linear.tensors else SCALE)
+
+
+def _spread(linear: StoredLinear, part: str) -> torch.Tensor:
+    """A part in float32, in a shape that broadcasts over the weight."""
+    values, block = linear[part].float(), linear.quantisation.block
+    if block is None:
+        return values.reshape(-1, 1)
+    values = values.repeat_interleave(block[0], 0)[: linear.out_features]
+    return values.repeat_interleave(block[1], 1)[:, : linear.in_features]

@@ -1,0 +1,106 @@
+"""The stored tensors of one quantised linear, and what formats share in reading them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from weft.engine.model.quantisation import Quantisation
+from weft.errors import ConfigError
+
+FLOATS = ("F64", "F32", "BF16", "F16")
+WORD_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a stored tensor must be."""
+
+    dtypes: tuple[str, ...]
+    """As safetensors names them."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """One of these; none: any."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLinear:
+    """A linear whose weight is stored quantised."""
+
+    name: str
+    """As `model.layers.0.self_attn.q_proj`."""
+    out_features: int
+    in_features: int
+    quantisation: Quantisation
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Once they are read: on the CPU, by what follows the name and a dot. All are as the format's parts say."""
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of inputs, each of which has a scale for each output."""
+        return -(-self.in_features // self.group_size)
+
+    @property
+    def group_size(self) -> int:
+        """Inputs of a group."""
+        return self.quantisation.block[1] if self.quantisation.block else self.in_features
+
+    def __getitem__(self, part: str) -> torch.Tensor:
+        return self.tensors[part]
+
+    def error(self, part: str, problem: str) -> ConfigError:
+        """An error about one part."""
+        return ConfigError(f"model.path: {self.name}.{part} {problem}", param="model.path")
+
+    def by_groups(
+        self, values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, order: str = ""
+    ) -> torch.Tensor:
+        """The weight whose values are `(values - zeros) * scales`, float32 [out_features, in_features].
+
+        Args:
+            values: [out_features, in_features].
+            zeros: [out_features, num_groups].
+            scales: As zeros.
+            order: The part that has the group of each input; where it is not stored, groups are of neighbours.
+
+        Raises:
+            ConfigError: An input is in a group that has no scale.
+        """
+        groups = torch.arange(self.in_features) // self.group_size
+        if order in self.tensors:
+            groups = self[order].long()
+            if groups.min() < 0 or groups.max() >= self.num_groups:
+                raise self.error(order, f"must have groups from 0 to {self.num_groups - 1}")
+        return (values - zeros.float().index_select(1, groups)) * scales.float().index_select(1, groups)
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is infinite or NaN: both show in the smallest and largest, which are found 20 times as fast."""
+    return not tensor.numel() or bool(torch.stack(tensor.float().aminmax()).isfinite().all())
+
+
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Split words of 32 bits into whole numbers of `bits` bits, the lowest first.
+
+    Args:
+        words: int32 [rows, columns].
+        bits: 4 or 8.
+
+    Returns:
+        uint8 [rows, columns * 32 / bits].
+    """
+    octets = words.contiguous().view(torch.uint8)
+    return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
+
+
+def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack whole numbers of `bits` bits into words: the inverse of `unpack`, for columns that do not fill a word, too.
+
+    Args:
+        values: int32 [rows, columns], from 0 to 2 ** bits - 1.
+        bits: 4 or 8.
+    """
+    shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32)
+    values = torch.nn.functional.pad(values, (0, -values.shape[1] % len(shifts)))
+    return (values.reshape(len(values), -1, len(shifts)) << shifts).sum(-1, dtype=torch.int32)

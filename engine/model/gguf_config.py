@@ -1,0 +1,141 @@
+"""The head of a GGUF file as a `config.json`. No torch, but for the rotary factors of a Llama 3."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.engine.model.config_fields import ConfigFields
+from weft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""Of a Llama 3: what its rotary frequencies are divided by. The config says the same."""
+GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""Of the file, and of its config."""
+FLOATS = ("F32", "F16", "BF16")
+END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+END_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>")
+"""Tokens that end an answer to llama.cpp, whatever the file says."""
+PRETRAINED = [1 << bits for bits in range(5, 21)]
+"""Contexts that a Llama 3 may have been pretrained with: files do not tell."""
+
+
+def open_gguf(path: Path) -> GGUFReader:
+    """Read the head of a GGUF file.
+
+    Raises:
+        ConfigError: It is damaged or cut off, or the package `gguf` is not installed.
+    """
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise ConfigError("model.path: GGUF files need the package gguf: pip install 'weft[quant]'") from error
+    try:
+        return GGUFReader(path)
+    except (OSError, ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
+        message = f"model.path: cannot read {path}: it is no GGUF file, or damaged or cut off ({error})"
+        raise ConfigError(message, param="model.path") from error
+
+
+def gguf_config(reader: GGUFReader) -> dict[str, Any]:
+    """The `config.json` of a GGUF file.
+
+    Raises:
+        ConfigError: The architecture is not served, a key is missing, or one is not understood.
+    """
+    given = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
+    arch = given.get("general.architecture")
+    if arch not in GGUF_ARCHITECTURES:
+        message = f"general.architecture: {arch!r} is not served; served are {', '.join(GGUF_ARCHITECTURES)}"
+        raise ConfigError(message, param="general.architecture")
+    own = {name.removeprefix(f"{arch}."): value for name, value in given.items() if name.startswith(f"{arch}.")}
+    fields, tensors = ConfigFields(own, prefix=f"{arch}."), {tensor.name: tensor for tensor in reader.tensors}
+    num_heads, hidden = fields.integer("attention.head_count"), fields.integer("embedding_length")
+    head_dim = fields.integer("attention.key_length", hidden // num_heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        fields.require(key, head_dim, default=head_dim)
+    if "token_embd.weight" not in tensors:
+        raise ConfigError("model.path: the file lacks token_embd.weight", param="model.path")
+    config = {
+        "architectures": [GGUF_ARCHITECTURES[arch]],
+        "model_type": arch,
+        "vocab_size": int(tensors["token_embd.weight"].shape[-1]),
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("feed_forward_length"),
+        "num_hidden_layers": fields.integer("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": fields.integer("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": fields.integer("context_length"),
+        "rope_parameters": _rope(fields, tensors, head_dim),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "eos_token_id": _end_ids(reader),
+        **_storage(reader),
+    }
+    fields.refuse_unread(("vocab_size", "rope.scaling.finetuned"))
+    if arch != "qwen2" and "blk.0.attn_q.bias" in tensors:
+        config["attention_bias"] = True
+    if "blk.0.ffn_gate.bias" in tensors:
+        config["mlp_bias"] = True
+    return config
+
+
+def _storage(reader: GGUFReader) -> dict[str, Any]:
+    """Fields of the config about number formats; the type of most weights counts."""
+    sizes: dict[str, int] = {}
+    for tensor in reader.tensors:
+        sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
+    usual = max(sizes, key=lambda name: sizes[name], default="F32")
+    if usual in FLOATS:
+        return {"dtype": {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[usual]}
+    bits = next(int(letter) for letter in usual if letter.isdigit())
+    return {"dtype": "bfloat16", "quantization_config": {"quant_method": "gguf", "bits": bits}}
+
+
+def _end_ids(reader: GGUFReader) -> list[int]:
+    ids = {
+        reader.fields[f"tokenizer.ggml.{key}"].contents() for key in END_IDS if f"tokenizer.ggml.{key}" in reader.fields
+    }
+    tokens = reader.fields.get("tokenizer.ggml.tokens")
+    texts: Collection[str] = tokens.contents() if tokens else ()
+    return sorted(ids | {token_id for token_id, text in enumerate(texts) if text in END_TOKENS})
+
+
+def _rope(fields: ConfigFields, tensors: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_theta": fields.number("rope.freq_base", 10_000.0)}
+    kind = fields.choice("rope.scaling.type", ("none", "linear", "yarn"), "none")
+    factor = fields.number("rope.scaling.factor", 1.0)
+    original = fields.integer("rope.scaling.original_context_length", fields.integer("context_length"))
+    fields.require("rope.scaling.attn_factor", 1.0, default=1.0)
+    if ROPE_FACTORS in tensors:
+        return {**rope, **_llama3(tensors[ROPE_FACTORS].data, rope["rope_theta"], head_dim)}
+    if kind == "none":
+        return rope
+    scaled = {**rope, "rope_type": kind, "factor": factor}
+    return {**scaled, "original_max_position_embeddings": original} if kind == "yarn" else scaled
+
+
+def _llama3(factors: Any, theta: float, head_dim: int) -> dict[str, Any]:  # noqa: ANN401 - an array of numpy
+    """The scaling that has these factors: the file has them alone, not what they were computed from."""
+    import torch
+
+    from weft.engine.model.rope import inverse_frequencies
+    from weft.engine.model.rope_spec import RopeSpec
+
+    wanted = inverse_frequencies(RopeSpec(theta=theta), head_dim) / torch.tensor(factors.tolist())
+    for original in PRETRAINED:
+        spec = RopeSpec(kind="llama3", theta=theta, factor=float(factors.max()), original_positions=original)
+        if torch.allclose(inverse_frequencies(spec, head_dim), wanted, rtol=1e-4, atol=0):
+            return {
+                "rope_type": "llama3",
+                "factor": spec.factor,
+                "original_max_position_embeddings": original,
+                "low_freq_factor": spec.low_freq_factor,
+                "high_freq_factor": spec.high_freq_factor,
+            }
+    raise ConfigError("rope_freqs.weight: not the factors of a Llama 3, which are the only ones served")

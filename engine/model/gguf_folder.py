@@ -1,0 +1,79 @@
+"""A GGUF file as a folder with the files of a checkpoint: `config.json` and the tokenizer, written once from the file.
+
+Everything that reads a checkpoint then reads this one. The folder lies in the user's cache, named after path, size and
+time of the file, which itself is linked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from weft.config import cache_folder
+from weft.engine.model.gguf_config import gguf_config, open_gguf
+from weft.errors import ConfigError
+
+GGUF_FILE = "model.gguf"
+LAYOUT = 1
+"""Grows when what is written here changes."""
+
+
+def gguf_file(folder: Path) -> Path | None:
+    """The GGUF file of a folder that has no safetensors.
+
+    Raises:
+        ConfigError: It has several.
+    """
+    found = [] if any(folder.glob("*.safetensors")) else sorted(folder.glob("*.gguf"))
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise ConfigError(f"model.path: {folder} has several GGUF files: name one of {names}", param="model.path")
+    return found[0] if found else None
+
+
+def gguf_folder(path: Path) -> Path:
+    """The folder that stands for a GGUF file.
+
+    Raises:
+        ConfigError: The file cannot be read, or is of a model that is not served.
+    """
+    path, state = path.absolute(), path.stat()
+    key = json.dumps([LAYOUT, str(path), state.st_size, state.st_mtime_ns])
+    try:
+        cache = cache_folder("gguf")
+        target = cache / hashlib.sha256(key.encode()).hexdigest()[:32]
+        if not target.is_dir():
+            with tempfile.TemporaryDirectory(dir=cache) as folder:
+                made = Path(folder) / "made"
+                made.mkdir()
+                (made / GGUF_FILE).symlink_to(path)
+                (made / "config.json").write_text(json.dumps(gguf_config(open_gguf(path)), indent=2))
+                _write_tokenizer(made)
+                _move(made, target)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home folder is unknown
+        message = f"model.path: no folder for config and tokenizer of {path}: {error}; set XDG_CACHE_HOME to another"
+        raise ConfigError(message, param="model.path") from error
+    return target
+
+
+def _move(made: Path, target: Path) -> None:
+    try:
+        made.rename(target)
+    except OSError:
+        if not target.is_dir():  # else another process was faster
+            raise
+
+
+def _write_tokenizer(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    try:
+        AutoTokenizer.from_pretrained(str(folder), gguf_file=GGUF_FILE).save_pretrained(str(folder))
+    except Exception as error:
+        message = (
+            f"model.path: transformers cannot read the tokenizer of {os.path.realpath(folder / GGUF_FILE)}: {error}"
+        )
+        raise ConfigError(message, param="model.path") from error

@@ -1,0 +1,150 @@
+"""How the linear weights of a checkpoint are stored, as its `quantization_config` says. No torch.
+
+Which linears are quantised is seen in the files, not read here: lists of modules that are left out need no
+understanding. Keys that only tell how the quantisation was computed are ignored; what turns the model's inputs is
+refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from weft.engine.model.config_fields import ConfigFields
+
+Layout = Literal["scaled", "packed", "gptq", "awq", "bnb-int8", "bnb-4bit", "q3.5", "gguf"]
+"""Names of `weft.engine.model.formats.FORMATS`; the tensors of a GGUF file are read as floats."""
+RECIPE_FILE = "recipe.yaml"
+"""What llm-compressor writes beside the weights: the steps that made them."""
+_ROTATES = re.compile(r"rotat|hadamard|transform_config|spinquant|quarot", re.IGNORECASE)
+_ROTATING_STEPS = re.compile(r"SpinQuantModifier|QuIPModifier")
+_FOLDING_STEPS = re.compile(r"SmoothQuantModifier|AWQModifier")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantisation:
+    """How a checkpoint stores its linear weights."""
+
+    layout: Layout
+    bits: int
+    """Of a stored weight, without its scale."""
+    block: tuple[int, int] | None = None
+    """Outputs and inputs that share a scale. None: a scale is for a row, or for the whole weight."""
+    variant: str = ""
+    """What else tells layouts of one name apart; each format says what it may be."""
+    folds_input_scale: bool = False
+    """Whether inputs of linears may be scaled: AWQ and SmoothQuant divide the norms before them, and multiply the
+    weights. An adapter that was trained on the original model sees inputs that it was not trained for."""
+
+
+def read_quantisation(given: dict[str, Any], recipe: str = "") -> Quantisation:
+    """Read a `quantization_config`.
+
+    Args:
+        given: The object of `config.json`.
+        recipe: Content of `recipe.yaml` beside it, empty where there is none.
+
+    Raises:
+        ConfigError: The method is not served or the model is rotated; the message names the key.
+    """
+    fields = ConfigFields(given, prefix="quantization_config.")
+    rotating = next((key for key in given if _ROTATES.search(key) and given[key]), None)
+    if rotating or _ROTATING_STEPS.search(recipe):
+        raise fields.error(
+            rotating or "quant_method",
+            "the weights were rotated (QuaRot, SpinQuant, QuIP), so adapters and norms would not fit them; take a "
+            "checkpoint that is not rotated",
+        )
+    method = fields.choice("quant_method", sorted(_METHODS))
+    found = _METHODS[method](fields)
+    if method == "compressed-tensors" and recipe:
+        return replace(found, folds_input_scale=bool(_FOLDING_STEPS.search(recipe)))
+    return found
+
+
+def _compressed_tensors(fields: ConfigFields) -> Quantisation:
+    groups, usual = fields.within("config_groups"), fields.text("format")
+    found = {_scheme(groups.within(name), usual) for name in fields.nested("config_groups")}
+    if len(found) != 1:
+        raise fields.error("config_groups", f"expected one way to store the weights of all linears, got {len(found)}")
+    return found.pop()
+
+
+def _scheme(group: ConfigFields, usual: str | None) -> Quantisation:
+    weights, stored = group.within("weights"), group.text("format") or usual
+    bits, is_float = weights.integer("num_bits", 8), weights.text("type") == "float"
+    layout: Layout = "scaled"
+    if stored == "pack-quantized" and not is_float and bits in (4, 8):
+        layout = "packed"
+    elif stored not in ("naive-quantized", "float-quantized" if is_float else "int-quantized") or bits != 8:
+        kind = f"{weights.text('type') or 'int'} of {bits} bits"
+        raise group.error("format", f"{stored!r} with weights of {kind} is not served")
+    usual = "group" if weights.integer("group_size", -1, minimum=-1) > 0 else "channel"
+    strategy = weights.choice("strategy", ("channel", "tensor", "group", "block"), usual)
+    block = weights.pair("block_structure") if strategy == "block" else None
+    if strategy == "group":
+        block = (1, weights.integer("group_size"))
+    # Without a recipe nobody knows: what quantises inputs to whole numbers is mostly smoothed first.
+    is_unknown = group.nested("input_activations").get("type", "float") == "int"
+    return Quantisation(
+        layout=layout, bits=bits, block=block, variant="F8_E4M3" if is_float else "I8", folds_input_scale=is_unknown
+    )
+
+
+def _fp8(fields: ConfigFields) -> Quantisation:
+    fields.require("fmt", "e4m3", default="e4m3")
+    fields.require("quant_algo", "FP8", default="FP8")
+    return Quantisation(layout="scaled", bits=8, block=fields.pair("weight_block_size"), variant="F8_E4M3")
+
+
+def _gptq(fields: ConfigFields) -> Quantisation:
+    claimed = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), fields.text("format") or "gptq")
+    other = sorted(key for key in fields.nested("dynamic") if not key.startswith("-:"))
+    if other:
+        raise fields.error("dynamic", f"modules with settings of their own are not served: {', '.join(other[:3])}")
+    bits = fields.choice("bits", (4, 8))
+    return Quantisation(layout="gptq", bits=bits, block=_group(fields, "group_size"), variant=claimed)
+
+
+def _awq(fields: ConfigFields) -> Quantisation:
+    fields.choice("version", ("gemm", "GEMM"), fields.text("format") or "gemm")
+    fields.require("zero_point", True, default=True)
+    bits = fields.choice("bits", (4,))
+    return Quantisation(layout="awq", bits=bits, block=_group(fields, "group_size"), folds_input_scale=True)
+
+
+def _bitsandbytes(fields: ConfigFields) -> Quantisation:
+    if fields.flag("load_in_4bit", False):
+        kind = fields.choice("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+        return Quantisation(layout="bnb-4bit", bits=4, variant=kind)
+    fields.require("load_in_8bit", True, default=False)
+    return Quantisation(layout="bnb-int8", bits=8)
+
+
+def _gguf(fields: ConfigFields) -> Quantisation:
+    return Quantisation(layout="gguf", bits=fields.integer("bits"))
+
+
+def _weft(fields: ConfigFields) -> Quantisation:
+    fields.require("format", "q3.5", default=None)
+    return Quantisation(layout="q3.5", bits=4)
+
+
+def _group(fields: ConfigFields, key: str) -> tuple[int, int] | None:
+    size = fields.integer(key, minimum=-1)
+    return (1, fields.integer(key)) if size != -1 else None
+
+
+_METHODS: dict[str, Callable[[ConfigFields], Quantisation]] = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "modelopt": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
+    "gguf": _gguf,
+    "weft": _weft,
+}

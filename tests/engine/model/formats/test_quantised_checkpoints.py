@@ -1,0 +1,80 @@
+"""Quantised checkpoints of every format answer as the dequantised model does in transformers, with adapters as PEFT."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+
+from quantised_cases import CASES
+from quantised_models import QuantisedModel, make_quantised
+from step_driver import StepDriver
+from tiny_models import ALL_LINEAR, load_reference, make_adapter, make_model
+
+TOLERANCE = 1e-3
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "qv-rank8": {"rank": 8},
+    "all-rank13": {"rank": 13, "targets": ALL_LINEAR},
+    "mlp-rslora": {"rank": 16, "alpha": 4, "targets": ("gate_proj", "down_proj"), "use_rslora": True},
+}
+TOKENS = torch.randint(0, 320, (21,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+def expected_logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
+    model = load_reference(folder)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, str(adapter)).eval()
+    with torch.inference_mode():
+        scores: torch.Tensor = model(torch.tensor([TOKENS])).logits[0]
+    return scores
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: make_model(root / name, name) for name in ARCHITECTURES}
+
+
+def made(case: str, source: Path, folder: Path, **options: Any) -> QuantisedModel:
+    return make_quantised(source, folder, CASES[case].config, CASES[case].encode, **options)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_the_dequantised_model(
+    case: str, architecture: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    model = made(case, models[architecture], tmp_path)
+    expected = expected_logits(model.decoded)
+
+    assert (expected - expected_logits(models[architecture])).abs().max() > 2 * TOLERANCE
+    driver = StepDriver(model.stored)
+    assert_same(driver.logits_alone(TOKENS), expected)
+    found = driver.spec.quantisation
+    assert found is not None
+    assert (found.bits, found.folds_input_scale) == (CASES[case].bits, CASES[case].folds)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adapters_equal_peft_on_the_dequantised_model(case: str, models: dict[str, Path], tmp_path: Path) -> None:
+    model = made(case, models["qwen2"], tmp_path)
+    driver = StepDriver(model.stored)
+    driver.base = replace(driver.base, folds_input_scale=False)  # these adapters were made on this checkpoint
+    for seed, (name, fields) in enumerate(ADAPTERS.items()):
+        adapter = make_adapter(model.decoded, tmp_path / name, seed=seed, **fields)
+        assert_same(driver.logits_alone(TOKENS, driver.load_adapter(adapter)), expected_logits(model.decoded, adapter))
+
+
+@pytest.mark.parametrize("case", ["w4a16-ordered", "fine-grained", "gptq-asymmetric", "nf4"])
+def test_linears_that_were_left_out_stay_as_they_are(case: str, models: dict[str, Path], tmp_path: Path) -> None:
+    model = made(case, models["qwen3"], tmp_path, plain=("o_proj", "gate_proj"))
+    assert_same(StepDriver(model.stored).logits_alone(TOKENS), expected_logits(model.decoded))

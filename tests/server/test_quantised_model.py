@@ -1,0 +1,53 @@
+"""`weft serve` on quantised models: a GGUF file with adapters and grammars; a checkpoint that adapters do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from gguf_writer import write_gguf
+from quantised_cases import CASES
+from quantised_models import make_quantised
+from weft.config import cache_folder
+from weft_server import DEMO_ADAPTERS, DEMO_MODEL, weft_server
+
+pytestmark = pytest.mark.slow
+QUESTION = "When are you open?"
+
+
+def test_a_gguf_file_serves_adapters_and_grammars_as_its_model_does(tmp_path: Path) -> None:
+    write_gguf(DEMO_MODEL, tmp_path / "demo.gguf", {"": Type.BF16})
+    (tmp_path / "cache" / "weft").mkdir(parents=True)
+    (tmp_path / "cache" / "weft" / "kernels").symlink_to(cache_folder("kernels"))  # compiled once for all tests
+    cache: dict[str, Any] = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    small = ("--memory-gib", "0.25", "--dtype", "float32", "--set", "model.threads=1")
+    answers = []
+    for model, served in ((DEMO_MODEL, "weft-demo"), (tmp_path / "demo.gguf", "demo.gguf")):
+        with weft_server(tmp_path / f"of-{served}", *small, model=model, **cache) as server:
+            client = server.publish("acme", "pirate")
+            asked = [server.ask("acme", name, QUESTION)["choices"][0]["message"] for name in (served, "pirate")]
+            answers.append([message["content"] for message in asked])
+            body = {"model": served, "prompt": "x", "structured_outputs": {"choice": ["yes", "no"]}}
+            held = client.post("/v1/completions", json=body)
+            assert held.json()["choices"][0]["text"] in ("yes", "no"), held.text
+    assert answers[0] == answers[1]
+    assert answers[0][0] != answers[0][1]
+
+
+def test_an_upload_for_a_checkpoint_with_scaled_inputs_is_refused_unless_the_setting_says_otherwise(
+    tmp_path: Path,
+) -> None:
+    model = make_quantised(DEMO_MODEL, tmp_path, CASES["awq"].config, CASES["awq"].encode).stored
+    small = {"memory.gib": 0.25, "model.threads": 1}
+    with weft_server(tmp_path / "one", model=model, settings=small) as server:
+        refused = server.upload(server.tenant("acme"), "pirate", DEMO_ADAPTERS / "pirate")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (422, "config.base_folds_scale")
+        assert "model.adapters_trained_on_quantised" in refused.text
+        assert server.ask("acme", "stored", QUESTION)["choices"]
+    trained = {**small, "model.adapters_trained_on_quantised": "true"}
+    with weft_server(tmp_path / "two", model=model, settings=trained) as server:
+        server.publish("acme", "pirate")
+        assert server.ask("acme", "pirate", QUESTION)["choices"]

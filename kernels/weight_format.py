@@ -1,0 +1,43 @@
+"""Formats of the weights of linear layers, and the bytes that a layer then takes. Needs no torch.
+
+int8 and int4 weights lie in panels: the codes of so many outputs side by side, for one group of inputs after another.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+WeightFormat = Literal["bf16", "int8", "int4"]
+"""bf16 is the dtype of the model, whatever that is."""
+GROUP = 32
+"""Inputs that share a scale in int4."""
+UNIT = 4
+"""Inputs whose codes lie together: what one lane of an instruction multiplies and adds up."""
+INT8_PANEL, INT4_PANEL = 64, 32
+"""Outputs of a panel."""
+INT8_INPUTS = 64
+"""Inputs come in multiples of so many: a row of a tile of AMX."""
+
+
+def numbers(dtype: str, weights: str) -> str:
+    """How people are told what a model is computed in."""
+    return dtype if weights == "bf16" else f"{dtype} with {weights} weights"
+
+
+def layer_bytes(weights: WeightFormat, out_features: int, in_features: int) -> int:
+    """Bytes of a quantised layer: codes and scales in whole panels, and a bias in float32.
+
+    Raises:
+        ValueError: The format is bf16, whose bytes depend on the dtype.
+    """
+    if weights == "int8":
+        columns = _whole(out_features, INT8_PANEL)
+        return columns * (_whole(in_features, INT8_INPUTS) + 8)
+    if weights == "int4":
+        columns = _whole(out_features, INT4_PANEL)
+        return columns * (_whole(in_features, GROUP) // GROUP * (GROUP // 2 + 2) + 4)
+    raise ValueError(f"weights: expected int8 or int4, got {weights}")
+
+
+def _whole(count: int, unit: int) -> int:
+    return -(-count // unit) * unit

@@ -8,6 +8,7 @@ from typing import Literal
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.ref import ResidentAdapter as ResidentAdapter
 from weft.engine.fairness.prices import Prices
+from weft.kernels.weight_format import WeightFormat
 from weft.memory.geometry import PageGeometry
 from weft.memory.page_map import PageMap
 
@@ -22,6 +23,8 @@ class MemoryPlan:
 
     weight_bytes: int
     """Bytes of the base model."""
+    weights: WeightFormat = "bf16"
+    """What its linear layers are kept in; bf16 is the dtype of the engine, whatever that is."""
     arena_bytes: int
     num_pages: int
     """Pages that can be handed out (the zero page is not among them)."""

@@ -123,7 +123,9 @@ class Services:
     @property
     def fingerprint(self) -> str:
         """Changes whenever seeded sampling may change."""
-        return f"weft-{weft.__version__}-{self.ready.base.digest.removeprefix('sha256:')[:12]}-{self.ready.dtype}"
+        ready = self.ready
+        weights = "" if ready.memory.weights == "bf16" else f"-{ready.memory.weights}"
+        return f"weft-{weft.__version__}-{ready.base.digest.removeprefix('sha256:')[:12]}-{ready.dtype}{weights}"
 
 
 def services_of(request: Request) -> Services:

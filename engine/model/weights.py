@@ -19,9 +19,11 @@ from weft.engine.model.decoder import Decoder, DecoderLayer
 from weft.engine.model.linear import Linear, make_linear
 from weft.engine.model.rope import rope_table
 from weft.engine.model.spec import EMBEDDING, HEAD, NORM, DecoderSpec, expected_tensors
+from weft.engine.model.weight_bytes import head_format
 from weft.errors import ConfigError
 from weft.kernels.attend import HeadNorms
 from weft.kernels.dispatch import kernels_for
+from weft.kernels.weight_format import WeightFormat
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -69,6 +71,7 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     *,
+    weights: WeightFormat = "bf16",
     num_positions: int | None = None,
 ) -> Decoder:
     """Load a checkpoint.
@@ -78,13 +81,14 @@ def load_decoder(
         spec: Of the checkpoint in that folder.
         dtype: What the weights are converted to.
         device: Where the decoder runs.
+        weights: What the linear layers are kept in. They are rounded as they are read, one after another.
         num_positions: Positions that will be used; None takes the model's own limit.
 
     Raises:
         ConfigError: A tensor is missing, unexpected, or of a wrong shape or kind; the message names it.
     """
     with ExitStack() as stack:
-        checkpoint = _Checkpoint(stack, weight_files(folder), dtype, device)
+        checkpoint = _Checkpoint(stack, weight_files(folder), dtype, device, weights)
         checkpoint.check(spec)
         embedding = checkpoint.tensor(EMBEDDING)
         return Decoder(
@@ -93,7 +97,9 @@ def load_decoder(
             embedding=embedding,
             layers=[_load_layer(checkpoint, spec, f"model.layers.{index}.") for index in range(spec.num_layers)],
             norm=checkpoint.tensor(NORM),
-            head=make_linear(embedding if spec.is_tied else checkpoint.tensor(HEAD)),
+            head=make_linear(
+                embedding if spec.is_tied else checkpoint.tensor(HEAD), weights=head_format(spec, weights)
+            ),
             rope=rope_table(spec.rope, spec.head_dim, num_positions or spec.max_positions, device),
         )
 
@@ -101,9 +107,17 @@ def load_decoder(
 class _Checkpoint:
     """The tensors of all files of a checkpoint by name."""
 
-    def __init__(self, stack: ExitStack, files: Iterable[Path], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        files: Iterable[Path],
+        dtype: torch.dtype,
+        device: torch.device,
+        weights: WeightFormat,
+    ) -> None:
         self._dtype = dtype
         self._device = device
+        self._weights = weights
         self._files: dict[str, Any] = {}
         for path in files:
             try:
@@ -148,7 +162,7 @@ class _Checkpoint:
         """The linears `names` as one, their outputs side by side."""
         weight = torch.cat([self.tensor(f"{prefix}{name}.weight") for name in names])
         bias = torch.cat([self.tensor(f"{prefix}{name}.bias") for name in names]) if has_bias else None
-        return make_linear(weight, bias)
+        return make_linear(weight, bias, self._weights)
 
 
 def _load_layer(checkpoint: _Checkpoint, spec: DecoderSpec, prefix: str) -> DecoderLayer:

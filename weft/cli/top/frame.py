@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.cli.ps import TIERS, adapter_name
 from weft.cli.table import REASONS, REFUSALS, counts_text, in_words, num_paused
+from weft.kernels.weight_format import numbers
 
 if TYPE_CHECKING:
     from rich.console import ConsoleDimensions, RenderableType
@@ -65,7 +66,10 @@ def frame(body: Mapping[str, Any], age_s: float, size: ConsoleDimensions, troubl
     from rich.console import Group
     from rich.text import Text
 
-    lines = [Text(f"{body['model']} on {body['ready']['device']}, {body['ready']['dtype']}", "bold")]
+    ready = body["ready"]
+    lines = [
+        Text(f"{body['model']} on {ready['device']}, {numbers(ready['dtype'], ready['memory']['weights'])}", "bold")
+    ]
     if trouble is not None:
         lines.append(Text(trouble, "bold red"))
     for label, fact in _facts(body, age_s):

@@ -76,7 +76,7 @@ def test_every_part_of_a_step_is_timed_and_answers_stay_the_same(tmp_path: Path)
 
 def test_figures_are_medians_over_the_floor_and_means_of_parts() -> None:
     parts = Counter({"attention": 0.012, "linear layers": 0.036})
-    figures = step.figures([0.01, 0.02, 0.018, 0.012], [0.01, 0.012], parts)
+    figures = step.figures([0.01, 0.02, 0.018, 0.012], [0.01, 0.012], parts, 773.0)
     result = step.make_result({"decode": figures})
     case = result["cases"]["decode"]
     assert case["step / floor"] == pytest.approx(0.015 / 0.011)

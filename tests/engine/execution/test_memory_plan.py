@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fake_engine import demo_ready
+from fake_engine import DEMO_MODEL, demo_ready
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.lora.layout import adapter_pages, slot_bytes
 from weft.adapters.lora.tables import AdapterTables
@@ -23,6 +23,7 @@ from weft.engine.execution.memory_plan import (
     plan_memory,
 )
 from weft.engine.model.spec import DecoderSpec, base_shape, decoder_spec
+from weft.engine.start_checks import check_start
 from weft.engine.status import MemoryPlan
 from weft.errors import ConfigError
 from weft.memory.geometry import PageGeometry, page_geometry
@@ -132,6 +133,13 @@ def test_a_gpu_computes_no_rounded_weights() -> None:
     assert plan(CUDA, 80, weights="bf16").weights == "bf16"
     with pytest.raises(ConfigError, match=r"model\.weights: int8 is computed on a CPU only; take auto or bf16"):
         plan(CUDA, 80, weights="int8")
+
+
+def test_a_start_with_rounded_weights_on_a_gpu_is_refused_before_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.engine.start_checks.count_cuda_devices", lambda: 1)
+    check_start(Config(model=ModelConfig(path=str(DEMO_MODEL), weights="bf16")))
+    with pytest.raises(ConfigError, match="int8 is computed on a CPU only"):
+        check_start(Config(model=ModelConfig(path=str(DEMO_MODEL), weights="int8")))
 
 
 def test_what_is_asked_for_is_given() -> None:

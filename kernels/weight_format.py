@@ -24,19 +24,13 @@ def numbers(dtype: str, weights: str) -> str:
     return dtype if weights == "bf16" else f"{dtype} with {weights} weights"
 
 
-def layer_bytes(weights: WeightFormat, out_features: int, in_features: int) -> int:
-    """Bytes of a quantised layer: codes and scales in whole panels, and a bias in float32.
-
-    Raises:
-        ValueError: The format is bf16, whose bytes depend on the dtype.
-    """
+def layer_bytes(weights: Literal["int8", "int4"], out_features: int, in_features: int) -> int:
+    """Bytes of a quantised layer: codes and scales in whole panels, and a bias in float32."""
     if weights == "int8":
         columns = _whole(out_features, INT8_PANEL)
         return columns * (_whole(in_features, INT8_INPUTS) + 8)
-    if weights == "int4":
-        columns = _whole(out_features, INT4_PANEL)
-        return columns * (_whole(in_features, GROUP) // GROUP * (GROUP // 2 + 2) + 4)
-    raise ValueError(f"weights: expected int8 or int4, got {weights}")
+    columns = _whole(out_features, INT4_PANEL)
+    return columns * (_whole(in_features, GROUP) // GROUP * (GROUP // 2 + 2) + 4)
 
 
 def _whole(count: int, unit: int) -> int:

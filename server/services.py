@@ -123,9 +123,8 @@ class Services:
     @property
     def fingerprint(self) -> str:
         """Changes whenever seeded sampling may change."""
-        ready = self.ready
-        weights = "" if ready.memory.weights == "bf16" else f"-{ready.memory.weights}"
-        return f"weft-{weft.__version__}-{ready.base.digest.removeprefix('sha256:')[:12]}-{ready.dtype}{weights}"
+        digest = self.ready.base.digest.removeprefix("sha256:")
+        return f"weft-{weft.__version__}-{digest[:12]}-{self.ready.dtype}-{self.ready.memory.weights}"
 
 
 def services_of(request: Request) -> Services:

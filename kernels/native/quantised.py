@@ -30,15 +30,9 @@ class QuantisedLinear:
             self._name, width, num_sums = "linear_int4", INT4_PANEL, groups
             self._panels = _int4_panels(weight)
             self._scales = torch.empty(0)
-        self._bias = torch.zeros(-(-self.out_features // width) * width)
-        if bias is not None:
-            self._bias[: self.out_features] = bias
+        wide_bias = torch.zeros(self.out_features) if bias is None else bias.float()
+        self._bias = pad(wide_bias, (0, -self.out_features % width))
         self._row_bytes = pitch + 4 * (num_sums + 1)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it keeps."""
-        return self._panels.nbytes + self._scales.nbytes + self._bias.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer."""

@@ -16,6 +16,7 @@ from weft.engine.model import weight_bytes
 from weft.engine.model.spec import read_spec
 from weft.kernels import dispatch
 from weft.kernels.native.library import native_library
+from weft.kernels.native.quantised import QuantisedLinear
 from weft.kernels.weight_format import WeightFormat
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -155,8 +156,11 @@ def test_the_planned_bytes_are_those_that_are_loaded(
         layers += [layer.qkv, layer.o, layer.gate_up, layer.down]
     loaded = sum(tensor.nbytes for tensor in kept)
     for linear in layers:
-        loaded += linear.nbytes if hasattr(linear, "nbytes") else 4 * 320 * 64
-    assert hasattr(decoder._head, "nbytes") == has_large_head
+        if isinstance(linear, QuantisedLinear):
+            loaded += linear._panels.nbytes + linear._scales.nbytes + linear._bias.nbytes
+        else:
+            loaded += 4 * 320 * 64
+    assert isinstance(decoder._head, QuantisedLinear) == has_large_head
     assert weight_bytes.model_bytes(read_spec(folder), weights, 4, on_cpu=True) == loaded
 
 

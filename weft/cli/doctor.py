@@ -163,7 +163,6 @@ def _weights(spec: DecoderSpec) -> Iterator[Finding]:
     from weft.engine.model.device import choose_dtype
     from weft.engine.model.weight_bytes import model_bytes
     from weft.engine.model.weight_speed import MANY, weight_speeds
-    from weft.kernels.weight_format import numbers
 
     if torch.cuda.is_available():
         return
@@ -172,13 +171,12 @@ def _weights(spec: DecoderSpec) -> Iterator[Finding]:
     fastest = [max(speeds, key=lambda weights: speeds[weights][many]) for many in (0, 1)]
     for weights, (alone, together) in speeds.items():
         gib = model_bytes(spec, weights, dtype.itemsize, on_cpu=True) / (1 << 30)
-        name = numbers(str(dtype).removeprefix("torch."), weights)
         users = [
             users for users, best in zip(("one or two users", "many users"), fastest, strict=True) if best == weights
         ]
         yield Finding(
             f"weights in {weights}",
             "ok",
-            f"{gib:.2f} GiB in {name}; below {alone:,.0f} tokens/s for one request, {together:,.0f} for {MANY} at once",
+            f"{gib:.2f} GiB; below {alone:,.0f} tokens/s for one request, {together:,.0f} for {MANY} at once",
             f"fastest for {' and '.join(users)}: --weights {weights}" if users else None,
         )

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 Model = Annotated[str | None, typer.Option(help="Folder or hub id of the base model. [env: WEFT_MODEL__PATH]")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16. [default: auto]")]
-Weights = Annotated[
-    str | None, typer.Option(help="auto, bf16 (as --dtype says), int8 or int4, which are for a CPU. [default: auto]")
-]
+Weights = Annotated[str | None, typer.Option(help="auto, bf16 (as --dtype says), int8 or int4. [default: auto]")]
 Config = Annotated[Path | None, typer.Option(help="Settings in YAML. [env: WEFT_CONFIG]")]
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the database, adapters and keys. [default: weft-data]")]
 Setting = Annotated[

@@ -18,10 +18,9 @@ namespace {
 constexpr int64_t UNIT = 4;          // codes of a row that one multiply-add takes
 constexpr int64_t GROUP = 32;        // codes of a row that share a scale where weights have 4 bits
 constexpr int64_t PITCH = 64;        // rows of codes are padded to a multiple of so many
-constexpr int64_t CHUNK_ROWS = 96;   // of one task, a multiple of ROWS
+constexpr int64_t CHUNK_ROWS = 96;   // of one task, best a multiple of ROWS
 constexpr int64_t AHEAD = 1024;      // bytes of a panel that are on their way from memory
 constexpr float SMALLEST = 1e-30f;   // magnitude of a row that is not taken for zeros
-static_assert(CHUNK_ROWS % ROWS == 0);
 
 typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
 

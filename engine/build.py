@@ -41,6 +41,7 @@ from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.status import EngineReady
 from weft.engine.text.tokenizer import read_eos_token_ids
 from weft.kernels.dispatch import kernels_for
+from weft.kernels.weight_format import WeightFormat
 from weft.memory.arena import Arena, PageCopier
 from weft.memory.eviction import Evictor, PageCosts, eviction_policy
 from weft.memory.host_slab import HostSlab, SwapSpace
@@ -93,7 +94,7 @@ def build_engine(
     if device.type == "cpu":
         torch.set_num_threads(choose_threads(config.model.threads, plan.weight_bytes))
     longest = max_model_len(config, spec, plan)
-    decoder, base = _load(folder, spec, shape, dtype, device, longest)
+    decoder, base = _load(folder, spec, shape, dtype, device, plan.weights, longest)
 
     num_pages = plan.num_pages + 1  # and the zero page
     arena = Arena(geometry, num_pages, device, dtype)
@@ -175,12 +176,18 @@ def build_engine(
 
 
 def _load(
-    folder: Path, spec: DecoderSpec, shape: BaseShape, dtype: torch.dtype, device: torch.device, num_positions: int
+    folder: Path,
+    spec: DecoderSpec,
+    shape: BaseShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: WeightFormat,
+    num_positions: int,
 ) -> tuple[Decoder, BaseShape]:
     """Load the weights while a second thread hashes the same files; they are read from disk once."""
     with ThreadPoolExecutor(1, "base-digest") as hashing:
         digest = hashing.submit(base_digest, folder)
-        decoder = load_decoder(folder, spec, dtype, device, num_positions=num_positions)
+        decoder = load_decoder(folder, spec, dtype, device, weights=weights, num_positions=num_positions)
         return decoder, replace(shape, digest=digest.result())
 
 

@@ -10,6 +10,7 @@ import ctypes
 from weft.config import Config
 from weft.engine.execution.memory_plan import check_max_model_len, free_memory, plan_memory
 from weft.engine.model.spec import SPEC_FILES, base_shape, model_geometry, read_spec, resolve_model
+from weft.engine.model.weight_bytes import choose_weights
 from weft.errors import ConfigError
 
 CUDA_DRIVER = "libcuda.so.1"
@@ -22,7 +23,8 @@ def check_start(config: Config) -> None:
 
     Raises:
         ConfigError: There is no such model or it is not supported, `model.device` is cuda and there is no CUDA device,
-            `model.max_model_len` is more than the model's positions, or the memory does not hold what is asked for.
+            the device does not compute `model.weights`, `model.max_model_len` is more than the model's positions, or
+            the memory does not hold what is asked for.
     """
     on_cpu = config.model.device == "cpu" or count_cuda_devices() == 0
     if on_cpu and config.model.device == "cuda":
@@ -33,6 +35,7 @@ def check_start(config: Config) -> None:
         )
     spec = read_spec(resolve_model(config.model.path, files=SPEC_FILES))
     check_max_model_len(config.model.max_model_len, spec)
+    choose_weights(config.model.weights, spec, on_cpu=on_cpu)
     if on_cpu:
         # A CPU without native bfloat16 takes float32; only torch knows, so the smaller of the two is checked.
         asked = spec.dtype if config.model.dtype == "auto" else config.model.dtype

@@ -8,6 +8,7 @@ from typing import Literal
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.ref import ResidentAdapter as ResidentAdapter
 from weft.engine.fairness.prices import Prices
+from weft.kernels.weight_format import WeightFormat, number_format
 from weft.memory.geometry import PageGeometry
 from weft.memory.page_map import PageMap
 
@@ -22,6 +23,8 @@ class MemoryPlan:
 
     weight_bytes: int
     """Bytes of the base model."""
+    weights: WeightFormat = "bf16"
+    """What its linear layers are kept in; bf16 is the dtype of the engine, whatever that is."""
     arena_bytes: int
     num_pages: int
     """Pages that can be handed out (the zero page is not among them)."""
@@ -57,13 +60,8 @@ class EngineReady:
 
     @property
     def number_format(self) -> str:
-        """How the model is computed and its KV cache stored."""
-        return number_format(self.dtype, self.geometry)
-
-
-def number_format(dtype: str, geometry: PageGeometry) -> str:
-    """Name of the format that a model is computed in, and of that of its KV cache where it is another one."""
-    return f"{dtype} with KV cache in int8" if geometry.is_kv_int8 else dtype
+        """What the model is computed in, and what is kept otherwise, for people."""
+        return number_format(self.dtype, self.memory.weights, self.geometry.is_kv_int8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

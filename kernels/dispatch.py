@@ -15,6 +15,7 @@ from weft.kernels.attend import HeadNorms
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.kv_scales import KvScales
 from weft.kernels.native.library import NATIVE_DTYPES, native_library
+from weft.kernels.quantised import QuantisedWeight
 from weft.kernels.sampling import RowSampling
 from weft.kernels.sgmv import SgmvSite, SgmvTables, Tiles
 
@@ -36,6 +37,8 @@ Attend = Callable[
     Tensor,
 ]
 Sgmv = Callable[[Tensor, Tensor, Tensor, SgmvTables, Tiles, SgmvSite, int], None]
+Linear = Callable[[Tensor], Tensor]
+"""x [rows, in_features] to a new, contiguous [rows, out_features] of x's dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,8 @@ class Kernels:
     mask_tokens: Callable[[Tensor, Tensor, Tensor], None]
     attend: Attend | None = None
     """All of a layer between its projections in one call; None where `weft.kernels.attend` composes it."""
+    quantised_linear: Callable[[QuantisedWeight, Tensor | None], Linear] | None = None
+    """Makes a layer with weights in 8 or 4 bits; None where there are none."""
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
@@ -81,7 +86,7 @@ def native_kernels() -> Kernels:
     Sampling uses torch operators, but for masks. So do rope and the KV write when they are called alone; `attend` does
     them in C++.
     """
-    from weft.kernels.native import attention, masks, rows, sgmv
+    from weft.kernels.native import attention, masks, quantised, rows, sgmv
 
     return replace(
         torch_kernels(),
@@ -92,15 +97,16 @@ def native_kernels() -> Kernels:
         sgmv=sgmv.sgmv,
         attend=attention.attend,
         mask_tokens=masks.mask_tokens,
+        quantised_linear=quantised.QuantisedLinear,
     )
 
 
 @functools.cache
 def torch_kernels() -> Kernels:
     """The operations in torch operators, for a CPU without C++ ones and for dtypes that these do not know."""
-    from weft.kernels.plain import attention, rows, sampling, sgmv
+    from weft.kernels.plain import attention, quantised, rows, sampling, sgmv
 
-    return _kernels_of(rows, attention, sgmv, sampling)
+    return replace(_kernels_of(rows, attention, sgmv, sampling), quantised_linear=quantised.quantised_linear)
 
 
 @functools.cache

@@ -123,8 +123,9 @@ class Services:
     @property
     def fingerprint(self) -> str:
         """Changes whenever seeded sampling may change."""
-        kv = "-kv-int8" if self.ready.geometry.is_kv_int8 else ""
-        return f"weft-{weft.__version__}-{self.ready.base.digest.removeprefix('sha256:')[:12]}-{self.ready.dtype}{kv}"
+        ready, kv = self.ready, "-kv-int8" if self.ready.geometry.is_kv_int8 else ""
+        digest = ready.base.digest.removeprefix("sha256:")[:12]
+        return f"weft-{weft.__version__}-{digest}-{ready.dtype}-{ready.memory.weights}{kv}"
 
 
 def services_of(request: Request) -> Services:

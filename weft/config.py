@@ -19,6 +19,7 @@ from weft.errors import ConfigError
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Weights = Literal["auto", "bf16", "int8", "int4"]
 Auth = Literal["on", "off"]
 MetricsAliases = Literal["none", "vllm"]
 KvDtype = Literal["auto", "int8"]
@@ -71,6 +72,11 @@ class ModelConfig:
     dtype: Dtype = "auto"
     """Number format of weights, KV cache and adapters: auto, float32, bfloat16 or float16. auto takes the format of the
     model where the device computes it natively. `memory.kv_dtype` may give the KV cache another one."""
+    weights: Weights = "auto"
+    """How the weights of the linear layers are kept: auto, bf16, int8 or int4. bf16 keeps them in `model.dtype`,
+    whatever that is; int8 and int4 round them when they are loaded, so that less memory is read for each token, on a
+    CPU only. auto takes int8 for a quantised checkpoint on a CPU, else bf16. docs/quantisation.md says what each
+    costs."""
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens; when not set, the limit of the model."""
     tool_format: str | None = None
@@ -84,7 +90,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.path), "model.path", "a folder or hub id", self.path)
-        _check_choices("model", self, device=Device, dtype=Dtype)
+        _check_choices("model", self, device=Device, dtype=Dtype, weights=Weights)
         _check_bounds("model", self, max_model_len=(1, math.inf), threads=(0, 1024))
 
 

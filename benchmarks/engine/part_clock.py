@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -92,8 +92,8 @@ def timed_parts() -> Generator[PartClock]:
             kernels, **{name: each and clock.around(_KERNEL_PARTS[name], each) for name, each in found.items()}
         )
 
-    def timed_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        return clock.around("linear layers", make_linear(weight, bias))
+    def timed_linear(*operands: Any, **named: Any) -> Linear:  # noqa: ANN401 - those of make_linear
+        return clock.around("linear layers", make_linear(*operands, **named))
 
     with ExitStack() as stack:
         for owner, name, timed in (

@@ -1,26 +1,28 @@
 """How long does a step take, compared with the least time possible, and where does the time go?
 
-    weft bench step [--rows 1,8,32] [--prefill 2040] [--json benchmarks/results/step-cpu.json]
+    weft bench step [--rows 1,8,32] [--prefill 2040] [--weights bf16,int8] [--json benchmarks/results/step-cpu.json]
 
 Decode steps of 1, 8 and 32 requests (64 tokens of prompt each) and a step over a long prompt, on the 0.5B shape in
 bfloat16: base requests, 8 adapters of rank 8, and 8 of ranks 8, 16, 32 and 64. The floor is one pass through all linear
-layers with packed weights and as many rows, measured in turns with the steps. Prints a table of steps and their
-parts, in ms, and, last, one JSON line.
+layers with packed weights and as many rows, measured in turns with the steps. Formats of weights are measured in turns,
+too, each with a floor of its own. Prints a table of steps and their parts, in ms, and, last, one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -30,9 +32,10 @@ from weft.benchmarks.engine.part_clock import GROUPS, PARTS, PartClock, timed_pa
 from weft.benchmarks.engine.stored import store_adapters
 from weft.benchmarks.model_shapes import QWEN
 from weft.benchmarks.qwen_shape import MODEL_ABOUT, RANKS, VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, AddOption, counts, positive
+from weft.benchmarks.report import DEFAULT_CACHE, AddOption, counts, positive, take_turns
 from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig
 from weft.engine.model.linear import make_linear
+from weft.kernels.weight_format import WeightFormat, layer_bytes
 
 PROMPT_TOKENS = 64
 WARM_UP_STEPS = 120
@@ -57,16 +60,23 @@ class Case:
 
 
 class LinearPass:
-    """All linear layers of the 0.5B shape in bfloat16 with random weights (0.8 GB).
+    """All linear layers of the 0.5B shape with random weights (0.8 GB in bfloat16).
 
     They run in model order, so that every weight comes from memory and not from a cache, as in a real step.
+
+    Args:
+        weights: The format of the layers; the head of a model of this size is in bfloat16.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights: WeightFormat = "bf16") -> None:
         hidden, inner = QWEN.hidden, QWEN.intermediate
         qkv = (QWEN.num_heads + 2 * QWEN.num_kv_heads) * QWEN.head_dim
         shapes = [(qkv, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)] * QWEN.num_layers
-        self._linears = [(make_linear(_random(*shape)), shape[1]) for shape in (*shapes, (VOCAB_SIZE, hidden))]
+        self._linears = [(make_linear(_random(*shape), weights=weights), shape[1]) for shape in shapes]
+        self._linears.append((make_linear(_random(VOCAB_SIZE, hidden)), hidden))
+        self.megabytes = 2 * VOCAB_SIZE * hidden / 1e6
+        for shape in shapes:
+            self.megabytes += (2 * math.prod(shape) if weights == "bf16" else layer_bytes(weights, *shape)) / 1e6
 
     @torch.inference_mode()
     def seconds(self, rows: int, head_rows: int) -> float:
@@ -89,9 +99,11 @@ def _random(rows: int, columns: int) -> torch.Tensor:
     return torch.randn(rows, columns).mul_(0.02).to(torch.bfloat16)
 
 
-def step_engine(base: Path, *, threads: int, max_rows: int) -> AbstractContextManager[OwnEngine]:
+def step_engine(
+    base: Path, *, threads: int, max_rows: int, weights: WeightFormat = "bf16"
+) -> AbstractContextManager[OwnEngine]:
     """Build an engine for steps of at most `max_rows` requests; with `threads` 0 it chooses them itself."""
-    model = ModelConfig(path=str(base), device="cpu", dtype="bfloat16", threads=threads)
+    model = ModelConfig(path=str(base), device="cpu", dtype="bfloat16", weights=weights, threads=threads)
     memory = MemoryConfig(gib=1.0, host_gib=0.75, prefix_cache=False)
     scheduler = SchedulerConfig(max_running=max_rows, step_tokens=max(2048, max_rows * PROMPT_TOKENS))
     return own_engine(Config(model=model, memory=memory, scheduler=scheduler))
@@ -129,24 +141,54 @@ def make_cases(engine: OwnEngine, adapters: Sequence[Path], rows: Sequence[int],
     return cases
 
 
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A format of weights: its engine, its floor, and the cases in this engine."""
+
+    engine: OwnEngine
+    floor: LinearPass
+    cases: list[Case]
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run all cases, with a pass of the floor after each repeat."""
+    """Run all cases in all formats of weights."""
     base, adapters = make_checkpoints(options.cache)
-    floor, found = LinearPass(), {}
-    with timed_parts() as clock, step_engine(base, threads=options.threads, max_rows=max([1, *options.rows])) as engine:
-        for case in make_cases(engine, adapters, options.rows, options.prefill):
-            warm_up = WARM_UP_STEPS if any(case.adapters) and not case.is_prefill else 0
-            timed_steps(engine, replace(case, is_prefill=False), warm_up, clock)
-            floor_rows = case.rows * case.prompt_tokens if case.is_prefill else case.rows
-            step_s, floor_s, part_s = list[float](), list[float](), Counter[str]()
-            for _ in range(options.repeats):
-                seconds, parts = timed_steps(engine, case, options.steps, clock)
-                step_s += seconds
-                part_s += parts
-                floor_s.append(floor.seconds(floor_rows, head_rows=case.rows))
-            found[case.name] = figures(step_s, floor_s, part_s)
-            print(f"measured: {case.name}", file=sys.stderr, flush=True)
+    max_rows, found = max([1, *options.rows]), dict[str, dict[str, Any]]()
+    with timed_parts() as clock, ExitStack() as stack:
+        contenders = {}
+        for weights in options.weights:
+            opened = step_engine(base, threads=options.threads, max_rows=max_rows, weights=weights)
+            engine = stack.enter_context(opened)
+            cases = make_cases(engine, adapters, options.rows, options.prefill)
+            contenders[weights] = Contender(engine, LinearPass(weights), cases)
+        for index in range(len(cases)):
+            found |= _measure_case(contenders, index, options, clock)
     return make_result(found)
+
+
+def _measure_case(
+    contenders: dict[WeightFormat, Contender], index: int, options: argparse.Namespace, clock: PartClock
+) -> dict[str, Any]:
+    """Run one case, all formats in turns, with a pass of the floor after each repeat."""
+
+    def run(weights: WeightFormat, _round: int) -> tuple[list[float], Counter[str], float]:
+        contender = contenders[weights]
+        case = contender.cases[index]
+        seconds, parts = timed_steps(contender.engine, case, options.steps, clock)
+        floor_rows = case.rows * case.prompt_tokens if case.is_prefill else case.rows
+        return seconds, parts, contender.floor.seconds(floor_rows, head_rows=case.rows)
+
+    for contender in contenders.values():
+        case = contender.cases[index]
+        warm_up = WARM_UP_STEPS if any(case.adapters) and not case.is_prefill else 0
+        timed_steps(contender.engine, replace(case, is_prefill=False), warm_up, clock)
+    found: dict[str, Any] = {}
+    for weights, rounds in take_turns(contenders, options.repeats, run, first=1).items():
+        name = case.name if weights == "bf16" else f"{case.name}, {weights}"
+        step_s, parts, floor_s = zip(*rounds, strict=True)
+        found[name] = figures([*chain(*step_s)], floor_s, sum(parts, Counter()), contenders[weights].floor.megabytes)
+        print(f"measured: {name}", file=sys.stderr, flush=True)
+    return found
 
 
 def make_result(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -158,7 +200,7 @@ def make_result(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "table": [
             {
                 "case": name,
-                **{key: case[key] for key in ("step_ms", "floor_ms", "step / floor")},
+                **{key: case[key] for key in ("step_ms", "floor_ms", "step / floor", "weights_mb")},
                 **{group: sum(case["part_ms"][part] for part in parts) for group, parts in GROUPS.items()},
             }
             for name, case in cases.items()
@@ -166,22 +208,38 @@ def make_result(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def figures(step_s: Sequence[float], floor_s: Sequence[float], part_s: Counter[str]) -> dict[str, Any]:
-    """Medians, their ratio, and the mean time of each part of a step."""
+def figures(
+    step_s: Sequence[float], floor_s: Sequence[float], part_s: Counter[str], weights_mb: float
+) -> dict[str, Any]:
+    """Medians, their ratio, the MB of weights that a step reads, and the mean time of each part of a step."""
     step, floor = statistics.median(step_s), statistics.median(floor_s)
     return {
         "step_ms": step * 1e3,
         "floor_ms": floor * 1e3,
         "step / floor": step / floor,
+        "weights_mb": weights_mb,
         "part_ms": {part: 1e3 * part_s[part] / len(step_s) for part in PARTS},
         "part_share": {part: part_s[part] / part_s.total() for part in PARTS},
     }
+
+
+def formats(text: str) -> list[WeightFormat]:
+    """Read formats of weights, comma-separated.
+
+    Raises:
+        argparse.ArgumentTypeError: One is none of `WeightFormat`.
+    """
+    found, known = text.split(","), get_args(WeightFormat)
+    if not set(found) <= set(known):
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {text}")
+    return [name for name in known if name in found]
 
 
 def add_options(add: AddOption) -> None:
     """Add its options."""
     add("--rows", type=counts, default="1,8,32", help="requests of a decode step, comma-separated")
     add("--prefill", type=int, default=2040, help="tokens of the long prompt; 0 leaves it out")
+    add("--weights", type=formats, default="bf16", help="formats of weights, of bf16, int8 and int4, comma-separated")
     add("--steps", type=positive, default=24, help="timed decode steps of each repeat")
     add("--repeats", type=positive, default=4)
     add("--threads", type=int, default=0, help="of the engine; 0 lets it choose")

@@ -16,6 +16,7 @@ from weft.adapters.base_shape import BaseShape
 from weft.adapters.lora.layout import adapter_pages, slot_bytes
 from weft.config import GIB, MAX_SLOTS, MIB, Config
 from weft.engine.model.spec import DecoderSpec
+from weft.engine.model.weight_bytes import choose_weights, model_bytes
 from weft.engine.status import EngineReady, MemoryPlan
 from weft.errors import ConfigError
 from weft.memory.geometry import PageGeometry
@@ -75,9 +76,10 @@ def plan_memory(
 
     Raises:
         ConfigError: The model and the arena do not fit, or the arena does not hold one request of
-            `model.max_model_len` tokens; with the numbers.
+            `model.max_model_len` tokens; with the numbers. Or the device does not compute `model.weights`.
     """
-    weight_bytes = _weight_bytes(spec, geometry.dtype_bytes, on_cpu)
+    weights = choose_weights(config.model.weights, spec, on_cpu=on_cpu)
+    weight_bytes = model_bytes(spec, weights, geometry.dtype_bytes, on_cpu=on_cpu)
     left = free.device - weight_bytes
     if left <= 0:
         raise ConfigError(
@@ -95,6 +97,7 @@ def plan_memory(
     rank16_pages = adapter_pages(_ranks(base, REFERENCE_RANK), base, geometry)
     plan = MemoryPlan(
         weight_bytes=weight_bytes,
+        weights=weights,
         arena_bytes=arena_bytes // geometry.page_bytes * geometry.page_bytes,
         num_pages=num_pages,
         kv_tokens=max(num_pages, 0) // geometry.num_groups * geometry.page_tokens,
@@ -150,12 +153,6 @@ def format_plan(plan: MemoryPlan, ready: EngineReady) -> str:
             f"{plan.host_pages // plan.rank16_pages:,} adapters of rank {REFERENCE_RANK} kept ready",
         )
     )
-
-
-def _weight_bytes(spec: DecoderSpec, dtype_bytes: int, on_cpu: bool) -> int:
-    # A packed head cannot be indexed, so on the CPU a tied table is there twice.
-    packed_head = spec.vocab_size * spec.hidden_size if on_cpu and spec.is_tied else 0
-    return (spec.num_parameters + packed_head) * dtype_bytes
 
 
 def _wanted_bytes(gib: float | None, default: int | None, left: int) -> int:

@@ -83,6 +83,8 @@ def has_idle_core() -> bool:
 def keep_freed_memory() -> bool:
     """Let this process keep blocks that a step frees for the next one; returns whether the C library can (glibc only).
 
+    What was freed before, while weights were loaded and rounded, is given back first (100 MB of a 0.5B model).
+
     A step over a prompt allocates and frees large blocks in each layer. glibc gives blocks above 32 MiB back to the
     operating system at once, which hands them out again page by page, zeroed. On a virtual machine that takes longer
     than filling them: a step over 2,000 tokens of a 0.5B model spent a third of its time in it.
@@ -90,5 +92,6 @@ def keep_freed_memory() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
+    libc.malloc_trim(ctypes.c_size_t(0))
     is_kept = bool(libc.mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES))  # an older one refuses more than 32 MiB
     return is_kept and bool(libc.mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES))

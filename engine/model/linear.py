@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable
 from functools import cache, partial
 
 import torch
+
+from weft.kernels.dispatch import Linear as Linear
+from weft.kernels.dispatch import kernels_for
+from weft.kernels.quantised import Int4Weight, Int8Weight
+from weft.kernels.weight_format import WeightFormat
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +25,6 @@ PACK_ROWS = 32
 EXACT_ROW_BITS = 4
 """oneDNN compiles a kernel for each number of rows and keeps it: half a MB and a millisecond, for each shape of weight.
 So rows are padded to numbers that differ in their leading bits only: all up to 16, then even ones, and so on."""
-
-Linear = Callable[[torch.Tensor], torch.Tensor]
-"""x [rows, in_features] to a new, contiguous [rows, out_features] of x's dtype."""
 
 
 class PackedLinear:
@@ -57,16 +58,38 @@ def padded_rows(num_rows: int) -> int:
     return -(-num_rows >> unit_bits) << unit_bits
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """Make the fastest layer for the weight's device and dtype.
+def make_linear(
+    weight: torch.Tensor | Int8Weight, bias: torch.Tensor | None = None, weights: WeightFormat = "bf16"
+) -> Linear:
+    """Make the fastest layer for the weight's device, its dtype and the format that it is to be kept in.
 
     Args:
-        weight: [out_features, in_features].
+        weight: [out_features, in_features]. For bf16 of the activations' dtype; otherwise of any float dtype, or in 8
+            bits already, which int8 keeps as it is.
         bias: [out_features] or None.
+        weights: The format.
+
+    Raises:
+        TypeError: A weight in 8 bits is to be kept as bf16.
+        ValueError: The device has no layers of this format.
     """
+    if weights != "bf16":
+        return _quantised(weight, bias, weights)
+    if isinstance(weight, Int8Weight):
+        raise TypeError("weight: expected floats to keep as bf16, got codes of 8 bits")
     if weight.device.type == "cpu" and can_pack(weight.dtype):
         return PackedLinear(weight, bias)
     return partial(torch.nn.functional.linear, weight=weight, bias=bias)
+
+
+def _quantised(weight: torch.Tensor | Int8Weight, bias: torch.Tensor | None, weights: WeightFormat) -> Linear:
+    device = weight.codes.device if isinstance(weight, Int8Weight) else weight.device
+    make = kernels_for(device, torch.float32).quantised_linear  # a layer takes activations of any dtype
+    if make is None:
+        raise ValueError(f"weights: expected bf16 on {device.type}, which has no layers of {weights}")
+    if weights == "int4":
+        return make(Int4Weight.of(weight.dequantised() if isinstance(weight, Int8Weight) else weight), bias)
+    return make(weight if isinstance(weight, Int8Weight) else Int8Weight.of(weight), bias)
 
 
 @cache

@@ -26,9 +26,11 @@ from weft.engine.model.linear import Linear, make_linear
 from weft.engine.model.quantisation import Quantisation
 from weft.engine.model.rope import rope_table
 from weft.engine.model.spec import EMBEDDING, HEAD, NORM, DecoderSpec, expected_tensors
+from weft.engine.model.weight_bytes import head_format
 from weft.errors import ConfigError
 from weft.kernels.attend import HeadNorms
 from weft.kernels.dispatch import kernels_for
+from weft.kernels.weight_format import WeightFormat
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -78,6 +80,7 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     *,
+    weights: WeightFormat = "bf16",
     num_positions: int | None = None,
 ) -> Decoder:
     """Load a checkpoint.
@@ -87,22 +90,23 @@ def load_decoder(
         spec: Of the checkpoint in that folder.
         dtype: What the weights are converted to.
         device: Where the decoder runs.
+        weights: What the linear layers are kept in. They are rounded as they are read, one after another.
         num_positions: Positions that will be used; None takes the model's own limit.
 
     Raises:
         ConfigError: A tensor is missing, unexpected, or of a wrong shape or kind; the message names it.
     """
     with ExitStack() as stack:
-        checkpoint = _Checkpoint(stack, weight_files(folder), spec, dtype, device)
+        checkpoint = _Checkpoint(stack, weight_files(folder), spec, dtype, device, weights)
         checkpoint.check()
-        embedding = checkpoint.tensor(EMBEDDING)
+        embedding, kept = checkpoint.tensor(EMBEDDING), head_format(spec, weights)
         return Decoder(
             spec=spec,
             kernels=kernels_for(device, dtype),
             embedding=embedding,
             layers=[_load_layer(checkpoint, spec, f"model.layers.{index}.") for index in range(spec.num_layers)],
             norm=checkpoint.tensor(NORM),
-            head=make_linear(embedding if spec.is_tied else checkpoint.weight(HEAD)),
+            head=make_linear(embedding if spec.is_tied else checkpoint.weight(HEAD, kept), weights=kept),
             rope=rope_table(spec.rope, spec.head_dim, num_positions or spec.max_positions, device),
         )
 
@@ -114,18 +118,25 @@ def check_checkpoint(folder: Path, spec: DecoderSpec) -> None:
         ConfigError: As `load_decoder`.
     """
     with ExitStack() as stack:
-        _Checkpoint(stack, weight_files(folder), spec, torch.float32, torch.device("cpu")).check()
+        _Checkpoint(stack, weight_files(folder), spec, torch.float32, torch.device("cpu"), "bf16").check()
 
 
 class _Checkpoint:
     """The tensors of all files of a checkpoint by name."""
 
     def __init__(
-        self, stack: ExitStack, files: Iterable[Path], spec: DecoderSpec, dtype: torch.dtype, device: torch.device
+        self,
+        stack: ExitStack,
+        files: Iterable[Path],
+        spec: DecoderSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        weights: WeightFormat,
     ) -> None:
         self._spec = spec
         self._dtype = dtype
         self._device = device
+        self._weights = weights
         self._files: dict[str, Any] = {}
         self._quantised: dict[str, tuple[StoredLinear, tuple[str, ...]]] = {}
         """By the name of the weight: its linear, without tensors, and the names of these."""
@@ -190,19 +201,23 @@ class _Checkpoint:
         tensor: torch.Tensor = self._files[name].get_tensor(name)
         return tensor.to(self._device, self._dtype, copy=True).contiguous()
 
-    def weight(self, name: str) -> torch.Tensor:
-        """The weight of a linear."""
+    def weight(self, name: str, kept: WeightFormat) -> torch.Tensor:
+        """The weight of a linear, in the dtype of the checkpoint's tensors; in float32 what is rounded once more."""
         if name not in self._quantised:
             return self.tensor(name)
         linear, parts = self._quantised[name]
         tensors = {part: self._files[f"{linear.name}.{part}"].get_tensor(f"{linear.name}.{part}") for part in parts}
-        return dequantised(replace(linear, tensors=tensors)).to(self._device, self._dtype).contiguous()
+        return (
+            dequantised(replace(linear, tensors=tensors))
+            .to(self._device, self._dtype if kept == "bf16" else torch.float32)
+            .contiguous()
+        )
 
     def linear(self, prefix: str, names: tuple[str, ...], has_bias: bool) -> Linear:
         """The linears `names` as one, their outputs side by side."""
-        weight = torch.cat([self.weight(f"{prefix}{name}.weight") for name in names])
+        weight = torch.cat([self.weight(f"{prefix}{name}.weight", self._weights) for name in names])
         bias = torch.cat([self.tensor(f"{prefix}{name}.bias") for name in names]) if has_bias else None
-        return make_linear(weight, bias)
+        return make_linear(weight, bias, self._weights)
 
 
 def _load_layer(checkpoint: _Checkpoint, spec: DecoderSpec, prefix: str) -> DecoderLayer:

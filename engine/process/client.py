@@ -253,14 +253,15 @@ class EngineClient:
         return connection, first.ready
 
     def _settle_on(self, ready: EngineReady) -> None:
-        """Have later engines start on the kind of device and with the dtype of the first, and serve the same model.
+        """Have later engines start on the kind of device and with the formats of the first, and serve the same model.
 
         With `auto`, an engine that has lost its GPU would come back on the CPU, far slower and with another dtype.
         """
         if self._first is None:
             self._first = ready
             device, dtype = cast("Device", ready.device.partition(":")[0]), cast("Dtype", ready.dtype)
-            self._config = replace(self._config, model=replace(self._config.model, device=device, dtype=dtype))
+            model = replace(self._config.model, device=device, dtype=dtype, weights=ready.memory.weights)
+            self._config = replace(self._config, model=model)
         elif (ready.base, ready.geometry) != (self._first.base, self._first.geometry):
             raise EngineUnavailableError("The model's files have changed; restart the server to serve them.")
 

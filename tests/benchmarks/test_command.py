@@ -34,6 +34,7 @@ def test_no_column_of_a_table_in_a_file_is_cut(capsys: pytest.CaptureFixture[str
         ["step", "--rows", "0"],
         ["kernels", "--rows", "1,,2"],
         ["step", "--steps", "0"],
+        ["step", "--weights", "int3"],
         ["overhead", "--requests", "0"],
         ["serve", "--models", "a"],
     ],

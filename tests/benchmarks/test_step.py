@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, Serv
 from weft.engine.build import build_engine
 from weft.engine.request import GenerationRequest
 from weft.engine.sampling_params import SamplingParams
+from weft.kernels.weight_format import WeightFormat
 
 
 def test_a_part_is_charged_without_the_parts_that_it_calls() -> None:
@@ -76,7 +80,7 @@ def test_every_part_of_a_step_is_timed_and_answers_stay_the_same(tmp_path: Path)
 
 def test_figures_are_medians_over_the_floor_and_means_of_parts() -> None:
     parts = Counter({"attention": 0.012, "linear layers": 0.036})
-    figures = step.figures([0.01, 0.02, 0.018, 0.012], [0.01, 0.012], parts)
+    figures = step.figures([0.01, 0.02, 0.018, 0.012], [0.01, 0.012], parts, 773.0)
     result = step.make_result({"decode": figures})
     case = result["cases"]["decode"]
     assert case["step / floor"] == pytest.approx(0.015 / 0.011)
@@ -101,3 +105,28 @@ def test_steps_of_a_case_are_timed_with_all_its_requests_in_them(tmp_path: Path,
     assert [each.prefill_tokens for each in told][:1] == [32]
     assert 0 < sum(parts.values()) <= sum(seconds)
     assert (status.running, status.waiting) == (0, 0)
+
+
+def test_formats_of_weights_take_turns_at_a_case_and_are_named(tmp_path: Path) -> None:
+    config, _ = make_config(tmp_path, vocab_size=VOCAB_SIZE)
+    options = argparse.Namespace(steps=2, repeats=3)
+    order: list[str] = []
+
+    def floor(weights: str) -> Any:
+        def seconds(rows: int, head_rows: int) -> float:
+            order.append(weights)
+            return 0.5 * rows / head_rows
+
+        return SimpleNamespace(seconds=seconds, megabytes={"bf16": 2.0, "int8": 1.0}[weights])
+
+    with timed_parts() as clock, ExitStack() as stack:
+        contenders: dict[WeightFormat, step.Contender] = {}
+        for weights in step.formats("int8,bf16"):
+            own = replace(config, model=replace(config.model, weights=weights))
+            engine = stack.enter_context(own_engine(own))
+            contenders[weights] = step.Contender(engine, floor(weights), [step.Case("two", 2, [None], 8)])
+        found = step._measure_case(contenders, 0, options, clock)
+    assert order == ["bf16", "int8", "int8", "bf16", "bf16", "int8"]
+    assert list(found) == ["two", "two, int8"]
+    assert [case["weights_mb"] for case in found.values()] == [2.0, 1.0]
+    assert all(case["floor_ms"] == 500 and case["part_ms"]["linear layers"] > 0 for case in found.values())

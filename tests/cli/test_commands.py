@@ -277,6 +277,10 @@ def test_the_doctor_finds_the_model_and_says_what_is_wrong(monkeypatch: pytest.M
     _, found = findings("--model", str(DEMO_MODEL), "--port", "0")
     assert {"python", "torch", "disk", "port", "open files", "model", "tokenizer"} <= set(found)
     assert (found["model"]["result"], found["CPU kernels"]["result"]) == ("ok", "ok")
+    formats = [found[f"weights in {weights}"] for weights in ("bf16", "int8", "int4")]
+    assert all("0.00 GiB; below " in each["detail"] for each in formats)
+    hints = " ".join(each["hint"] or "" for each in formats)
+    assert (hints.count("one or two users"), hints.count("many users"), "--weights" in hints) == (1, 1, True)
     status, found = findings("--model", str(tmp_path), "--port", "99999")
     assert (status, found["model"]["result"]) == (1, "fail")
     assert (found["port"]["result"], "1 to 65535" in found["port"]["hint"]) == ("fail", True)

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lora_files import config_bytes, q_and_v, tensor, weights_bytes
 from real_models import real_config
 from weft.adapters.lora.layout import adapter_pages
 from weft.cli import make_app
-from weft.config import GIB, Config, MemoryConfig, ModelConfig
+from weft.config import GIB, Config, MemoryConfig, ModelConfig, Weights
 from weft.engine.build import build_engine
 from weft.server.adapters.offline_fit import plan_room
 
@@ -41,9 +42,11 @@ def answer(*arguments: str, status: int = 0, model: Path = DEMO_MODEL) -> Any:
     return json.loads(done.output)
 
 
-def test_the_plan_is_the_engines_own() -> None:
-    planned = plan_room(CONFIG)
-    parts = build_engine(CONFIG)
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_the_plan_is_the_engines_own(weights: Weights) -> None:
+    config = replace(CONFIG, model=replace(CONFIG.model, weights=weights))
+    planned = plan_room(config)
+    parts = build_engine(config)
     try:
         ready = parts.ready
         assert planned.memory == ready.memory
@@ -62,7 +65,7 @@ def test_a_kv_cache_of_int8_leaves_more_tokens() -> None:
     assert int8["kv_tokens_left"] > 3 * wide["kv_tokens_left"]  # of float32
     assert int8["pages"]["needed"] <= wide["pages"]["needed"]
     text = run("--rank", "8", "--memory-gib", "0.05", *SMALL, "--set", "memory.kv_dtype=int8").output
-    assert "on cpu in float32 with KV cache in int8, weights" in text
+    assert "on cpu in float32 with int8 KV cache, weights" in text
 
 
 def test_adapters_on_disk_need_the_pages_that_the_layout_gives_them() -> None:
@@ -106,6 +109,10 @@ def test_the_answer_is_a_table_and_a_sentence() -> None:
     assert blank == ""
     assert "All fit at once: 11 adapters need " in rest[-1]
     assert "requests of 1,024 tokens" in rest[-1]
+    about = next(line for line in rest if ", weights " in line)
+    rounded = run("--rank", "16", "--memory-gib", "0.05", "--weights", "int8", *SMALL).output
+    assert " with int8 weights, weights " in rounded
+    assert about.rpartition(", ")[2] not in rounded
 
 
 @pytest.mark.parametrize(
@@ -185,6 +192,7 @@ def test_another_machine_is_planned_from_a_config_alone(tmp_path: Path, monkeypa
         (("--rank", "8", "--free-gib", "nan"), "--free-gib"),
         (("--rank", "8", "--free-gib", "0.0001"), "free"),
         (("--rank", "8", "--set", "memory.gb=1"), "memory.gib"),
+        (("--rank", "8", "--weights", "int3"), "model.weights: Input should be 'auto', 'bf16', 'int8' or 'int4'"),
         (("/nowhere",), "no folder /nowhere"),
         (("/",), "adapter_config.json"),
     ],

@@ -117,8 +117,12 @@ def _write_config(writer: GGUFWriter, config: Mapping[str, Any], fields: Mapping
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     for key, value in fields.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
-        add(f"{config['model_type']}.{key}", value)
+        adders: dict[type, Callable[..., None]] = {
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+        }
+        adders[type(value)](f"{config['model_type']}.{key}", value)
 
 
 def _write_tokenizer(writer: GGUFWriter, source: Path) -> None:

@@ -22,6 +22,7 @@ from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduling.plan import Chunk, ChunkResult, SampleSpec, StepPlan
 from weft.errors import StaleSlotError
 from weft.kernels.dispatch import kernels_for
+from weft.kernels.weight_format import WeightFormat
 from weft.memory.arena import Arena
 from weft.memory.block_table import BlockTable
 from weft.memory.geometry import PageGeometry, page_geometry
@@ -54,6 +55,7 @@ class StepDriver:
         folder: Path,
         *,
         dtype: torch.dtype = torch.float32,
+        weights: WeightFormat = "bf16",
         num_pages: int = 400,
         max_rank: int = 64,
         slots: int = 8,
@@ -70,7 +72,7 @@ class StepDriver:
             largest_row_features=self.base.largest_row_features,
             is_kv_int8=is_kv_int8,
         )
-        self.decoder = load_decoder(folder, self.spec, dtype, CPU)
+        self.decoder = load_decoder(folder, self.spec, dtype, CPU, weights=weights)
         self.arena = Arena(self.geometry, num_pages, CPU, dtype)
         self.pool = PagePool(num_pages)
         self.slab = HostSlab(8, self.geometry.page_bytes, pinned=False)

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from weft.cli.options import JSON
+
+if TYPE_CHECKING:
+    from weft.engine.model.spec import DecoderSpec
 
 MIN_DISK_GIB = 2
 MIN_FILES = 1024
@@ -151,3 +154,30 @@ def _model(model: str) -> Iterator[Finding]:
         yield Finding("chat template", "ok", "there is one")
     else:
         yield Finding("chat template", "warn", "there is none", "use /v1/completions")
+    yield from _weights(spec)
+
+
+def _weights(spec: DecoderSpec) -> Iterator[Finding]:
+    """What each format of weights takes and gives on a CPU."""
+    import torch
+
+    from weft.engine.model.device import choose_dtype
+    from weft.engine.model.weight_bytes import model_bytes
+    from weft.engine.model.weight_speed import MANY, weight_speeds
+
+    if torch.cuda.is_available():
+        return
+    dtype = choose_dtype("auto", spec.dtype, torch.device("cpu"))
+    speeds = weight_speeds(spec, dtype)
+    fastest = [max(speeds, key=lambda weights: speeds[weights][many]) for many in (0, 1)]
+    for weights, (alone, together) in speeds.items():
+        gib = model_bytes(spec, weights, dtype.itemsize, on_cpu=True) / (1 << 30)
+        users = [
+            users for users, best in zip(("one or two users", "many users"), fastest, strict=True) if best == weights
+        ]
+        yield Finding(
+            f"weights in {weights}",
+            "ok",
+            f"{gib:.2f} GiB; below {alone:,.0f} tokens/s for one request, {together:,.0f} for {MANY} at once",
+            f"fastest for {' and '.join(users)}: --weights {weights}" if users else None,
+        )

@@ -10,8 +10,9 @@ import typer
 
 from weft.cli.adapter import refusals
 from weft.cli.options import JSON, fail
-from weft.cli.serve import Config, Device, Dtype, Model, Setting, settings_of
+from weft.cli.serve import Config, Device, Dtype, Model, Setting, Weights, settings_of
 from weft.cli.table import print_table
+from weft.kernels.weight_format import number_format
 
 if TYPE_CHECKING:
     from weft.server.adapters.offline_fit import PlannedRoom
@@ -36,6 +37,7 @@ def fit(  # noqa: PLR0913 - one parameter per option
     targets: Targets = "all",
     device: Device = None,
     dtype: Dtype = None,
+    weights: Weights = None,
     memory_gib: Annotated[float | None, typer.Option(help="Size of the page pool in GiB.")] = None,
     free_gib: Annotated[
         float | None, typer.Option(help="Plan for a device with so many GiB free, instead of this machine.")
@@ -60,8 +62,9 @@ def fit(  # noqa: PLR0913 - one parameter per option
     if not 1 <= count <= MAX_PLANNED:
         fail(f"--count must be 1 to {MAX_PLANNED}, got {count}.")
     modules = _modules(targets)
+    formats: dict[str, object] = {"device": device, "dtype": dtype, "weights": weights}
     options: dict[str, dict[str, object]] = {
-        "model": {"path": model, "device": device, "dtype": dtype, "max_model_len": max_model_len},
+        "model": {"path": model, **formats, "max_model_len": max_model_len},
         "memory": {"gib": memory_gib},
         "adapter": {"max_rank": max_rank},
     }
@@ -107,7 +110,6 @@ def _to_come(rank: int, modules: list[str], count: int, planned: PlannedRoom) ->
 
 
 def _show(found: AdapterFitView, planned: PlannedRoom, as_json: bool) -> None:
-    from weft.engine.status import number_format
 
     advice = None if found.fits else _advice(found, planned)
     if as_json:
@@ -116,7 +118,7 @@ def _show(found: AdapterFitView, planned: PlannedRoom, as_json: bool) -> None:
         return
     page_bytes, memory = planned.room.geometry.page_bytes, planned.memory
     print_table([HEADER, *(_row(item, page_bytes) for item in found.adapters)], NUMBERS)
-    name = number_format(str(planned.dtype).removeprefix("torch."), planned.room.geometry)
+    name = number_format(str(planned.dtype).removeprefix("torch."), memory.weights, planned.room.geometry.is_kv_int8)
     about = f"{planned.config.model.path} on {planned.device.type} in {name}"
     typer.echo(f"\n{about}, weights {_size(memory.weight_bytes)}")
     pages = f"{memory.num_pages:,} of {page_bytes / 1024:,.0f} KiB ({_size(memory.arena_bytes)})"

@@ -16,6 +16,7 @@ from weft.config import environment
 Model = Annotated[str | None, typer.Option(help="Folder or hub id of the base model. [env: WEFT_MODEL__PATH]")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16. [default: auto]")]
+Weights = Annotated[str | None, typer.Option(help="auto, bf16 (as --dtype says), int8 or int4. [default: auto]")]
 Config = Annotated[Path | None, typer.Option(help="Settings in YAML. [env: WEFT_CONFIG]")]
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the database, adapters and keys. [default: weft-data]")]
 Setting = Annotated[
@@ -46,6 +47,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
     ] = None,
     device: Device = None,
     dtype: Dtype = None,
+    weights: Weights = None,
     memory_gib: Annotated[float | None, typer.Option(help="Memory for KV cache and adapters, in GiB.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output, in tokens.")] = None,
     config: Config = None,
@@ -54,9 +56,9 @@ def serve(  # noqa: PLR0913 - one parameter per option
     """Serve a base model and its adapters over HTTP."""
     from weft.server.serve import serve as run
 
-    base: dict[str, object] = {"path": model, "device": device, "dtype": dtype, "max_model_len": max_model_len}
+    formats: dict[str, object] = {"device": device, "dtype": dtype, "weights": weights}
     options: dict[str, dict[str, object]] = {
-        "model": {**base, "served_name": served_model_name},
+        "model": {"path": model, "served_name": served_model_name, **formats, "max_model_len": max_model_len},
         "memory": {"gib": memory_gib},
         "server": {"host": host, "port": port, "metrics_port": metrics_port, "auth": auth, "data_dir": data_dir},
         "registry": {"database_url": database_url, "blob_url": blob_url},

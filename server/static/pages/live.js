@@ -24,12 +24,17 @@ export default function Live() {
       : !feed.problem && html`<${Skeleton} />`}`;
 }
 
+function numberFormat({ dtype, memory, geometry }) {
+  const kept = [...(memory.weights === "bf16" ? [] : [`${memory.weights} weights`]), ...(geometry.is_kv_int8 ? ["int8 KV cache"] : [])];
+  return kept.length ? `${dtype} with ${kept.join(" and ")}` : dtype;
+}
+
 const STATES = { live: ["good", "Live"], connecting: ["", "Connecting"], broken: ["bad", "Reconnecting"], paused: ["", "Paused"] };
 
 function Head({ feed: { isPaused, state, newest }, change, snapshot }) {
   const shown = isPaused ? "paused" : state;
   const [tone, word] = STATES[shown];
-  const about = snapshot && `${snapshot.model} on ${snapshot.ready.device}, ${snapshot.ready.dtype}${snapshot.ready.geometry.is_kv_int8 ? " with KV cache in int8" : ""}; context of ${snapshot.ready.max_model_len} tokens`;
+  const about = snapshot && `${snapshot.model} on ${snapshot.ready.device}, ${numberFormat(snapshot.ready)}; context of ${snapshot.ready.max_model_len} tokens`;
   return html`<${PageHead} title="Live" about=${about}>
     <div class="actions"><span role="status"><${Badge} tone=${tone} data-state=${shown}><span class="dot" /> ${word}<//></span>
       <${Button} onClick=${() => change({ isPaused: !isPaused, held: isPaused ? null : newest })} aria-pressed=${isPaused}>${isPaused ? "Continue" : "Pause"}<//></div>

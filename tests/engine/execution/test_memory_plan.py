@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from fake_engine import demo_ready
+from fake_engine import DEMO_MODEL, demo_ready
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.lora.layout import adapter_pages, slot_bytes
 from weft.adapters.lora.tables import AdapterTables
-from weft.config import GIB, MAX_SLOTS, AdapterConfig, Config, MemoryConfig, ModelConfig
+from weft.config import GIB, MAX_SLOTS, AdapterConfig, Config, MemoryConfig, ModelConfig, Weights
 from weft.engine.execution.memory_plan import (
     MIN_SLOTS,
     TABLE_DIVISOR,
@@ -23,6 +23,7 @@ from weft.engine.execution.memory_plan import (
     plan_memory,
 )
 from weft.engine.model.spec import DecoderSpec, base_shape, decoder_spec, model_geometry
+from weft.engine.start_checks import check_start
 from weft.engine.status import MemoryPlan
 from weft.errors import ConfigError
 from weft.memory.geometry import PageGeometry, page_geometry
@@ -57,10 +58,11 @@ def plan(
     free_gib: float,
     *,
     max_len: int | None = None,
+    weights: Weights = "auto",
     adapter: AdapterConfig = AdapterConfig(),  # noqa: B008 - it is frozen
     **memory: float,
 ) -> MemoryPlan:
-    model = ModelConfig(path="m", max_model_len=max_len)
+    model = ModelConfig(path="m", weights=weights, max_model_len=max_len)
     config = Config(model=model, memory=MemoryConfig(**memory), adapter=adapter)  # type: ignore[arg-type]
     free = FreeMemory(int(free_gib * GIB), int(free_gib * GIB))
     return plan_memory(config, SPEC, BASE, GEOMETRY, free, on_cpu=device.type == "cpu")
@@ -115,6 +117,29 @@ def test_a_gpu_gives_most_of_what_the_weights_leave() -> None:
     planned = plan(CUDA, 80)
     assert planned.weight_bytes == WEIGHT_BYTES
     assert planned.arena_bytes == pytest.approx(0.85 * (80 * GIB - WEIGHT_BYTES), rel=1e-4)
+
+
+@pytest.mark.parametrize(("weights", "share"), [("int8", 0.54), ("int4", 0.34)])
+def test_rounded_weights_leave_the_pool_more_memory(weights: Weights, share: float) -> None:
+    whole, planned = plan(CPU, 8), plan(CPU, 8, weights=weights)
+    assert (whole.weights, planned.weights) == ("bf16", weights)
+    linears = WEIGHT_BYTES - PACKED_HEAD_BYTES
+    assert planned.weight_bytes < share * linears + 2 * PACKED_HEAD_BYTES
+    assert planned.num_pages > whole.num_pages
+    assert f"in float32 with {weights} weights" in format_plan(planned, demo_ready())
+
+
+def test_a_gpu_computes_no_rounded_weights() -> None:
+    assert plan(CUDA, 80, weights="bf16").weights == "bf16"
+    with pytest.raises(ConfigError, match=r"model\.weights: int8 is computed on a CPU only; take auto or bf16"):
+        plan(CUDA, 80, weights="int8")
+
+
+def test_a_start_with_rounded_weights_on_a_gpu_is_refused_before_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.engine.start_checks.count_cuda_devices", lambda: 1)
+    check_start(Config(model=ModelConfig(path=str(DEMO_MODEL), weights="bf16")))
+    with pytest.raises(ConfigError, match="int8 is computed on a CPU only"):
+        check_start(Config(model=ModelConfig(path=str(DEMO_MODEL), weights="int8")))
 
 
 def test_what_is_asked_for_is_given() -> None:
@@ -172,7 +197,7 @@ def test_int8_holds_about_twice_the_tokens_in_the_same_memory_and_the_plan_says_
     assert planned.kv_tokens == pytest.approx(plan(CPU, 256, gib=4).kv_tokens * 128 / 68, rel=0.005)  # heads of 64
     ready = dataclasses.replace(demo_ready(), dtype="bfloat16", geometry=geometry)
     text = format_plan(planned, ready)
-    assert "on cpu in bfloat16 with KV cache in int8, at most" in text
+    assert "on cpu in bfloat16 with int8 KV cache, at most" in text
     assert "each 128 tokens of KV cache" in text
     assert f"{planned.kv_tokens:,} tokens" in text
 

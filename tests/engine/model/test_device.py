@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import platform
 import resource
 import subprocess
 import sys
@@ -27,6 +28,7 @@ def test_a_core_is_idle_where_steps_have_fewer_threads_than_there_are_cores(monk
 
 
 PROGRAM = """
+import platform
 import resource
 import torch
 from weft.engine.model.device import keep_freed_memory
@@ -51,3 +53,30 @@ def test_memory_that_was_freed_is_not_fetched_from_the_system_again() -> None:
     if not is_kept:
         pytest.skip("a setting of newer glibc")
     assert faults < PAGES_OF_A_ROUND
+
+
+FRAGMENTS = """
+from pathlib import Path
+import torch
+from weft.engine.model.device import keep_freed_memory
+torch.set_num_threads(1)
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+before = resident_bytes()
+blocks = [torch.ones(100_000, dtype=torch.uint8) for _ in range(1_000)]
+kept = blocks[::20]
+del blocks
+freed = resident_bytes()
+keep_freed_memory()
+print(before, freed, resident_bytes())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc only")
+def test_what_loading_freed_between_what_it_keeps_is_given_back() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", FRAGMENTS], capture_output=True, text=True, check=True)
+    before, freed, after = map(int, done.stdout.split())
+    assert freed - before > 60e6, "the heap holds what was freed"
+    assert after - before < 20e6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -17,6 +18,8 @@ from weft.engine.model.linear import (
     make_linear,
     padded_rows,
 )
+from weft.kernels.dispatch import torch_kernels
+from weft.kernels.quantised import Int4Weight, Int8Weight
 
 CPU_DTYPES = [torch.float32, torch.bfloat16]
 
@@ -96,3 +99,30 @@ def test_the_probes_of_the_cpu_answer() -> None:
     assert isinstance(has_native_bfloat16(), bool)
     assert isinstance(has_native_float16(), bool)
     assert can_pack(torch.float16) <= has_native_float16()
+
+
+def test_a_weight_in_8_bits_is_kept_as_it_is_or_rounded_once_more_but_is_no_float() -> None:
+    rounded = Int8Weight.of(torch.randn(70, 64))
+    rounded.scales.mul_(1.01)  # its largest code would not be 127 again
+    x = torch.randn(3, 64)
+    expected = torch_kernels().quantised_linear
+    assert expected is not None
+    assert torch.equal(make_linear(rounded, weights="int8")(x), expected(rounded, None)(x))
+    again = Int4Weight.of(rounded.dequantised())
+    assert_close(make_linear(rounded, weights="int4")(x), expected(again, None)(x))
+    with pytest.raises(TypeError, match="expected floats to keep as bf16"):
+        make_linear(rounded)
+
+
+def test_a_device_without_layers_of_8_bits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = replace(torch_kernels(), quantised_linear=None)
+    monkeypatch.setattr("weft.engine.model.linear.kernels_for", lambda *_: without)
+    with pytest.raises(ValueError, match="expected bf16 on cpu, which has no layers of int8"):
+        make_linear(torch.randn(4, 4), weights="int8")
+
+
+def test_layers_of_8_bits_take_activations_of_any_dtype() -> None:
+    linear, x = make_linear(torch.randn(96, 64), torch.randn(96), "int8"), torch.randn(3, 64)
+    for dtype in (torch.float16, torch.bfloat16):
+        assert linear(x.to(dtype)).dtype == dtype
+        assert_close(linear(x.to(dtype)), linear(x.to(dtype).float()).to(dtype))

@@ -138,16 +138,17 @@ def live(engine: Engine, answers: list[EngineReady], monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "cpu"])
-def test_an_engine_is_started_again_on_the_device_and_with_the_dtype_and_model_of_the_first(
+def test_an_engine_is_started_again_on_the_device_and_with_the_formats_and_model_of_the_first(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    first = replace(engine.ready, device=device, dtype="bfloat16")
+    memory = replace(engine.ready.memory, weights="int8")
+    first = replace(engine.ready, device=device, dtype="bfloat16", memory=memory)
     foreign = replace(first, base=replace(first.base, digest="sha256:" + "0" * 64))
     client, _ = live(engine, [first, foreign, replace(first, boot_id="last")], monkeypatch)
     assert client.restarts == 1
     kind = device.partition(":")[0]
-    models = [(model.device, model.dtype) for model in MortalConnection.started]
-    assert models == [("auto", "auto"), *[(kind, "bfloat16")] * 2]
+    models = [(model.device, model.dtype, model.weights) for model in MortalConnection.started]
+    assert models == [("auto", "auto", "auto"), *[(kind, "bfloat16", "int8")] * 2]
 
 
 def test_engines_that_die_after_a_long_life_are_no_crash_loop(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,8 @@ from weft.adapters.ref import LoraSpec, content_digest
 from weft.engine.model.rope_spec import RopeSpec
 from weft.engine.request import FlowKey
 from weft.engine.scheduling.kv_pages import prefix_seed
-from weft.engine.status import number_format
-from weft.memory.geometry import page_geometry
+from weft.kernels.weight_format import number_format
 
-INT8 = page_geometry(num_layers=2, num_kv_heads=2, head_dim=16, dtype_bytes=2, largest_row_features=64, is_kv_int8=True)
 ONE = request("one", ref=adapter("a"), flow=FlowKey(tenant="t"))
 
 
@@ -34,8 +32,8 @@ def test_each_part_of_the_seed_counts() -> None:
         seed(replace(ONE, adapter=scaled)),
         prefix_seed("other", "float32", RopeSpec())(ONE),
         prefix_seed("base", "bfloat16", RopeSpec())(ONE),
-        prefix_seed("base", number_format("bfloat16", INT8), RopeSpec())(ONE),
-        prefix_seed("base", number_format("float32", INT8), RopeSpec())(ONE),
+        prefix_seed("base", number_format("bfloat16", "bf16", is_kv_int8=True), RopeSpec())(ONE),
+        prefix_seed("base", number_format("float32", "int8", is_kv_int8=False), RopeSpec())(ONE),
         prefix_seed("base", "float32", RopeSpec(theta=5e5))(ONE),
         prefix_seed("base", "float32", RopeSpec(kind="linear", factor=2.0))(ONE),
     ]

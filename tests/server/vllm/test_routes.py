@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,3 +112,10 @@ async def test_facts_have_vllms_names(api: Api) -> None:
     assert isinstance(text, str)
     assert BASE in text
     assert "postgresql" not in json.dumps(info)
+
+
+async def test_the_fingerprint_of_answers_names_the_format_of_the_weights(api: Api) -> None:
+    ready = demo_ready()
+    rounded = replace(api.services, ready=replace(ready, memory=replace(ready.memory, weights="int8")))
+    assert api.services.fingerprint.endswith("-float32-bf16")
+    assert rounded.fingerprint == f"{api.services.fingerprint.removesuffix('bf16')}int8"

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from weft.cli.ps import TIERS, adapter_name
 from weft.cli.table import REASONS, REFUSALS, counts_text, in_words, num_paused
+from weft.kernels.weight_format import number_format
 
 LABEL = 11
 """Width of the labels."""
@@ -61,7 +62,9 @@ def frame(body: Mapping[str, Any], age_s: float, size: ConsoleDimensions, troubl
         size: What there is room for.
         trouble: Why there is no newer one.
     """
-    lines = [Text(f"{body['model']} on {body['ready']['device']}, {body['ready']['dtype']}", "bold")]
+    ready = body["ready"]
+    name = number_format(ready["dtype"], ready["memory"]["weights"], ready["geometry"]["is_kv_int8"])
+    lines = [Text(f"{body['model']} on {ready['device']}, {name}", "bold")]
     if trouble is not None:
         lines.append(Text(trouble, "bold red"))
     for label, fact in _facts(body, age_s):

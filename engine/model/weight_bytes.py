@@ -1,0 +1,62 @@
+"""Which format the weights of a model are kept in, and how many bytes they then take. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+
+from weft.adapters.base_shape import SITES
+from weft.config import Weights
+from weft.engine.model.spec import HEAD, DecoderSpec, expected_tensors, module_shapes
+from weft.errors import ConfigError
+from weft.kernels.weight_format import WeightFormat, layer_bytes
+
+QUANTISED_HEAD_PARAMETERS = 1_000_000_000
+"""From so many parameters on, the head is kept in 8 bits where the layers are in 8 or 4. In smaller models rounding it
+costs most, and it is a larger part of what is read: their heads stay as they are, as do all embeddings."""
+
+
+def choose_weights(setting: Weights, spec: DecoderSpec, *, on_cpu: bool) -> WeightFormat:
+    """The format of the layers for `model.weights`; on a CPU auto keeps a checkpoint of at most 8 bits in 8 bits.
+
+    Raises:
+        ConfigError: The device does not compute the format.
+    """
+    if setting in ("int8", "int4") and not on_cpu:
+        raise ConfigError(
+            f"model.weights: {setting} is computed on a CPU only; take auto or bf16, or model.device cpu",
+            param="model.weights",
+        )
+    if setting != "auto":
+        return setting
+    return "int8" if on_cpu and spec.quantisation is not None and spec.quantisation.bits <= 8 else "bf16"
+
+
+def head_format(spec: DecoderSpec, weights: WeightFormat) -> WeightFormat:
+    """The format of the head beside layers of the format `weights`."""
+    return "int8" if weights != "bf16" and spec.num_parameters >= QUANTISED_HEAD_PARAMETERS else "bf16"
+
+
+def model_bytes(spec: DecoderSpec, weights: WeightFormat, dtype_bytes: int, *, on_cpu: bool) -> int:
+    """Bytes of a loaded model.
+
+    Args:
+        spec: The model.
+        weights: The format of its layers.
+        dtype_bytes: Of a number that is not quantised.
+        on_cpu: A CPU has a tied head beside the embedding, since what is packed cannot be indexed.
+    """
+    head = (spec.vocab_size, spec.hidden_size)
+    sizes = {name: math.prod(shape) for name, shape in expected_tensors(spec).items()}
+    if on_cpu and spec.is_tied:
+        sizes[HEAD] = math.prod(head)
+    if weights == "bf16":
+        return sum(sizes.values()) * dtype_bytes
+    total = 0
+    if head_format(spec, weights) == "int8":
+        del sizes[HEAD]
+        total += layer_bytes("int8", *head)
+    modules = module_shapes(spec)
+    for site in SITES:
+        width = sum(modules[index].out_features for index in site.modules)
+        total += spec.num_layers * layer_bytes(weights, width, modules[site.modules[0]].in_features)
+    return total + dtype_bytes * sum(size for name, size in sizes.items() if "_proj." not in name)

@@ -1,0 +1,48 @@
+"""How fast this CPU would serve a model with its weights in each format, estimated from one layer in two seconds."""
+
+from __future__ import annotations
+
+import time
+from typing import get_args
+
+import torch
+
+from weft.engine.model.linear import make_linear
+from weft.engine.model.spec import DecoderSpec
+from weft.engine.model.weight_bytes import head_format
+from weft.kernels.weight_format import WeightFormat
+
+MANY = 32
+SAMPLE_PARAMETERS = 1 << 24
+CACHE_BYTES = 256 << 20
+"""Bytes that are written before each run, so that weights come from memory as in a step."""
+RUNS = 5
+
+
+@torch.inference_mode()
+def weight_speeds(spec: DecoderSpec, dtype: torch.dtype) -> dict[WeightFormat, tuple[float, float]]:
+    """Measure a layer of the model's hidden size in each format, with the threads that torch has.
+
+    Returns:
+        Tokens per second of one request, and of `MANY` together. These are bounds: attention takes time, too.
+    """
+    weight = torch.randn(max(SAMPLE_PARAMETERS // spec.hidden_size, 1), spec.hidden_size).to(dtype)
+    cache = torch.empty(CACHE_BYTES, dtype=torch.uint8)
+
+    def seconds(weights: WeightFormat, rows: int) -> float:
+        """Of one parameter, in the best run: others slow a machine down, nothing makes it faster."""
+        linear, x, found = make_linear(weight, weights=weights), torch.randn(rows, weight.shape[1]).to(dtype), []
+        for _ in range(RUNS):
+            cache.zero_()
+            started_s = time.perf_counter()
+            linear(x)
+            found.append(time.perf_counter() - started_s)
+        return min(found) / weight.numel()
+
+    head = spec.vocab_size * spec.hidden_size
+    layers = spec.num_parameters - head * (1 if spec.is_tied else 2)
+
+    def speed(weights: WeightFormat, rows: int) -> float:
+        return rows / (seconds(weights, rows) * layers + seconds(head_format(spec, weights), rows) * head)
+
+    return {weights: (speed(weights, 1), speed(weights, MANY)) for weights in get_args(WeightFormat)}

@@ -1,0 +1,249 @@
+// Linear layers with weights in 8 or 4 bits: rows of activations become codes of 8 bits, products are sums of integers.
+//
+// Integer sums are exact, and the few float operations on them are the same for every number of rows, so a row's result
+// does not depend on the other rows. Weights are unsigned codes around ZERO: dot(x, weight - ZERO) is computed as
+// dot(x, weight) - ZERO * sum(x), whose second part is where the sums of a row start.
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+#include "rows.h"
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace weft {
+namespace {
+
+constexpr int64_t UNIT = 4;          // codes of a row that one multiply-add takes
+constexpr int64_t GROUP = 32;        // codes of a row that share a scale where weights have 4 bits
+constexpr int64_t PITCH = 64;        // rows of codes are padded to a multiple of so many
+constexpr int64_t CHUNK_ROWS = 96;   // of one task, best a multiple of ROWS
+constexpr int64_t AHEAD = 1024;      // bytes of a panel that are on their way from memory
+constexpr float SMALLEST = 1e-30f;   // magnitude of a row that is not taken for zeros
+
+typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
+
+// Lane i: sums + the products of the 4 unsigned bytes of `weights` with the 4 signed ones of `x`, from -127 to 127.
+WEFT_INLINE Ints multiply_bytes(Ints sums, Words weights, Words x) {
+#ifdef __AVX512VNNI__
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)x);
+#else
+    const Shorts even = (Shorts)(weights & 0x00FF00FF), odd = (Shorts)(weights >> 8 & 0x00FF00FF);
+    const Shorts x_even = (Shorts)(x << 8) >> 8, x_odd = (Shorts)x >> 8;
+#ifdef __AVX2__
+    const auto add = [&sums](Shorts a, Shorts b) {
+        __m256i left[2], right[2], products[2];
+        std::memcpy(left, &a, sizeof(left));
+        std::memcpy(right, &b, sizeof(right));
+        for (int i = 0; i < 2; i++) products[i] = _mm256_madd_epi16(left[i], right[i]);
+        sums += load_bits<Ints>(products);
+    };
+    add(even, x_even);
+    add(odd, x_odd);
+#else
+    const Ints pairs[] = {(Ints)(even * x_even), (Ints)(odd * x_odd)};  // a product, at most 255 * 127, has 16 bits
+    for (const Ints pair : pairs) sums += (pair << 16 >> 16) + (pair >> 16);
+#endif
+    return sums;
+#endif
+}
+
+constexpr int64_t padded(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
+
+WEFT_INLINE Floats to_floats(Ints values) { return __builtin_convertvector(values, Floats); }
+
+// Stores 16 values, rounded to the nearest integer, half to even.
+WEFT_INLINE void store_codes(int8_t* to, Floats values) {
+#ifdef __AVX512F__
+    const __m128i codes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)values));
+    std::memcpy(to, &codes, sizeof(codes));
+#else
+    for (int i = 0; i < LANES; i++) to[i] = static_cast<int8_t>(std::nearbyint(values[i]));
+#endif
+}
+
+// x is nearly scale * codes; codes after the last are zero. A row that is not finite gets the scale NaN.
+template <class T>
+void quantise(const T* x, int64_t size, int64_t pitch, int8_t* codes, float* scale) {
+    Ints largest = {};  // bits of magnitudes are in the order of the magnitudes, infinity and NaN last
+    for_vectors(size, [&](int64_t at, int64_t count) {
+        const Ints bits = (Ints)read(x + at, count) & 0x7FFFFFFF;
+        largest = bits > largest ? bits : largest;
+    });
+    int32_t bits = 0;
+    for (int i = 0; i < LANES; i++) bits = std::max(bits, largest[i]);
+    float magnitude;
+    std::memcpy(&magnitude, &bits, sizeof(magnitude));
+    if (bits >= 0x7F800000) {
+        std::memset(codes, 0, pitch);
+        *scale = std::numeric_limits<float>::quiet_NaN();
+        return;
+    }
+    magnitude = std::max(magnitude, SMALLEST);
+    *scale = magnitude / 127.0f;
+    const float inverse = 127.0f / magnitude;
+    for_vectors(size, [&](int64_t at, int64_t count) { store_codes(codes + at, read(x + at, count) * inverse); });
+    std::memset(codes + padded(size, LANES), 0, pitch - padded(size, LANES));
+}
+
+// Rows of activations as codes, [rows, pitch], with their sums per group as the weights want them, and their scales.
+struct Activations {
+    const int8_t* codes;
+    int64_t pitch;
+    const int32_t* starts;  // [rows, groups]
+    int64_t groups;
+    const float* scales;    // [rows]
+
+    Activations from(int64_t row) const {
+        return {codes + row * pitch, pitch, starts + row * groups, groups, scales + row};
+    }
+};
+
+// 8 bits: panels [columns / 64][units][64][4], units padded to PITCH codes; scales [columns].
+struct Bytes {
+    static constexpr int64_t ZERO = 128, PANEL = 64;
+    static constexpr int V = VECTORS;
+    static int64_t groups(int64_t /*features*/) { return 1; }
+    static int64_t panel_bytes(int64_t features) { return padded(features, PITCH) * PANEL; }
+
+    // `finish(row, vector, sums)` takes the products of R rows with V vectors of columns, without scales of the rows.
+    template <int R, class Finish>
+    static WEFT_INLINE void multiply(const Activations& x, const uint8_t* panel, int64_t features, int64_t first,
+                                     const float* scales, Finish finish) {
+        Ints sums[R][V];
+        for (int r = 0; r < R; r++) {
+            for (int v = 0; v < V; v++) sums[r][v] = Ints{} + x.starts[r];
+        }
+        const uint8_t* weights = panel + first * UNIT;
+        for (int64_t k = 0; k < features; k += UNIT, weights += PANEL * UNIT) {
+            Words columns[V];
+            for (int v = 0; v < V; v++) {
+                columns[v] = load_bits<Words>(weights + v * LANES * UNIT);
+                __builtin_prefetch(weights + v * LANES * UNIT + AHEAD);
+            }
+            for (int r = 0; r < R; r++) {
+                const Words factor = broadcast(x.codes + r * x.pitch + k);
+                for (int v = 0; v < V; v++) sums[r][v] = multiply_bytes(sums[r][v], columns[v], factor);
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            for (int v = 0; v < V; v++) finish(r, v, to_floats(sums[r][v]) * load(scales + first + v * LANES));
+        }
+    }
+};
+
+// 4 bits: panels [columns / 32][groups] of 512 bytes of codes, [4 units][32][4], the lower 4 bits of which are those of
+// one unit and the upper ones of the next, and 32 scales in bfloat16.
+struct Nibbles {
+    static constexpr int64_t ZERO = 8, PANEL = 32;
+    static constexpr int V = VECTORS / 2;
+    static constexpr int64_t CODES = PANEL * GROUP / 2, BYTES = CODES + PANEL * sizeof(Bfloat16);
+    static int64_t groups(int64_t features) { return padded(features, GROUP) / GROUP; }
+    static int64_t panel_bytes(int64_t features) { return groups(features) * BYTES; }
+
+    template <int R, class Finish>
+    static WEFT_INLINE void multiply(const Activations& x, const uint8_t* panel, int64_t features, int64_t first,
+                                     const float* /*scales*/, Finish finish) {
+        Floats totals[R][V] = {};
+        for (int64_t k = 0, group = 0; k < features; k += GROUP, group++, panel += BYTES) {
+            for (int64_t line = 0; line < BYTES; line += 64) __builtin_prefetch(panel + AHEAD + line);
+            Ints sums[R][V];
+            for (int r = 0; r < R; r++) {
+                for (int v = 0; v < V; v++) sums[r][v] = Ints{} + x.starts[r * x.groups + group];
+            }
+            for (int64_t pair = 0; pair < GROUP / UNIT / 2; pair++) {
+                Words low[V], high[V];
+                for (int v = 0; v < V; v++) {
+                    const Words both = load_bits<Words>(panel + pair * PANEL * UNIT + (first + v * LANES) * UNIT);
+                    low[v] = both & 0x0F0F0F0F;
+                    high[v] = both >> 4 & 0x0F0F0F0F;
+                }
+                for (int r = 0; r < R; r++) {
+                    const int8_t* codes = x.codes + r * x.pitch + k + pair * 2 * UNIT;
+                    const Words one = broadcast(codes), next = broadcast(codes + UNIT);
+                    for (int v = 0; v < V; v++) {
+                        sums[r][v] = multiply_bytes(multiply_bytes(sums[r][v], low[v], one), high[v], next);
+                    }
+                }
+            }
+            const auto* scales = reinterpret_cast<const Bfloat16*>(panel + CODES) + first;
+            for (int v = 0; v < V; v++) {
+                const Floats scale = load(scales + v * LANES);
+                for (int r = 0; r < R; r++) totals[r][v] += to_floats(sums[r][v]) * scale;
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            for (int v = 0; v < V; v++) finish(r, v, totals[r][v]);
+        }
+    }
+};
+
+// Calls body(row, R) for blocks of R rows, R an integral constant.
+template <class Body>
+inline void for_blocks(int64_t rows, Body body) {
+    int64_t row = 0;
+    for (; rows - row >= ROWS; row += ROWS) body(row, std::integral_constant<int, ROWS>{});
+    if constexpr (ROWS > 4) {
+        if (rows - row >= 4) body(row, std::integral_constant<int, 4>{}), row += 4;
+    }
+    if constexpr (ROWS > 2) {
+        if (rows - row >= 2) body(row, std::integral_constant<int, 2>{}), row += 2;
+    }
+    if (rows - row >= 1) body(row, std::integral_constant<int, 1>{});
+}
+
+// y [rows, columns], contiguous, = x [rows, features] @ weights^T + bias. Scales and bias are padded to whole panels.
+template <class W, class T>
+void linear(const T* x, int64_t x_stride, int64_t rows, int64_t features, const uint8_t* panels, const float* scales,
+            const float* bias, int64_t columns, T* y, int8_t* codes) {
+    const int64_t pitch = padded(features, PITCH), groups = W::groups(features);
+    const int64_t group_size = groups == 1 ? features : GROUP;
+    auto* starts = reinterpret_cast<int32_t*>(codes + rows * pitch);
+    auto* row_scales = reinterpret_cast<float*>(starts + rows * groups);
+    const Activations all{codes, pitch, starts, groups, row_scales};
+    const int64_t chunks = (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, tasks = (columns + W::PANEL - 1) / W::PANEL * chunks;
+#pragma omp parallel if (rows * features * columns >= MIN_PARALLEL)
+    {
+#pragma omp for
+        for (int64_t row = 0; row < rows; row++) {
+            int8_t* own = codes + row * pitch;
+            quantise(x + row * x_stride, features, pitch, own, row_scales + row);
+            for (int64_t g = 0; g < groups; g++) {
+                const int8_t *from = own + g * group_size, *to = from + group_size;
+                starts[row * groups + g] = -W::ZERO * std::accumulate(from, to, int32_t{0});
+            }
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < tasks; task++) {
+            const int64_t start = task % chunks * CHUNK_ROWS, column = task / chunks * W::PANEL;
+            const uint8_t* panel = panels + task / chunks * W::panel_bytes(features);
+            for (int64_t first = 0; first < W::PANEL && column + first < columns; first += W::V * LANES) {
+                for_blocks(std::min(CHUNK_ROWS, rows - start), [&](int64_t block, auto constant) {
+                    constexpr int R = decltype(constant)::value;
+                    const Activations x_rows = all.from(start + block);
+                    W::template multiply<R>(
+                        x_rows, panel, features, first, scales + column, [&](int64_t r, int64_t v, Floats sums) {
+                            const int64_t at = column + first + v * LANES;
+                            if (at >= columns) return;
+                            T* to = y + (start + block + r) * columns + at;
+                            write(to, sums * x_rows.scales[r] + load(bias + at), columns - at);
+                        });
+                });
+            }
+        }
+    }
+}
+
+}  // namespace
+}  // namespace weft
+
+#define WEFT_LINEAR(NAME, W, T)                                                                                        \
+    extern "C" void NAME(const T* x, int64_t x_stride, int64_t rows, int64_t features, const uint8_t* panels,          \
+                         const float* scales, const float* bias, int64_t columns, T* y, int8_t* codes) {               \
+        weft::linear<weft::W>(x, x_stride, rows, features, panels, scales, bias, columns, y, codes);                   \
+    }
+WEFT_LINEAR(linear_int8_float32, Bytes, float)
+WEFT_LINEAR(linear_int8_bfloat16, Bytes, weft::Bfloat16)
+WEFT_LINEAR(linear_int4_float32, Nibbles, float)
+WEFT_LINEAR(linear_int4_bfloat16, Nibbles, weft::Bfloat16)

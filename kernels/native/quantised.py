@@ -1,0 +1,67 @@
+"""Linear layers with quantised weights on the CPU in C++ (`quantised.cpp`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from weft.kernels.checks import expect, expect_that
+from weft.kernels.native.library import NATIVE_DTYPES, native_function
+from weft.kernels.quantised import Int4Weight, Int8Weight, QuantisedWeight, check_layer
+from weft.kernels.weight_format import GROUP, INT4_PANEL, INT8_INPUTS, INT8_PANEL, UNIT
+
+
+class QuantisedLinear:
+    """See `weft.kernels.plain.quantised.quantised_linear`. Keeps a copy of the weight in panels."""
+
+    __slots__ = ("_bias", "_name", "_panels", "_row_bytes", "_scales", "in_features", "out_features")
+
+    def __init__(self, weight: QuantisedWeight, bias: Tensor | None) -> None:
+        check_layer(weight, bias)
+        self.out_features, self.in_features = weight.codes.shape[0], weight.in_features
+        groups = -(-self.in_features // GROUP)
+        pitch = -(-self.in_features // INT8_INPUTS) * INT8_INPUTS
+        if isinstance(weight, Int8Weight):
+            self._name, width, num_sums = "linear_int8", INT8_PANEL, 1
+            self._panels = _int8_panels(weight)
+            self._scales = pad(weight.scales, (0, -self.out_features % width))
+        else:
+            self._name, width, num_sums = "linear_int4", INT4_PANEL, groups
+            self._panels = _int4_panels(weight)
+            self._scales = torch.empty(0)
+        wide_bias = torch.zeros(self.out_features) if bias is None else bias.float()
+        self._bias = pad(wide_bias, (0, -self.out_features % width))
+        self._row_bytes = pitch + 4 * (num_sums + 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        if x.dtype not in NATIVE_DTYPES:
+            return self(x.float()).to(x.dtype)
+        expect("x", x, (None, self.in_features))
+        expect_that("x", x.stride(1) == 1 or x.shape[1] == 1, "rows of consecutive elements", x.stride())
+        rows = x.shape[0]
+        y = torch.empty((rows, self.out_features), dtype=x.dtype)
+        codes = torch.empty(rows * self._row_bytes, dtype=torch.uint8)  # of x, with their sums and scales
+        native_function(self._name, x.dtype, "iiiiiiiiii")(
+            *(x.data_ptr(), x.stride(0), rows, self.in_features),
+            *(self._panels.data_ptr(), self._scales.data_ptr(), self._bias.data_ptr(), self.out_features),
+            *(y.data_ptr(), codes.data_ptr()),
+        )
+        return y
+
+
+def _int8_panels(weight: Int8Weight) -> Tensor:
+    """Codes plus 128, [panels, units, INT8_PANEL, UNIT], uint8."""
+    rows, columns = weight.codes.shape
+    codes = pad(weight.codes, (0, -columns % INT8_INPUTS, 0, -rows % INT8_PANEL)).view(torch.uint8)
+    panels: Tensor = codes.unflatten(1, (-1, UNIT)).unflatten(0, (-1, INT8_PANEL)).transpose(1, 2).contiguous()
+    return panels.bitwise_xor_(128)
+
+
+def _int4_panels(weight: Int4Weight) -> Tensor:
+    """Per panel and group: codes, [GROUP / UNIT / 2, INT4_PANEL, UNIT], then scales in bfloat16; uint8."""
+    padding = (0, 0, 0, -weight.codes.shape[0] % INT4_PANEL)
+    codes = pad(weight.codes, padding).unflatten(1, (-1, GROUP // UNIT // 2, UNIT)).unflatten(0, (-1, INT4_PANEL))
+    scales = pad(weight.scales, padding).unflatten(0, (-1, INT4_PANEL)).transpose(1, 2).contiguous().view(torch.uint8)
+    return torch.cat((codes.permute(0, 2, 3, 1, 4).flatten(2), scales), 2)

@@ -1,0 +1,69 @@
+"""Linear layers with quantised weights, in torch operators. This defines the operation for all kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from weft.kernels.checks import expect
+from weft.kernels.quantised import Int8Weight, QuantisedWeight, check_layer
+
+SMALLEST = 1e-30
+"""Magnitude of a row that is not taken for zeros."""
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn activations into codes, each row by its own largest magnitude.
+
+    Args:
+        x: [T, N], any float dtype.
+
+    Returns:
+        (codes, scales): int8 from -127 to 127, [T, N], and float32, [T, 1]; x is nearly codes * scales. A row that is
+        not finite has the scale NaN.
+    """
+    x = x.float()
+    magnitudes = x.abs().amax(1, keepdim=True).clamp(min=SMALLEST)
+    magnitudes = magnitudes.where(magnitudes.isfinite(), torch.nan)
+    inverses = torch.full_like(magnitudes, 127) / magnitudes  # torch makes 127 / x two operations, rounded twice
+    return (x * inverses).round_().nan_to_num_(0).to(torch.int8), magnitudes / 127
+
+
+def quantised_linear(weight: QuantisedWeight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Make a linear layer whose products are sums of integers.
+
+    Semantics:
+        codes, scales = quantise_rows(x)
+        int8: y[t, n] = (codes[t] @ weight.codes[n]) * weight.scales[n] * scales[t] + bias[n]
+        int4: y[t, n] = sum over groups g of ((codes[t, g] @ (weight.codes[n, g] - 8)) * weight.scales[n, g])
+                        * scales[t] + bias[n]
+
+    The products of codes are exact; the rest is float32, rounded once more, to the dtype of x. So a row's result does
+    not depend on the other rows.
+
+    Args:
+        weight: [out_features, in_features].
+        bias: [out_features], any float dtype, or None.
+
+    Returns:
+        A function of x [T, in_features], of rows with consecutive elements, that returns [T, out_features], contiguous.
+        A row of x that is not finite becomes NaN.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
+    check_layer(weight, bias)
+
+    def linear(x: Tensor) -> Tensor:
+        expect("x", x, (None, weight.in_features))
+        codes, scales = quantise_rows(x)
+        if isinstance(weight, Int8Weight):
+            y = torch._int_mm(codes, weight.codes.t()).float() * weight.scales
+        else:
+            y = (codes.double() @ weight.dequantised().double().t()).float()
+        y *= scales
+        return (y if bias is None else y + bias).to(x.dtype)
+
+    return linear

@@ -1,0 +1,112 @@
+"""Weights of linear layers as integers: what they hold, how they are made of floats, and what they stand for.
+
+Rounding is to the nearest, half to even. Nothing here depends on what the layer will be multiplied with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from weft.kernels.checks import expect
+from weft.kernels.weight_format import GROUP, UNIT
+
+ROWS_AT_ONCE = 1024
+"""Rows that are quantised at a time, which bounds the memory for floats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """Stands for `codes * scales[:, None]`."""
+
+    codes: Tensor
+    """[out_features, in_features], int8."""
+    scales: Tensor
+    """[out_features], float32."""
+
+    @property
+    def in_features(self) -> int:
+        """Width of the layer's input."""
+        return self.codes.shape[1]
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Int8Weight:
+        """Quantise [out_features, in_features], of any float dtype: each row by its largest magnitude, to +-127."""
+        return cls(*_in_parts(weight, _int8_rows))
+
+    def dequantised(self) -> Tensor:
+        """[out_features, in_features], float32."""
+        return self.codes * self.scales[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Weight:
+    """Each 32 inputs of an output are a group with one scale; stands for `(code - 8) * scale`, codes from 0 to 15."""
+
+    codes: Tensor
+    """[out_features, groups * 16], uint8, two codes in each: of 8 inputs, byte i has i in its lower half, i + 4 in its
+    upper one. Inputs past `in_features` have the code 8."""
+    scales: Tensor
+    """[out_features, groups], bfloat16."""
+    in_features: int
+    """Width of the layer's input."""
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Int4Weight:
+        """Quantise [out_features, in_features], of any float dtype: the largest magnitude of a group gets the code 0.
+
+        That is the end of the codes that reaches furthest from 8, so the scale may be negative.
+        """
+        return cls(*_in_parts(weight, _int4_rows), weight.shape[1])
+
+    def dequantised(self) -> Tensor:
+        """[out_features, in_features], float32."""
+        rows, groups = self.scales.shape
+        units = self.codes.view(rows, groups, -1, 1, UNIT)
+        codes = torch.cat((units & 15, units >> 4), 3).view(rows, groups, GROUP).float() - 8
+        return codes.mul_(self.scales[:, :, None]).view(rows, -1)[:, : self.in_features]
+
+
+QuantisedWeight = Int8Weight | Int4Weight
+
+
+def check_layer(weight: QuantisedWeight, bias: Tensor | None) -> None:
+    """Check what a layer was to be made of.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
+    num_rows = weight.codes.shape[0]
+    if isinstance(weight, Int8Weight):
+        expect("codes", weight.codes, (None, None), torch.int8)
+        expect("scales", weight.scales, (num_rows,), torch.float32)
+    else:
+        groups = -(-weight.in_features // GROUP)
+        expect("codes", weight.codes, (None, groups * GROUP // 2), torch.uint8)
+        expect("scales", weight.scales, (num_rows, groups), torch.bfloat16)
+    if bias is not None:
+        expect("bias", bias, (num_rows,))
+
+
+def _in_parts(weight: Tensor, quantise: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    codes, scales = zip(*(quantise(rows.float()) for rows in weight.split(ROWS_AT_ONCE)), strict=True)
+    return torch.cat(codes), torch.cat(scales)
+
+
+def _int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scales = weight.abs().amax(1) / 127  # NaN where a weight is: then so is the output
+    codes = (weight / scales.where(scales != 0, 1)[:, None]).round_().clamp_(-127, 127)
+    return codes.nan_to_num_(0).to(torch.int8), scales
+
+
+def _int4_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    groups = pad(weight, (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))  # [rows, groups, GROUP]
+    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    scales = (largest / -8).to(torch.bfloat16)
+    codes = (groups / scales.where(scales != 0, 1)).round_().add_(8).clamp_(0, 15).nan_to_num_(8).to(torch.uint8)
+    units = codes.unflatten(2, (-1, 2, UNIT))
+    return (units[:, :, :, 0] | units[:, :, :, 1] << 4).flatten(1), scales[:, :, 0]

@@ -101,7 +101,7 @@ struct Activations {
 };
 
 // 8 bits: panels [columns / 64][units][64][4], units padded to PITCH codes; scales [columns].
-struct Bytes {
+struct EightBits {
     static constexpr int64_t ZERO = 128, PANEL = 64;
     static constexpr int V = VECTORS;
     static int64_t groups(int64_t /*features*/) { return 1; }
@@ -135,7 +135,7 @@ struct Bytes {
 
 // 4 bits: panels [columns / 32][groups] of 512 bytes of codes, [4 units][32][4], the lower 4 bits of which are those of
 // one unit and the upper ones of the next, and 32 scales in bfloat16.
-struct Nibbles {
+struct FourBits {
     static constexpr int64_t ZERO = 8, PANEL = 32;
     static constexpr int V = VECTORS / 2;
     static constexpr int64_t CODES = PANEL * GROUP / 2, BYTES = CODES + PANEL * sizeof(Bfloat16);
@@ -243,7 +243,7 @@ void linear(const T* x, int64_t x_stride, int64_t rows, int64_t features, const 
                          const float* scales, const float* bias, int64_t columns, T* y, int8_t* codes) {               \
         weft::linear<weft::W>(x, x_stride, rows, features, panels, scales, bias, columns, y, codes);                   \
     }
-WEFT_LINEAR(linear_int8_float32, Bytes, float)
-WEFT_LINEAR(linear_int8_bfloat16, Bytes, weft::Bfloat16)
-WEFT_LINEAR(linear_int4_float32, Nibbles, float)
-WEFT_LINEAR(linear_int4_bfloat16, Nibbles, weft::Bfloat16)
+WEFT_LINEAR(linear_int8_float32, EightBits, float)
+WEFT_LINEAR(linear_int8_bfloat16, EightBits, weft::Bfloat16)
+WEFT_LINEAR(linear_int4_float32, FourBits, float)
+WEFT_LINEAR(linear_int4_bfloat16, FourBits, weft::Bfloat16)

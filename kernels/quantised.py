@@ -5,18 +5,20 @@ Rounding is to the nearest, half to even. Nothing here depends on what the layer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from weft.kernels.checks import expect
+from weft.kernels.checks import expect, expect_that
 from weft.kernels.weight_format import GROUP, UNIT
 
 ROWS_AT_ONCE = 1024
 """Rows that are quantised at a time, which bounds the memory for floats."""
+MAX_FEATURES = 1 << 16
+"""Of a layer in 8 bits: sums of so many products of a code of 0 to 255 and one of +-127 have 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,14 @@ class Int4Weight:
 QuantisedWeight = Int8Weight | Int4Weight
 
 
+def side_by_side(weights: Sequence[Tensor | Int8Weight]) -> Tensor | Int8Weight:
+    """The outputs of several linears as those of one; in floats unless all are in 8 bits."""
+    rounded = [weight for weight in weights if isinstance(weight, Int8Weight)]
+    if len(rounded) == len(weights):
+        return Int8Weight(torch.cat([each.codes for each in rounded]), torch.cat([each.scales for each in rounded]))
+    return torch.cat([each.dequantised() if isinstance(each, Int8Weight) else each for each in weights])
+
+
 def check_layer(weight: QuantisedWeight, bias: Tensor | None) -> None:
     """Check what a layer was to be made of.
 
@@ -83,6 +93,7 @@ def check_layer(weight: QuantisedWeight, bias: Tensor | None) -> None:
     num_rows = weight.codes.shape[0]
     if isinstance(weight, Int8Weight):
         expect("codes", weight.codes, (None, None), torch.int8)
+        expect_that("codes", weight.in_features <= MAX_FEATURES, f"at most {MAX_FEATURES} inputs", weight.in_features)
         expect("scales", weight.scales, (num_rows,), torch.float32)
     else:
         groups = -(-weight.in_features // GROUP)

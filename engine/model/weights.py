@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from weft.engine.model.decoder import Decoder, DecoderLayer
-from weft.engine.model.formats import FORMATS, dequantised
+from weft.engine.model.formats import FORMATS, dequantised, int8_rows
 from weft.engine.model.formats.gguf_tensors import GgufTensors
 from weft.engine.model.formats.stored import FLOATS, Part, StoredLinear
 from weft.engine.model.gguf_folder import GGUF_FILE
@@ -30,6 +30,7 @@ from weft.engine.model.weight_bytes import head_format
 from weft.errors import ConfigError
 from weft.kernels.attend import HeadNorms
 from weft.kernels.dispatch import kernels_for
+from weft.kernels.quantised import Int8Weight, side_by_side
 from weft.kernels.weight_format import WeightFormat
 
 SINGLE_FILE = "model.safetensors"
@@ -44,10 +45,10 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         ConfigError: There are none, or the index is broken or names files outside the folder.
     """
-    for name in (SINGLE_FILE, GGUF_FILE):
+    index = folder / INDEX_FILE
+    for name in (SINGLE_FILE, *(() if index.is_file() else (GGUF_FILE,))):
         if (folder / name).is_file():
             return [folder / name]
-    index = folder / INDEX_FILE
     if not index.is_file():
         raise ConfigError(
             f"model.path: {folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are read. If this is "
@@ -197,25 +198,25 @@ class _Checkpoint:
                 param="model.path",
             )
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         tensor: torch.Tensor = self._files[name].get_tensor(name)
-        return tensor.to(self._device, self._dtype, copy=True).contiguous()
+        return tensor.to(self._device, dtype or self._dtype, copy=True).contiguous()
 
-    def weight(self, name: str, kept: WeightFormat) -> torch.Tensor:
-        """The weight of a linear, in the dtype of the checkpoint's tensors; in float32 what is rounded once more."""
+    def weight(self, name: str, kept: WeightFormat) -> torch.Tensor | Int8Weight:
+        """The weight of a linear: in `dtype`, or, where it is kept in fewer bits, in float32 or as it is stored."""
+        dtype = self._dtype if kept == "bf16" else torch.float32
         if name not in self._quantised:
-            return self.tensor(name)
+            return self.tensor(name, dtype)
         linear, parts = self._quantised[name]
         tensors = {part: self._files[f"{linear.name}.{part}"].get_tensor(f"{linear.name}.{part}") for part in parts}
-        return (
-            dequantised(replace(linear, tensors=tensors))
-            .to(self._device, self._dtype if kept == "bf16" else torch.float32)
-            .contiguous()
-        )
+        stored = replace(linear, tensors=tensors)
+        if kept == "int8" and (rows := int8_rows(stored)) is not None:
+            return rows
+        return dequantised(stored).to(self._device, dtype).contiguous()
 
     def linear(self, prefix: str, names: tuple[str, ...], has_bias: bool) -> Linear:
         """The linears `names` as one, their outputs side by side."""
-        weight = torch.cat([self.weight(f"{prefix}{name}.weight", self._weights) for name in names])
+        weight = side_by_side([self.weight(f"{prefix}{name}.weight", self._weights) for name in names])
         bias = torch.cat([self.tensor(f"{prefix}{name}.bias") for name in names]) if has_bias else None
         return make_linear(weight, bias, self._weights)
 

@@ -12,6 +12,7 @@ import torch
 
 from weft.engine.model.formats import awq, bitsandbytes, gptq, packed, scaled, three_half
 from weft.engine.model.formats.stored import Part, StoredLinear, is_finite
+from weft.kernels.quantised import Int8Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +37,33 @@ FORMATS: dict[str, Format] = {
 """By `Quantisation.layout`."""
 
 
+def int8_rows(linear: StoredLinear) -> Int8Weight | None:
+    """The weight of a linear as it is stored, where that is int8 with a scale for each row; None elsewhere.
+
+    Raises:
+        ConfigError: As `dequantised`.
+    """
+    found = linear.quantisation
+    if found.layout != "scaled" or found.variant != "I8" or found.block or scaled.ZERO in linear.tensors:
+        return None
+    _check_finite(linear)
+    scales = scaled.scales(linear).flatten().expand(linear.out_features)
+    return Int8Weight(linear["weight"].contiguous(), scales.contiguous())
+
+
+def _check_finite(linear: StoredLinear) -> None:
+    for part, tensor in linear.tensors.items():
+        if tensor.is_floating_point() and not is_finite(tensor):
+            raise linear.error(part, "has values that are infinite or NaN")
+
+
 def dequantised(linear: StoredLinear) -> torch.Tensor:
     """The weight of a linear with its tensors, float32 [out_features, in_features].
 
     Raises:
         ConfigError: A value is damaged; the message names the tensor.
     """
-    for part, tensor in linear.tensors.items():
-        if tensor.is_floating_point() and not is_finite(tensor):
-            raise linear.error(part, "has values that are infinite or NaN")
+    _check_finite(linear)
     weight = FORMATS[linear.quantisation.layout].weight(linear)
     if not is_finite(weight):
         raise linear.error("weight", "has values that are infinite or NaN")

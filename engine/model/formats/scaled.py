@@ -35,7 +35,12 @@ def weight(linear: StoredLinear) -> torch.Tensor:
     values = linear["weight"].float()
     if ZERO in linear.tensors:
         values -= _spread(linear, ZERO)
-    return values * _spread(linear, INVERSE if INVERSE in linear.tensors else SCALE)
+    return values * scales(linear)
+
+
+def scales(linear: StoredLinear) -> torch.Tensor:
+    """What the stored weight is multiplied by, float32, in a shape that broadcasts over it."""
+    return _spread(linear, INVERSE if INVERSE in linear.tensors else SCALE)
 
 
 def _spread(linear: StoredLinear, part: str) -> torch.Tensor:

@@ -223,6 +223,14 @@ def test_a_folder_of_safetensors_beside_a_gguf_file_is_taken_as_it_is(models: di
     shutil.copytree(models["llama"], tmp_path / "both")
     (tmp_path / "both" / "x.gguf").write_bytes(b"GGUF")
     assert resolve_model(str(tmp_path / "both")) == tmp_path / "both"
+    assert weight_files(tmp_path / "both") == [tmp_path / "both" / "model.safetensors"]
+
+
+def test_a_gguf_file_beside_several_safetensors_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "model-1.safetensors").touch()
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-1.safetensors"}}')
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert weight_files(tmp_path) == [tmp_path / "model-1.safetensors"]
 
 
 def test_a_cache_that_cannot_be_written_is_told(

@@ -9,11 +9,17 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 
 from quantised_cases import CASES
 from quantised_models import QuantisedModel, make_quantised
 from step_driver import StepDriver
 from tiny_models import ALL_LINEAR, load_reference, make_adapter, make_model
+from weft.engine.model.linear import Linear, make_linear
+from weft.engine.model.spec import read_spec
+from weft.engine.model.weights import load_decoder
+from weft.kernels.quantised import Int8Weight
+from weft.kernels.weight_format import WeightFormat
 
 TOLERANCE = 1e-3
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -78,3 +84,43 @@ def test_adapters_equal_peft_on_the_dequantised_model(case: str, models: dict[st
 def test_linears_that_were_left_out_stay_as_they_are(case: str, models: dict[str, Path], tmp_path: Path) -> None:
     model = made(case, models["qwen3"], tmp_path, plain=("o_proj", "gate_proj"))
     assert_same(StepDriver(model.stored).logits_alone(TOKENS), expected_logits(model.decoded))
+
+
+def kept(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[torch.Tensor | Int8Weight]:
+    """What layers are made of when a checkpoint is loaded into 8 bits in bfloat16."""
+    found: list[torch.Tensor | Int8Weight] = []
+
+    def note(
+        weight: torch.Tensor | Int8Weight, bias: torch.Tensor | None = None, weights: WeightFormat = "bf16"
+    ) -> Linear:
+        found.append(weight)
+        return make_linear(weight, bias, weights)
+
+    monkeypatch.setattr("weft.engine.model.weights.make_linear", note)
+    load_decoder(folder, read_spec(folder), torch.bfloat16, torch.device("cpu"), weights="int8")
+    return found
+
+
+def test_rows_that_are_stored_in_8_bits_are_kept_as_they_are(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made("w8a8", models["llama"], tmp_path)
+    stored = load_file(model.stored / "model.safetensors")
+    first = "model.layers.0.self_attn."
+    qkv = kept(monkeypatch, model.stored)[0]
+    assert isinstance(qkv, Int8Weight)
+    codes = torch.cat([stored[f"{first}{name}_proj.weight"] for name in "qkv"])
+    scales = torch.cat([stored[f"{first}{name}_proj.weight_scale"].float().flatten() for name in "qkv"])
+    assert codes.min() == -128, "a code that rounding anew would not give"
+    assert torch.equal(qkv.codes, codes)
+    assert torch.equal(qkv.scales, scales)
+
+
+def test_what_is_rounded_to_8_bits_is_not_rounded_to_16_before(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    floats = kept(monkeypatch, models["llama"])[0]
+    assert isinstance(floats, torch.Tensor)
+    assert floats.dtype == torch.float32
+    mixed = made("w8a8", models["llama"], tmp_path, plain=("k_proj",))
+    assert isinstance(kept(monkeypatch, mixed.stored)[0], torch.Tensor), "one of the three is stored in floats"

@@ -43,5 +43,7 @@ def _spread(linear: StoredLinear, part: str) -> torch.Tensor:
     values, block = linear[part].float(), linear.quantisation.block
     if block is None:
         return values.reshape(-1, 1)
-    values = values.repeat_interleave(block[0], 0)[: linear.out_features]
-    return values.repeat_interleave(block[1], 1)[:, : linear.in_features]
+    rows, columns = linear.out_features, linear.in_features  # a block may be larger than the weight
+    return values.repeat_interleave(min(block[0], rows), 0)[:rows].repeat_interleave(min(block[1], columns), 1)[
+        :, :columns
+    ]

@@ -43,7 +43,5 @@ def _spread(linear: StoredLinear, part: str) -> torch.Tensor:
     values, block = linear[part].float(), linear.quantisation.block
     if block is None:
         return values.reshape(-1, 1)
-    rows, columns = linear.out_features, linear.in_features  # a block may be larger than the weight
-    return values.repeat_interleave(min(block[0], rows), 0)[:rows].repeat_interleave(min(block[1], columns), 1)[
-        :, :columns
-    ]
+    values = values.repeat_interleave(min(block[0], linear.out_features), 0)[: linear.out_features]
+    return values.repeat_interleave(min(block[1], linear.in_features), 1)[:, : linear.in_features]

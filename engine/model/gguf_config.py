@@ -31,14 +31,42 @@ def open_gguf(path: Path) -> GGUFReader:
         ConfigError: It is damaged or cut off, or the package `gguf` is not installed.
     """
     try:
-        from weft.engine.model.gguf_reader import BoundedReader
+        reader = _bounded_reader()
     except ImportError as error:
         raise ConfigError("model.path: GGUF files need the package gguf: pip install 'weft[quant]'") from error
     try:
-        return BoundedReader(path)
+        return reader(path)
     except (OSError, ValueError, IndexError, KeyError, OverflowError, RecursionError) as error:
         message = f"model.path: cannot read {path}: it is no GGUF file, or damaged or cut off ({error})"
         raise ConfigError(message, param="model.path") from error
+
+
+def _bounded_reader() -> type[GGUFReader]:
+    """The reader of gguf, but for damaged files too. A function, as gguf need not be installed.
+
+    gguf returns empty arrays past the end of a file, and loops over any number of items that the file claims. Here both
+    are a ValueError.
+    """
+    import numpy as np
+    from gguf import GGUFReader, GGUFValueType
+
+    class BoundedReader(GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:  # noqa: ANN401
+            values = super()._get(offset, dtype, count, override_order)
+            if len(values) < count:
+                raise ValueError(f"expected {count} values at byte {offset}, got {len(values)}")
+            return values
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+            if raw_type == GGUFValueType.ARRAY:  # type and number of items come first; each takes a byte at least
+                self._get(orig_offs + 12, np.uint8, int(self._get(orig_offs + 4, np.uint64)[0]))
+            return super()._get_field_parts(orig_offs, raw_type)
+
+        def _build_fields(self, offs: int, count: int) -> int:
+            self._get(offs, np.uint8, int(count) + int(self.fields["GGUF.tensor_count"].contents()))
+            return super()._build_fields(offs, count)
+
+    return BoundedReader
 
 
 def gguf_config(path: Path) -> dict[str, Any]:

@@ -309,6 +309,7 @@ HUGE = 1 << 62
 @pytest.mark.parametrize(
     "content",
     [
+        _head(_array(0, count=HUGE)),
         _head(_array(8, count=HUGE)),
         _head(_array(0, b"x", count=2)),
         _head(struct.pack("<IQ", 8, HUGE)),
@@ -317,7 +318,7 @@ HUGE = 1 << 62
         _head(U8, tensors=1) + _string("t") + struct.pack("<I", 1 << 31),
         _head(struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 0, 0)),
     ],
-    ids=["strings", "bytes", "string", "fields", "tensors", "dimensions", "nesting"],
+    ids=["numbers", "strings", "bytes", "string", "fields", "tensors", "dimensions", "nesting"],
 )
 def test_sizes_that_the_file_does_not_have_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(content)

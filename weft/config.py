@@ -10,6 +10,7 @@ import ipaddress
 import math
 import os
 import re
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -375,3 +376,13 @@ def cache_folder(part: str) -> Path:
     folder = (base if base.is_absolute() else Path.home() / ".cache") / "weft" / part
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
+
+
+def is_private(path: Path) -> bool:
+    """Whether it is this user's, and no other user may write to it.
+
+    Raises:
+        OSError: It cannot be looked at.
+    """
+    state = path.stat()
+    return state.st_uid == os.geteuid() and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

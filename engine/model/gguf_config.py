@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """Of the file, and of its config."""
 FLOATS = ("F32", "F16", "BF16")
-END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+END_IDS = {f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")}
+TOKENS = "tokenizer.ggml.tokens"
 END_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>")
 """Tokens that end an answer to llama.cpp, whatever the file says."""
 PRETRAINED = [1 << bits for bits in range(5, 21)]
@@ -31,35 +31,71 @@ def open_gguf(path: Path) -> GGUFReader:
         ConfigError: It is damaged or cut off, or the package `gguf` is not installed.
     """
     try:
-        from gguf import GGUFReader
+        reader = _bounded_reader()
     except ImportError as error:
         raise ConfigError("model.path: GGUF files need the package gguf: pip install 'weft[quant]'") from error
     try:
-        return GGUFReader(path)
-    except (OSError, ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
+        return reader(path)
+    except (OSError, ValueError, IndexError, KeyError, OverflowError, RecursionError) as error:
         message = f"model.path: cannot read {path}: it is no GGUF file, or damaged or cut off ({error})"
         raise ConfigError(message, param="model.path") from error
 
 
-def gguf_config(reader: GGUFReader) -> dict[str, Any]:
+def _bounded_reader() -> type[GGUFReader]:
+    """The reader of gguf, but for damaged files too. A function, as gguf need not be installed.
+
+    gguf returns empty arrays past the end of a file, and loops over any number of items that the file claims. Here both
+    are a ValueError.
+    """
+    import numpy as np
+    from gguf import GGUFReader, GGUFValueType
+
+    class BoundedReader(GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:  # noqa: ANN401
+            values = super()._get(offset, dtype, count, override_order)
+            if len(values) < count:
+                raise ValueError(f"expected {count} values at byte {offset}, got {len(values)}")
+            return values
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+            if raw_type == GGUFValueType.ARRAY:  # type and number of items come first; each takes a byte at least
+                self._get(orig_offs + 12, np.uint8, int(self._get(orig_offs + 4, np.uint64)[0]))
+            return super()._get_field_parts(orig_offs, raw_type)
+
+        def _build_fields(self, offs: int, count: int) -> int:
+            self._get(offs, np.uint8, int(count) + int(self.fields["GGUF.tensor_count"].contents()))
+            return super()._build_fields(offs, count)
+
+    return BoundedReader
+
+
+def gguf_config(path: Path) -> dict[str, Any]:
     """The `config.json` of a GGUF file.
 
     Raises:
-        ConfigError: The architecture is not served, a key is missing, or one is not understood.
+        ConfigError: It is damaged, the architecture is not served, a key is missing or of a wrong kind, or one is not
+            understood.
     """
+    reader = open_gguf(path)
+    try:
+        return _config(reader)
+    except (ConfigError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.path: {path} is damaged or not served: {error}", param="model.path") from error
+
+
+def _config(reader: GGUFReader) -> dict[str, Any]:
     given = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
-    arch = given.get("general.architecture")
+    arch = ConfigFields(given).text("general.architecture")
     if arch not in GGUF_ARCHITECTURES:
-        message = f"general.architecture: {arch!r} is not served; served are {', '.join(GGUF_ARCHITECTURES)}"
-        raise ConfigError(message, param="general.architecture")
+        raise ConfigError(f"general.architecture: {arch!r} is not served; served are {', '.join(GGUF_ARCHITECTURES)}")
     own = {name.removeprefix(f"{arch}."): value for name, value in given.items() if name.startswith(f"{arch}.")}
     fields, tensors = ConfigFields(own, prefix=f"{arch}."), {tensor.name: tensor for tensor in reader.tensors}
     num_heads, hidden = fields.integer("attention.head_count"), fields.integer("embedding_length")
     head_dim = fields.integer("attention.key_length", hidden // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         fields.require(key, head_dim, default=head_dim)
-    if "token_embd.weight" not in tensors:
-        raise ConfigError("model.path: the file lacks token_embd.weight", param="model.path")
+    if "token_embd.weight" not in tensors or not len(tensors["token_embd.weight"].shape):
+        raise ConfigError("the file lacks token_embd.weight, or its shape")
     config = {
         "architectures": [GGUF_ARCHITECTURES[arch]],
         "model_type": arch,
@@ -98,12 +134,9 @@ def _storage(reader: GGUFReader) -> dict[str, Any]:
 
 
 def _end_ids(reader: GGUFReader) -> list[int]:
-    ids = {
-        reader.fields[f"tokenizer.ggml.{key}"].contents() for key in END_IDS if f"tokenizer.ggml.{key}" in reader.fields
-    }
-    tokens = reader.fields.get("tokenizer.ggml.tokens")
-    texts: Collection[str] = tokens.contents() if tokens else ()
-    return sorted(ids | {token_id for token_id, text in enumerate(texts) if text in END_TOKENS})
+    fields = ConfigFields({name: reader.fields[name].contents() for name in {*END_IDS, TOKENS} & reader.fields.keys()})
+    ids = {fields.integer(name, minimum=0) for name in END_IDS & reader.fields.keys()}
+    return sorted(ids | {token_id for token_id, text in enumerate(fields.texts(TOKENS) or ()) if text in END_TOKENS})
 
 
 def _rope(fields: ConfigFields, tensors: dict[str, Any], head_dim: int) -> dict[str, Any]:
@@ -127,6 +160,8 @@ def _llama3(factors: Any, theta: float, head_dim: int) -> dict[str, Any]:  # noq
     from weft.engine.model.rope import inverse_frequencies
     from weft.engine.model.rope_spec import RopeSpec
 
+    if factors.shape != (head_dim // 2,):
+        raise ConfigError(f"{ROPE_FACTORS}: expected {head_dim // 2} factors for a head, got {list(factors.shape)}")
     wanted = inverse_frequencies(RopeSpec(theta=theta), head_dim) / torch.tensor(factors.tolist())
     for original in PRETRAINED:
         spec = RopeSpec(kind="llama3", theta=theta, factor=float(factors.max()), original_positions=original)

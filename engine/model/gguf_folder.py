@@ -10,10 +10,12 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from weft.config import cache_folder
-from weft.engine.model.gguf_config import gguf_config, open_gguf
+from weft.config import cache_folder, is_private
+from weft.engine.model.gguf_config import gguf_config
 from weft.errors import ConfigError
 
 GGUF_FILE = "model.gguf"
@@ -38,25 +40,36 @@ def gguf_folder(path: Path) -> Path:
     """The folder that stands for a GGUF file.
 
     Raises:
-        ConfigError: The file cannot be read, or is of a model that is not served.
+        ConfigError: The file cannot be read, or is of a model that is not served, or there is no cache folder that only
+            this user can write to.
     """
     path, state = path.absolute(), path.stat()
     key = json.dumps([LAYOUT, str(path), state.st_size, state.st_mtime_ns])
-    try:
+    with _cache_errors_told(path):
         cache = cache_folder("gguf")
         target = cache / hashlib.sha256(key.encode()).hexdigest()[:32]
-        if not target.is_dir():
-            with tempfile.TemporaryDirectory(dir=cache) as folder:
-                made = Path(folder) / "made"
-                made.mkdir()
-                (made / GGUF_FILE).symlink_to(path)
-                (made / "config.json").write_text(json.dumps(gguf_config(open_gguf(path)), indent=2))
-                _write_tokenizer(made)
-                _move(made, target)
+        for folder in (cache, target):
+            if folder.exists() and not is_private(folder):
+                raise PermissionError(f"{folder} is another user's or can be written by others")
+    if not target.is_dir():
+        config = gguf_config(path)
+        with _cache_errors_told(path), tempfile.TemporaryDirectory(dir=cache) as temporary:
+            made = Path(temporary) / "made"
+            made.mkdir(mode=0o700)
+            (made / GGUF_FILE).symlink_to(path)
+            (made / "config.json").write_text(json.dumps(config, indent=2))
+            _write_tokenizer(made)
+            _move(made, target)
+    return target
+
+
+@contextmanager
+def _cache_errors_told(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, RuntimeError) as error:  # RuntimeError: the home folder is unknown
         message = f"model.path: no folder for config and tokenizer of {path}: {error}; set XDG_CACHE_HOME to another"
         raise ConfigError(message, param="model.path") from error
-    return target
 
 
 def _move(made: Path, target: Path) -> None:

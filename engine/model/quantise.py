@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from weft.adapters.base_shape import MODULE_PATHS
@@ -42,14 +42,19 @@ def quantise(source: Path, output: Path, target: TargetFormat) -> Errors:
         target: How weights are stored.
 
     Raises:
-        ConfigError: The checkpoint is damaged, not served or quantised already, its sizes do not allow the format, or
-            `output` exists or cannot be written.
+        ConfigError: The checkpoint is damaged, not served, quantised already or a GGUF file, its sizes do not allow the
+            format, or `output` exists or cannot be written.
     """
     if target not in get_args(TargetFormat):
         raise ConfigError(f"format must be one of {', '.join(get_args(TargetFormat))}, got {target!r}", param="format")
     spec = read_spec(source)
     files = weight_files(source)
-    if spec.quantisation is not None or files[0].suffix == ".gguf":
+    if files[0].suffix == ".gguf":
+        message = (
+            "model.path: weft quantize reads safetensors only; take the model's Hugging Face folder, not a GGUF file"
+        )
+        raise ConfigError(message, param="model.path")
+    if spec.quantisation is not None:
         raise ConfigError("model.path: already quantised; take the model's original weights", param="model.path")
     check_checkpoint(source, spec)
     if output.exists():
@@ -69,7 +74,7 @@ def quantise(source: Path, output: Path, target: TargetFormat) -> Errors:
                 save_file(tensors, made / file.name, {"format": "pt"})
             _write_others(source, made, config, places if len(files) > 1 else None)
             made.rename(output)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter where save_file cannot write
         raise ConfigError(f"output: cannot write {output}: {error}", param="output") from error
     return errors
 

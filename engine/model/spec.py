@@ -188,19 +188,29 @@ def read_spec(folder: Path) -> DecoderSpec:
     """Read the spec of the checkpoint in `folder`.
 
     Raises:
-        ConfigError: `config.json` is missing, too large or not a JSON object, or as `decoder_spec`.
+        ConfigError: `config.json` is missing or not a JSON object, it or `recipe.yaml` is too large or cannot be read,
+            or as `decoder_spec`.
     """
     path = folder / CONFIG_FILE
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_CONFIG_BYTES + 1)
-        config = json.loads(raw) if len(raw) <= MAX_CONFIG_BYTES else None
-    except (OSError, ValueError, RecursionError) as error:
+        config = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"model.path: cannot read {path}: {error}", param="model.path") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"model.path: {path} must be a JSON object of at most 1 MiB", param="model.path")
+        raise ConfigError(f"model.path: {path} must be a JSON object", param="model.path")
     recipe = folder / RECIPE_FILE
-    return decoder_spec(config, recipe.read_text(errors="replace") if recipe.is_file() else "")
+    return decoder_spec(config, _read(recipe).decode(errors="replace") if recipe.is_file() else "")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"model.path: cannot read {path}: {error}", param="model.path") from error
+    if len(raw) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"model.path: {path} must be of at most 1 MiB", param="model.path")
+    return raw
 
 
 def decoder_spec(config: dict[str, Any], recipe: str = "") -> DecoderSpec:

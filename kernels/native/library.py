@@ -16,7 +16,6 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import tempfile
 import time
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 
-from weft.config import cache_folder, environment
+from weft.config import cache_folder, environment, is_private
 from weft.kernels.native.levels import TILES, level_for, usable_features
 
 logger = logging.getLogger(__name__)
@@ -232,8 +231,7 @@ def _cache_folder() -> Path:
 
 def _check_owner(path: Path) -> None:
     """Code is loaded from there, so no other user may write to it."""
-    state = path.stat()
-    if state.st_uid != os.geteuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if not is_private(path):
         raise NativeUnavailableError(f"{path} is another user's or can be written by others; {OTHER_FOLDER}")
 
 

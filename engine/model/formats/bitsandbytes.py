@@ -54,7 +54,7 @@ def code_weight(linear: StoredLinear) -> torch.Tensor:
         state = json.loads(bytes(linear[_state(linear)].tolist()))
         size, kind = int(state["blocksize"]), state["quant_type"]
         nested_size, offset = int(state.get("nested_blocksize", 1)), float(state.get("nested_offset", 0.0))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise linear.error(_state(linear), f"cannot be read: {error}") from error
     if state.get("shape") != shape or kind != linear.quantisation.variant or min(size, nested_size) < 1:
         raise linear.error(_state(linear), f"must be of {linear.quantisation.variant} and shape {shape}, got {state}")
@@ -76,4 +76,4 @@ def _by_block(linear: StoredLinear, part: str, scales: torch.Tensor, size: int, 
     """The scale of each of `count` values in blocks of `size`."""
     if scales.numel() != -(-count // size):
         raise linear.error(part, f"must have {-(-count // size)} values, got {scales.numel()}")
-    return scales.repeat_interleave(size)[:count]
+    return scales.repeat_interleave(min(size, count))[:count]

@@ -48,5 +48,5 @@ def _spread(linear: StoredLinear, part: str) -> torch.Tensor:
     values, block = linear[part].float(), linear.quantisation.block
     if block is None:
         return values.reshape(-1, 1)
-    values = values.repeat_interleave(block[0], 0)[: linear.out_features]
-    return values.repeat_interleave(block[1], 1)[:, : linear.in_features]
+    values = values.repeat_interleave(min(block[0], linear.out_features), 0)[: linear.out_features]
+    return values.repeat_interleave(min(block[1], linear.in_features), 1)[:, : linear.in_features]

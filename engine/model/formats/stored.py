@@ -44,7 +44,7 @@ class StoredLinear:
     @property
     def group_size(self) -> int:
         """Inputs of a group."""
-        return self.quantisation.block[1] if self.quantisation.block else self.in_features
+        return min(self.quantisation.block[1], self.in_features) if self.quantisation.block else self.in_features
 
     def __getitem__(self, part: str) -> torch.Tensor:
         return self.tensors[part]

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
+from gguf_writer import write_gguf
 from quantised_models import WEIGHTS
 from step_driver import StepDriver
 from tiny_models import load_reference, make_model
 from weft.engine.model.formats import three_half
 from weft.engine.model.quantise import TargetFormat, quantise
-from weft.engine.model.spec import read_spec
+from weft.engine.model.spec import read_spec, resolve_model
 from weft.engine.model.weights import load_decoder, weight_files
 from weft.errors import ConfigError
 
@@ -168,6 +171,26 @@ def test_a_folder_that_cannot_be_written_is_told(model: Path, tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="output: cannot write"):
         quantise(model, tmp_path / "file" / "out", "int8")
+
+
+def test_a_disk_that_is_full_is_told(model: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(ConfigError, match="output: cannot write"):
+            quantise(model, tmp_path / "out" / "deep", "int8")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_gguf_file_is_refused_whatever_it_holds(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for kind in (GGMLQuantizationType.F16, GGMLQuantizationType.F32):
+        path = tmp_path / f"{kind.name}.gguf"
+        write_gguf(model, path, {"": kind})
+        with pytest.raises(ConfigError, match="reads safetensors only; take the model's Hugging Face folder"):
+            quantise(resolve_model(str(path)), tmp_path / "out", "int8")
 
 
 def test_the_config_keeps_what_it_said(model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ from integer_writers import gptq, with_zero_bias
 from quantised_cases import BNB, CASES, GPTQ
 from quantised_models import WEIGHTS, Tensors, make_quantised
 from tiny_models import make_model
-from weft.engine.model.quantisation import read_quantisation
+from weft.engine.model.formats import dequantised
+from weft.engine.model.formats.stored import StoredLinear
+from weft.engine.model.quantisation import Quantisation, read_quantisation
 from weft.engine.model.spec import read_spec
 from weft.engine.model.weights import load_decoder
 from weft.errors import ConfigError
 
 Q = "model.layers.1.self_attn.q_proj"
+HUGE = 1 << 44
 NF4_STATE = f"{Q}.weight.quant_state.bitsandbytes__nf4"
 
 
@@ -43,9 +47,13 @@ def _drop(part: str) -> Callable[[Tensors], object]:
 def _state(**changes: Any) -> Callable[[Tensors], None]:
     def edit(tensors: Tensors) -> None:
         state = {**json.loads(bytes(tensors[NF4_STATE].tolist())), **changes}
-        tensors[NF4_STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        _put_text(NF4_STATE, json.dumps(state))(tensors)
 
     return edit
+
+
+def _put_text(name: str, text: str) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({name: torch.tensor(list(text.encode()), dtype=torch.uint8)})
 
 
 DAMAGED: list[tuple[str, Callable[[Tensors], object], str]] = [
@@ -87,6 +95,8 @@ DAMAGED: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("nf4", _state(quant_type="fp4"), r"bitsandbytes__nf4 must be of nf4"),
     ("nf4", _state(blocksize=0), r"bitsandbytes__nf4 must be of nf4"),
     ("nf4", _state(blocksize="wide"), r"bitsandbytes__nf4 cannot be read"),
+    ("nf4", _state(blocksize=math.inf), r"bitsandbytes__nf4 cannot be read"),
+    ("nf4", _put_text(NF4_STATE, "[" * 100_000), r"bitsandbytes__nf4 cannot be read"),
     ("nf4-nested", _drop("weight.nested_absmax"), r"lacks .*q_proj\.weight\.nested_absmax"),
     ("nf4-nested", _put("weight.nested_absmax", torch.ones(2)), r"nested_absmax must have 1 values, got 2"),
     ("bnb-int8", _drop("SCB"), r"lacks .*q_proj\.SCB"),
@@ -128,6 +138,38 @@ def test_scales_for_a_cache_in_8_bits_are_harmless(model: Path, tmp_path: Path) 
     tensors = load_file(made.stored / WEIGHTS)
     save_file({**tensors, "model.layers.0.self_attn.k_scale": torch.ones(1)}, made.stored / WEIGHTS)
     _load(made.stored)
+
+
+@pytest.mark.parametrize("part", ["weight_scale", "weight_scale_inv"])
+def test_a_block_that_is_larger_than_the_weight_takes_no_memory(part: str) -> None:
+    weight = torch.arange(-12, 12, dtype=torch.int8).view(4, 6)
+    for block, scale in (((HUGE, HUGE), [[0.5]]), ((2, HUGE), [[0.5], [3.0]]), ((HUGE, 4), [[0.5, 3.0]])):
+        tensors = {"weight": weight, part: torch.tensor(scale)}
+        linear = StoredLinear("q", 4, 6, Quantisation(layout="scaled", bits=8, block=block, variant="I8"), tensors)
+        expected = [
+            [float(weight[row, column]) * scale[row // block[0]][column // block[1]] for column in range(6)]
+            for row in range(4)
+        ]
+        assert dequantised(linear).tolist() == expected
+
+
+def test_a_huge_block_of_bitsandbytes_takes_no_memory(model: Path, tmp_path: Path) -> None:
+    made = make_quantised(model, tmp_path, CASES["nf4"].config, CASES["nf4"].encode)
+    found = []
+    for changes, absmax in (({}, torch.full((64,), 0.5)), ({"blocksize": HUGE}, torch.tensor([0.5]))):
+        tensors = load_file(made.stored / WEIGHTS)
+        _state(**changes)(tensors)
+        _put("weight.absmax", absmax)(tensors)
+        parts = {name.removeprefix(f"{Q}."): tensor for name, tensor in tensors.items() if name.startswith(f"{Q}.")}
+        found.append(dequantised(StoredLinear(Q, 64, 64, read_quantisation(dict(CASES["nf4"].config)), parts)))
+    assert torch.equal(*found)
+    assert found[0].any()
+
+
+def test_a_group_that_is_larger_than_the_inputs_is_of_them_all() -> None:
+    linear = StoredLinear("q", 2, 6, Quantisation(layout="gptq", bits=4, block=(1, 1 << 70)))
+    values = linear.by_groups(torch.ones(2, 6), torch.zeros(2, 1), torch.tensor([[2.0], [3.0]]))
+    assert values.tolist() == [[2.0] * 6, [3.0] * 6]
 
 
 W4 = int_weights(4, 16)
@@ -196,3 +238,15 @@ def test_a_recipe_beside_the_config_is_read(model: Path, tmp_path: Path) -> None
     found = read_spec(made.stored).quantisation
     assert found is not None
     assert found.folds_input_scale
+
+
+def test_a_recipe_that_is_too_large_or_cannot_be_read_is_refused(model: Path, tmp_path: Path) -> None:
+    made = make_quantised(model, tmp_path, CASES["w4a16"].config, CASES["w4a16"].encode)
+    recipe = made.stored / "recipe.yaml"
+    recipe.write_bytes(bytes((1 << 20) + 1))
+    with pytest.raises(ConfigError, match=r"recipe\.yaml must be of at most 1 MiB"):
+        read_spec(made.stored)
+    recipe.unlink()
+    recipe.symlink_to("/proc/self/mem")  # a file whose first byte cannot be read
+    with pytest.raises(ConfigError, match=r"cannot read .*recipe\.yaml"):
+        read_spec(made.stored)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from gguf import GGUFValueType, GGUFWriter
 from peft import PeftModel
 from safetensors.torch import save_file
 
@@ -293,6 +296,122 @@ def test_an_architecture_that_is_not_served_is_named(models: dict[str, Path], tm
     write_gguf(tmp_path / "source", tmp_path / "a.gguf", {})
     with pytest.raises(ConfigError, match=r"general\.architecture: 'gemma2' is not served; served are llama"):
         resolve_model(str(tmp_path / "a.gguf"))
+
+
+def _string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def _array(kind: int, *items: bytes, count: int | None = None) -> bytes:
+    return struct.pack("<IIQ", 9, kind, len(items) if count is None else count) + b"".join(items)
+
+
+def _head(value: bytes, *, key: str = "a", fields: int = 1, tensors: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, fields) + _string(key) + value
+
+
+U8 = struct.pack("<IB", 0, 1)
+HUGE = 1 << 62
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        _head(_array(0, count=HUGE)),
+        _head(_array(8, count=HUGE)),
+        _head(_array(0, b"x", count=2)),
+        _head(struct.pack("<IQ", 8, HUGE)),
+        _head(U8, fields=HUGE),
+        _head(U8, tensors=HUGE),
+        _head(U8, tensors=1) + _string("t") + struct.pack("<I", 1 << 31),
+        _head(struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 0, 0)),
+    ],
+    ids=["numbers", "strings", "bytes", "string", "fields", "tensors", "dimensions", "nesting"],
+)
+def test_sizes_that_the_file_does_not_have_are_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"a\.gguf: it is no GGUF file, or damaged or cut off"):
+        resolve_model(str(tmp_path / "a.gguf"))
+
+
+def test_rotary_factors_of_another_number_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    write_gguf(models["llama"], tmp_path / "a.gguf", {}, factors=np.ones(17))
+    with pytest.raises(
+        ConfigError, match=r"a\.gguf is .*rope_freqs\.weight: expected 16 factors for a head, got \[17\]"
+    ):
+        resolve_model(str(tmp_path / "a.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("general.architecture", [1, 2], r"general\.architecture: expected a string, got \[1, 2\]"),
+        (
+            "tokenizer.ggml.eos_token_id",
+            [1, 2],
+            r"tokenizer\.ggml\.eos_token_id: expected a whole number >= 0, got \[1",
+        ),
+        ("tokenizer.ggml.eot_token_id", "x", r"tokenizer\.ggml\.eot_token_id: expected a whole number >= 0, got 'x'"),
+        ("tokenizer.ggml.tokens", 7, r"tokenizer\.ggml\.tokens: expected a list of strings, got 7"),
+        ("tokenizer.ggml.tokens", [7], r"tokenizer\.ggml\.tokens: expected a list of strings, got \[7\]"),
+        ("llama.block_count", "3", r"llama\.block_count: expected a whole number >= 1, got '3'"),
+        ("general.name", b"\xff\xfe", r"codec can't decode byte 0xff"),
+    ],
+)
+def test_metadata_of_a_wrong_kind_is_named(
+    key: str, value: object, said: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(writer: GGUFWriter) -> None:
+        writer.kv_data[0].pop(key, None)
+        adders: dict[type, Callable[[str, Any], None]] = {
+            list: writer.add_array,
+            str: writer.add_string,
+            bytes: lambda name, text: writer.add_key_value(name, text, GGUFValueType.STRING),
+            int: writer.add_uint32,
+        }
+        adders[type(value)](key, value)
+        write_header(writer)
+
+    write_header = GGUFWriter.write_header_to_file
+    monkeypatch.setattr(GGUFWriter, "write_header_to_file", write)
+    write_gguf(models["llama"], tmp_path / "a.gguf", {})
+    with pytest.raises(ConfigError, match=rf"a\.gguf is damaged or not served: .*{said}"):
+        resolve_model(str(tmp_path / "a.gguf"))
+
+
+def test_an_embedding_without_a_shape_is_refused(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add(writer: GGUFWriter, name: str, tensor: np.ndarray, **more: Any) -> None:
+        add_tensor(writer, name, tensor.flatten()[0].reshape(()) if name == "token_embd.weight" else tensor, **more)
+
+    add_tensor = GGUFWriter.add_tensor
+    monkeypatch.setattr(GGUFWriter, "add_tensor", add)
+    write_gguf(models["llama"], tmp_path / "a.gguf", {})
+    with pytest.raises(ConfigError, match=r"a\.gguf is .*lacks token_embd\.weight, or its shape"):
+        resolve_model(str(tmp_path / "a.gguf"))
+
+
+def test_a_cache_that_others_can_write_to_is_refused(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(models["llama"], tmp_path / "tiny.gguf", {})
+    before = os.umask(0)
+    try:
+        folder = resolve_model(str(tmp_path / "tiny.gguf"))
+    finally:
+        os.umask(before)
+    assert folder == resolve_model(str(tmp_path / "tiny.gguf"))
+    for refused in (folder, folder.parent):
+        for mode in (0o770, 0o702):
+            refused.chmod(mode)
+            with pytest.raises(ConfigError, match=rf"{refused} is another user's .*; set XDG_CACHE_HOME"):
+                resolve_model(str(tmp_path / "tiny.gguf"))
+        refused.chmod(0o700)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(ConfigError, match=rf"{folder.parent} is another user's"):
+        resolve_model(str(tmp_path / "tiny.gguf"))
 
 
 def _write_with(source: Path, path: Path, edit: Callable[[dict[str, np.ndarray]], None]) -> None:

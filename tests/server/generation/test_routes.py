@@ -43,7 +43,7 @@ async def test_a_completion_has_openais_shape(acme: Client) -> None:
 
 async def test_the_fingerprint_tells_whether_the_kv_cache_is_int8(api: Api, acme: Client) -> None:
     wide = (await complete(acme, prompt="hello")).json()["system_fingerprint"]
-    assert wide.endswith("-float32")
+    assert wide.endswith("-float32-bf16")
     geometry = replace(api.services.ready.geometry, is_kv_int8=True)
     services = replace(api.services, ready=replace(api.services.ready, geometry=geometry))
     assert services.fingerprint == f"{wide}-kv-int8"

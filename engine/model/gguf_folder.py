@@ -85,7 +85,7 @@ def _write_tokenizer(folder: Path) -> None:
 
     try:
         AutoTokenizer.from_pretrained(str(folder), gguf_file=GGUF_FILE).save_pretrained(str(folder))
-    except Exception as error:
+    except Exception as error:  # whatever transformers raises for a tokenizer that it cannot read
         message = (
             f"model.path: transformers cannot read the tokenizer of {os.path.realpath(folder / GGUF_FILE)}: {error}"
         )

@@ -111,7 +111,7 @@ def test_rows_that_are_stored_in_8_bits_are_kept_as_they_are(
     assert isinstance(qkv, Int8Weight)
     codes = torch.cat([stored[f"{first}{name}_proj.weight"] for name in "qkv"])
     scales = torch.cat([stored[f"{first}{name}_proj.weight_scale"].float().flatten() for name in "qkv"])
-    assert codes.min() == -128, "a code that rounding anew would not give"
+    assert codes.min() == -128, "-128: rounding these rows again would change them"
     assert torch.equal(qkv.codes, codes)
     assert torch.equal(qkv.scales, scales)
 

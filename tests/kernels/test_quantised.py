@@ -11,7 +11,7 @@ import torch
 
 from implementations import BF16, F16, F32, NATIVE, TORCH, Implementation, num_threads
 from weft.kernels.native.quantised import QuantisedLinear
-from weft.kernels.quantised import ROWS_AT_ONCE, Int4Weight, Int8Weight, QuantisedWeight
+from weft.kernels.quantised import MAX_FEATURES, ROWS_AT_ONCE, Int4Weight, Int8Weight, QuantisedWeight
 from weft.kernels.weight_format import GROUP, layer_bytes
 
 Rounded = Literal["int8", "int4"]
@@ -235,6 +235,12 @@ def test_misfits_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         layer(impl, weight, bias)
+
+
+def test_a_layer_whose_sums_need_more_than_32_bits_is_refused(impl: Implementation) -> None:
+    weight = Int8Weight(torch.zeros(1, MAX_FEATURES + 1, dtype=torch.int8), torch.ones(1))
+    with pytest.raises(ValueError, match="codes: expected at most 65536 inputs, got 65537"):
+        layer(impl, weight, None)
 
 
 @by_format

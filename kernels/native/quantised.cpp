@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "rows.h"
+#include "tiles.h"
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
@@ -19,6 +20,7 @@ constexpr int64_t UNIT = 4;          // codes of a row that one multiply-add tak
 constexpr int64_t GROUP = 32;        // codes of a row that share a scale where weights have 4 bits
 constexpr int64_t PITCH = 64;        // rows of codes are padded to a multiple of so many
 constexpr int64_t CHUNK_ROWS = 96;   // of one task, best a multiple of ROWS
+constexpr int64_t MIN_TILE_ROWS = 4; // fewer rows are not computed on tiles
 constexpr int64_t AHEAD = 1024;      // bytes of a panel that are on their way from memory
 constexpr float SMALLEST = 1e-30f;   // magnitude of a row that is not taken for zeros
 
@@ -100,8 +102,17 @@ struct Activations {
     }
 };
 
+struct Nothing {};
+
 // 8 bits: panels [columns / 64][units][64][4], units padded to PITCH codes; scales [columns].
 struct EightBits {
+#ifdef WEFT_TILES
+    using Registers = Tiles;
+    static constexpr bool HAS_TILES = true;
+#else
+    using Registers = Nothing;
+    static constexpr bool HAS_TILES = false;
+#endif
     static constexpr int64_t ZERO = 128, PANEL = 64;
     static constexpr int V = VECTORS;
     static int64_t groups(int64_t /*features*/) { return 1; }
@@ -131,11 +142,31 @@ struct EightBits {
             for (int v = 0; v < V; v++) finish(r, v, to_floats(sums[r][v]) * load(scales + first + v * LANES));
         }
     }
+
+#ifdef WEFT_TILES
+    // The same on tiles, for up to 16 rows and a whole panel: with exact sums a row may be computed here or there. Reads
+    // 16 rows of codes.
+    template <class Finish>
+    static void multiply_on_tiles(int64_t rows, const Activations& x, const uint8_t* panel, int64_t features,
+                                  const float* scales, Finish finish) {
+        alignas(64) int32_t sums[V * TILE * TILE];
+        multiply_tiles<V, false>(x.codes, x.pitch, panel, PANEL * UNIT, padded(features, PITCH) / PITCH, false, sums);
+        for (int64_t r = 0; r < rows; r++) {
+            for (int v = 0; v < V; v++) {
+                const Ints sum = load_bits<Ints>(&sums[(v * TILE + r) * TILE]) + x.starts[r];
+                finish(r, v, to_floats(sum) * load(scales + v * LANES));
+            }
+        }
+    }
+    static_assert(V * TILE == PANEL && PITCH == TILE * UNIT);
+#endif
 };
 
 // 4 bits: panels [columns / 32][groups] of 512 bytes of codes, [4 units][32][4], the lower 4 bits of which are those of
 // one unit and the upper ones of the next, and 32 scales in bfloat16.
 struct FourBits {
+    using Registers = Nothing;
+    static constexpr bool HAS_TILES = false;
     static constexpr int64_t ZERO = 8, PANEL = 32;
     static constexpr int V = VECTORS / 2;
     static constexpr int64_t CODES = PANEL * GROUP / 2, BYTES = CODES + PANEL * sizeof(Bfloat16);
@@ -205,6 +236,7 @@ void linear(const T* x, int64_t x_stride, int64_t rows, int64_t features, const 
     const int64_t chunks = (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, tasks = (columns + W::PANEL - 1) / W::PANEL * chunks;
 #pragma omp parallel if (rows * features * columns >= MIN_PARALLEL)
     {
+        [[maybe_unused]] const typename W::Registers registers;
 #pragma omp for
         for (int64_t row = 0; row < rows; row++) {
             int8_t* own = codes + row * pitch;
@@ -216,19 +248,32 @@ void linear(const T* x, int64_t x_stride, int64_t rows, int64_t features, const 
         }
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < tasks; task++) {
-            const int64_t start = task % chunks * CHUNK_ROWS, column = task / chunks * W::PANEL;
+            const int64_t column = task / chunks * W::PANEL;
             const uint8_t* panel = panels + task / chunks * W::panel_bytes(features);
+            // What takes products of rows from `row` on and vectors of columns from `first` of the panel on.
+            const auto finish = [&](int64_t row, int64_t first) {
+                return [&, row, first](int64_t r, int64_t v, Floats sums) {
+                    const int64_t at = column + first + v * LANES;
+                    if (at >= columns) return;
+                    write(y + (row + r) * columns + at, sums * row_scales[row + r] + load(bias + at), columns - at);
+                };
+            };
+            int64_t start = task % chunks * CHUNK_ROWS;
+            const int64_t end = std::min(rows, start + CHUNK_ROWS);
+#ifdef WEFT_TILES
+            if constexpr (W::HAS_TILES) {
+                while (end - start >= MIN_TILE_ROWS) {
+                    const int64_t count = std::min<int64_t>(TILE, end - start);
+                    W::multiply_on_tiles(count, all.from(start), panel, features, scales + column, finish(start, 0));
+                    start += count;
+                }
+            }
+#endif
             for (int64_t first = 0; first < W::PANEL && column + first < columns; first += W::V * LANES) {
-                for_blocks(std::min(CHUNK_ROWS, rows - start), [&](int64_t block, auto constant) {
-                    constexpr int R = decltype(constant)::value;
-                    const Activations x_rows = all.from(start + block);
-                    W::template multiply<R>(
-                        x_rows, panel, features, first, scales + column, [&](int64_t r, int64_t v, Floats sums) {
-                            const int64_t at = column + first + v * LANES;
-                            if (at >= columns) return;
-                            T* to = y + (start + block + r) * columns + at;
-                            write(to, sums * x_rows.scales[r] + load(bias + at), columns - at);
-                        });
+                for_blocks(end - start, [&](int64_t block, auto constant) {
+                    const int64_t row = start + block;
+                    W::template multiply<decltype(constant)::value>(all.from(row), panel, features, first,
+                                                                    scales + column, finish(row, first));
                 });
             }
         }

@@ -42,7 +42,8 @@ class QuantisedLinear:
         expect_that("x", x.stride(1) == 1 or x.shape[1] == 1, "rows of consecutive elements", x.stride())
         rows = x.shape[0]
         y = torch.empty((rows, self.out_features), dtype=x.dtype)
-        codes = torch.empty(rows * self._row_bytes, dtype=torch.uint8)  # of x, with their sums and scales
+        # Codes of x, with their sums and scales, and what AMX reads of the 16 rows that the last ones belong to.
+        codes = torch.empty((rows + 15) * self._row_bytes, dtype=torch.uint8)
         native_function(self._name, x.dtype, "iiiiiiiiii")(
             *(x.data_ptr(), x.stride(0), rows, self.in_features),
             *(self._panels.data_ptr(), self._scales.data_ptr(), self._bias.data_ptr(), self.out_features),

@@ -1,13 +1,14 @@
-// The tile registers of AMX: 8 registers of 16 rows of 64 bytes, which multiply bfloat16.
+// The tile registers of AMX: 8 registers of 16 rows of 64 bytes, which multiply bfloat16 and codes of 8 bits.
 //
 // WEFT_NO_TILES leaves them out: Linux may refuse a process their use.
 #pragma once
 
+#include <type_traits>
 #include <utility>
 
 #include "simd.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && !defined(WEFT_NO_TILES)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && !defined(WEFT_NO_TILES)
 #define WEFT_TILES
 
 namespace weft {
@@ -37,10 +38,15 @@ template <int FROM>
 WEFT_INLINE void store_tile(void* to, int64_t stride) {
     asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(FROM), "r"(to), "r"(stride) : "memory");
 }
-// sum [16, 16] float32 += a [16, 32] @ b, whose row k holds rows 2k and 2k + 1 of 16 columns in pairs.
-template <int SUM, int A, int B>
+// For T float, sum [16, 16] += a [16, 32] @ b, whose row k holds rows 2k and 2k + 1 of 16 columns in pairs, in bfloat16.
+// For T int32_t, the same with 4 bytes in place of 2 elements: signed ones of a, unsigned ones of b.
+template <class T, int SUM, int A, int B>
 WEFT_INLINE void multiply_add_tiles() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+    if constexpr (std::is_same_v<T, float>) {
+        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+    } else {
+        asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+    }
 }
 
 // While it lives, its thread's tiles have their shapes.
@@ -58,9 +64,9 @@ WEFT_INLINE void for_constants(std::integer_sequence<int, I...>, Body body) {
 
 // N tiles of sums, each [16, 16]: of N tiles of rows of `a` and one of columns, or of one of rows and N of columns. All
 // sums are in one order, in whichever tile a row and a column are. Strides are in bytes; a step takes 16 units.
-template <int N, bool MANY_ROWS>
+template <int N, bool MANY_ROWS, class T>
 void multiply_tiles(const void* a, int64_t a_stride, const void* b, int64_t b_stride, int64_t steps, bool adds,
-                    float* sums) {
+                    T* sums) {
     static_assert(N <= 4);
     constexpr auto each = std::make_integer_sequence<int, N>{};
     for_constants(each, [&](auto n) { adds ? load_tile<n>(sums + n * TILE * TILE, 64) : zero_tile<n>(); });
@@ -72,10 +78,10 @@ void multiply_tiles(const void* a, int64_t a_stride, const void* b, int64_t b_st
             constexpr int OTHER = 5 + n % 3;  // in turn, so that a load does not wait for the product before
             if constexpr (MANY_ROWS) {
                 load_tile<OTHER>(rows + n * TILE * a_stride, a_stride);
-                multiply_add_tiles<n, OTHER, 4>();
+                multiply_add_tiles<T, n, OTHER, 4>();
             } else {
                 load_tile<OTHER>(columns + n * 64, b_stride);
-                multiply_add_tiles<n, 4, OTHER>();
+                multiply_add_tiles<T, n, 4, OTHER>();
             }
         });
     }

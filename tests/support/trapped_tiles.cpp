@@ -77,6 +77,19 @@ struct Tiles {
             std::memcpy(data[sum][m], total, 4 * columns);
         }
     }
+    void tdpbsud(int sum, int a, int b) {
+        const int columns = row_bytes[sum] / 4, bytes = row_bytes[a];
+        expect(rows[sum] > 0 && rows[sum] == rows[a] && 4 * rows[b] == bytes && row_bytes[b] == row_bytes[sum]);
+        for (int m = 0; m < rows[sum]; m++) {
+            uint32_t total[ROWS] = {};  // which wrap as the CPU's do
+            std::memcpy(total, data[sum][m], 4 * columns);
+            for (int k = 0; k < bytes; k++) {
+                const int32_t left = static_cast<int8_t>(data[a][m][k]);
+                for (int n = 0; n < columns; n++) total[n] += left * int32_t{data[b][k / 4][4 * n + k % 4]};
+            }
+            std::memcpy(data[sum][m], total, 4 * columns);
+        }
+    }
 };
 thread_local Tiles tiles;
 struct sigaction before;
@@ -124,6 +137,8 @@ int64_t emulate(const uint8_t* code, const greg_t* registers) {
             tiles.tilezero(reg);
         } else if (opcode == 0x5C && prefix == F3) {
             tiles.tdpbf16ps(reg, rm, ~code[2] >> 3 & 7);
+        } else if (opcode == 0x5E && prefix == F3) {
+            tiles.tdpbsud(reg, rm, ~code[2] >> 3 & 7);
         } else {
             return 0;
         }

@@ -38,6 +38,9 @@ ViewT = TypeVar("ViewT", bound=View)
 class Listing(View, Generic[ViewT]):
     """Rows, and where the next page begins; made of a `Page` too."""
 
+    # pydantic searches all modules for the source of each kind of listing, which has no docstrings of fields.
+    model_config = ConfigDict(use_attribute_docstrings=False)
+
     object: Literal["list"] = "list"
     data: list[ViewT] = Field(validation_alias=AliasChoices("data", "items"))
     next: str | None

@@ -5,7 +5,8 @@
 Decode steps of 1, 8 and 32 requests (64 tokens of prompt each) and a step over a long prompt, on the 0.5B shape in
 bfloat16: base requests, 8 adapters of rank 8, and 8 of ranks 8, 16, 32 and 64. The floor is one pass through all linear
 layers with packed weights and as many rows, measured in turns with the steps. Formats of weights are measured in turns,
-too, each with a floor of its own. Prints a table of steps and their parts, in ms, and, last, one JSON line.
+too, each with a floor of its own; `int8+kv8` has the KV cache in 8 bits as well. Prints a table of steps and their
+parts, in ms, and, last, one JSON line.
 """
 
 from __future__ import annotations
@@ -33,13 +34,17 @@ from weft.benchmarks.engine.stored import store_adapters
 from weft.benchmarks.model_shapes import QWEN
 from weft.benchmarks.qwen_shape import MODEL_ABOUT, RANKS, VOCAB_SIZE, make_checkpoints
 from weft.benchmarks.report import DEFAULT_CACHE, AddOption, counts, positive, take_turns
-from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig
+from weft.config import Config, KvDtype, MemoryConfig, ModelConfig, SchedulerConfig
 from weft.engine.model.linear import make_linear
 from weft.kernels.weight_format import WeightFormat, layer_bytes
 
 PROMPT_TOKENS = 64
 WARM_UP_STEPS = 120
 """Steps of a case that are not timed: in them the weights of its adapters are moved to their final places."""
+_KV_DTYPES: dict[str, KvDtype] = {"": "auto", "+kv8": "int8"}
+_WEIGHTS: tuple[WeightFormat, ...] = get_args(WeightFormat)
+FORMATS = {name + end: (name, kv_dtype) for name in _WEIGHTS for end, kv_dtype in _KV_DTYPES.items()}
+"""Formats of weights and of the KV cache, by what `--weights` calls them."""
 FIRST_STEPS = 4
 """Decode steps of fresh requests that are not timed."""
 NUM_PASSES = 5
@@ -55,6 +60,7 @@ class Case:
     adapters: Sequence[AdapterRef | None]
     """The adapters of its requests, in turn."""
     prompt_tokens: int = PROMPT_TOKENS
+    """Of each request."""
     is_prefill: bool = False
     """Whether the step that computes the prompts is timed, instead of the decode steps."""
 
@@ -100,11 +106,11 @@ def _random(rows: int, columns: int) -> torch.Tensor:
 
 
 def step_engine(
-    base: Path, *, threads: int, max_rows: int, weights: WeightFormat = "bf16"
+    base: Path, *, threads: int, max_rows: int, weights: WeightFormat = "bf16", kv_dtype: KvDtype = "auto"
 ) -> AbstractContextManager[OwnEngine]:
     """Build an engine for steps of at most `max_rows` requests; with `threads` 0 it chooses them itself."""
     model = ModelConfig(path=str(base), device="cpu", dtype="bfloat16", weights=weights, threads=threads)
-    memory = MemoryConfig(gib=1.0, host_gib=0.75, prefix_cache=False)
+    memory = MemoryConfig(gib=1.0, host_gib=0.75, kv_dtype=kv_dtype, prefix_cache=False)
     scheduler = SchedulerConfig(max_running=max_rows, step_tokens=max(2048, max_rows * PROMPT_TOKENS))
     return own_engine(Config(model=model, memory=memory, scheduler=scheduler))
 
@@ -115,7 +121,10 @@ def timed_steps(engine: OwnEngine, case: Case, steps: int, clock: PartClock) -> 
     prompts = [[draw.randrange(2, VOCAB_SIZE) for _ in range(case.prompt_tokens)] for _ in range(case.rows)]
     requests = engine.submit_endless(prompts, case.adapters)
     if not case.is_prefill:
-        engine.pump_until_running(case.rows)
+        waiting = set(requests)
+        while waiting:
+            engine.pump()
+            waiting -= {output.request_id for output in engine.outputs}
         for _ in range(FIRST_STEPS):
             engine.pump()
     clock.seconds.clear()
@@ -125,17 +134,19 @@ def timed_steps(engine: OwnEngine, case: Case, steps: int, clock: PartClock) -> 
     return seconds, parts
 
 
-def make_cases(engine: OwnEngine, adapters: Sequence[Path], rows: Sequence[int], prefill: int) -> list[Case]:
+def make_cases(
+    engine: OwnEngine, adapters: Sequence[Path], rows: Sequence[int], prompt_tokens: int, prefill: int
+) -> list[Case]:
     """Decode steps for the base and, from 8 rows on, for 8 adapters; then a long prompt."""
     smallest = [folder for folder, rank in zip(adapters, RANKS, strict=True) if rank == min(RANKS)]
     mixed, small = (
         store_adapters(engine.parts.ready, engine.blob_dir, folders, len(adapters)) for folders in (adapters, smallest)
     )
-    cases = [Case(f"decode, {count} base", count, [None]) for count in rows]
+    cases = [Case(f"decode, {count} base", count, [None], prompt_tokens) for count in rows]
     for count in rows:
         if count >= len(mixed):
-            cases.append(Case(f"decode, {count} of 8 adapters of rank 8", count, small))
-            cases.append(Case(f"decode, {count} of 8 mixed adapters", count, mixed))
+            cases.append(Case(f"decode, {count} of 8 adapters of rank 8", count, small, prompt_tokens))
+            cases.append(Case(f"decode, {count} of 8 mixed adapters", count, mixed, prompt_tokens))
     for name, refs in (("base", [None]), ("rank 64", mixed[3:4])) if prefill else ():
         cases.append(Case(f"prompt of {prefill:,} tokens, {name}", 1, refs, prefill, is_prefill=True))
     return cases
@@ -155,24 +166,26 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     base, adapters = make_checkpoints(options.cache)
     max_rows, found = max([1, *options.rows]), dict[str, dict[str, Any]]()
     with timed_parts() as clock, ExitStack() as stack:
-        contenders = {}
-        for weights in options.weights:
-            opened = step_engine(base, threads=options.threads, max_rows=max_rows, weights=weights)
+        contenders, floors = {}, dict[WeightFormat, LinearPass]()
+        for name in options.weights:
+            weights, kv_dtype = FORMATS[name]
+            opened = step_engine(base, threads=options.threads, max_rows=max_rows, weights=weights, kv_dtype=kv_dtype)
             engine = stack.enter_context(opened)
-            cases = make_cases(engine, adapters, options.rows, options.prefill)
-            contenders[weights] = Contender(engine, LinearPass(weights), cases)
+            cases = make_cases(engine, adapters, options.rows, options.prompt_tokens, options.prefill)
+            floors[weights] = floors.get(weights) or LinearPass(weights)
+            contenders[name] = Contender(engine, floors[weights], cases)
         for index in range(len(cases)):
             found |= _measure_case(contenders, index, options, clock)
-    return make_result(found)
+    return make_result(found, options.prompt_tokens)
 
 
 def _measure_case(
-    contenders: dict[WeightFormat, Contender], index: int, options: argparse.Namespace, clock: PartClock
+    contenders: dict[str, Contender], index: int, options: argparse.Namespace, clock: PartClock
 ) -> dict[str, Any]:
     """Run one case, all formats in turns, with a pass of the floor after each repeat."""
 
-    def run(weights: WeightFormat, _round: int) -> tuple[list[float], Counter[str], float]:
-        contender = contenders[weights]
+    def run(name: str, _round: int) -> tuple[list[float], Counter[str], float]:
+        contender = contenders[name]
         case = contender.cases[index]
         seconds, parts = timed_steps(contender.engine, case, options.steps, clock)
         floor_rows = case.rows * case.prompt_tokens if case.is_prefill else case.rows
@@ -183,18 +196,18 @@ def _measure_case(
         warm_up = WARM_UP_STEPS if any(case.adapters) and not case.is_prefill else 0
         timed_steps(contender.engine, replace(case, is_prefill=False), warm_up, clock)
     found: dict[str, Any] = {}
-    for weights, rounds in take_turns(contenders, options.repeats, run, first=1).items():
-        name = case.name if weights == "bf16" else f"{case.name}, {weights}"
+    for format_, rounds in take_turns(contenders, options.repeats, run, first=1).items():
+        name = case.name if format_ == "bf16" else f"{case.name}, {format_}"
         step_s, parts, floor_s = zip(*rounds, strict=True)
-        found[name] = figures([*chain(*step_s)], floor_s, sum(parts, Counter()), contenders[weights].floor.megabytes)
+        found[name] = figures([*chain(*step_s)], floor_s, sum(parts, Counter()), contenders[format_].floor.megabytes)
         print(f"measured: {name}", file=sys.stderr, flush=True)
     return found
 
 
-def make_result(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def make_result(cases: dict[str, dict[str, Any]], prompt_tokens: int = PROMPT_TOKENS) -> dict[str, Any]:
     """The figures of all cases, and a table with the parts in groups."""
     return {
-        "load": {"model": MODEL_ABOUT, "prompt_tokens": PROMPT_TOKENS},
+        "load": {"model": MODEL_ABOUT, "prompt_tokens": prompt_tokens},
         "groups": GROUPS,
         "cases": cases,
         "table": [
@@ -223,23 +236,24 @@ def figures(
     }
 
 
-def formats(text: str) -> list[WeightFormat]:
-    """Read formats of weights, comma-separated.
+def formats(text: str) -> list[str]:
+    """Read formats, comma-separated.
 
     Raises:
-        argparse.ArgumentTypeError: One is none of `WeightFormat`.
+        argparse.ArgumentTypeError: One is none of `FORMATS`.
     """
-    found, known = text.split(","), get_args(WeightFormat)
-    if not set(found) <= set(known):
-        raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {text}")
-    return [name for name in known if name in found]
+    found = text.split(",")
+    if not set(found) <= set(FORMATS):
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(FORMATS)}, got {text}")
+    return [name for name in FORMATS if name in found]
 
 
 def add_options(add: AddOption) -> None:
     """Add its options."""
     add("--rows", type=counts, default="1,8,32", help="requests of a decode step, comma-separated")
     add("--prefill", type=int, default=2040, help="tokens of the long prompt; 0 leaves it out")
-    add("--weights", type=formats, default="bf16", help="formats of weights, of bf16, int8 and int4, comma-separated")
+    add("--prompt-tokens", type=positive, default=PROMPT_TOKENS, help="of each request of a decode step")
+    add("--weights", type=formats, default="bf16", help=f"of {', '.join(FORMATS)}, comma-separated")
     add("--steps", type=positive, default=24, help="timed decode steps of each repeat")
     add("--repeats", type=positive, default=4)
     add("--threads", type=int, default=0, help="of the engine; 0 lets it choose")

@@ -26,7 +26,6 @@ from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, Serv
 from weft.engine.build import build_engine
 from weft.engine.request import GenerationRequest
 from weft.engine.sampling_params import SamplingParams
-from weft.kernels.weight_format import WeightFormat
 
 
 def test_a_part_is_charged_without_the_parts_that_it_calls() -> None:
@@ -120,13 +119,18 @@ def test_formats_of_weights_take_turns_at_a_case_and_are_named(tmp_path: Path) -
         return SimpleNamespace(seconds=seconds, megabytes={"bf16": 2.0, "int8": 1.0}[weights])
 
     with timed_parts() as clock, ExitStack() as stack:
-        contenders: dict[WeightFormat, step.Contender] = {}
-        for weights in step.formats("int8,bf16"):
-            own = replace(config, model=replace(config.model, weights=weights))
+        contenders: dict[str, step.Contender] = {}
+        for name in step.formats("int8+kv8,bf16"):
+            weights, kv_dtype = step.FORMATS[name]
+            own = replace(
+                config,
+                model=replace(config.model, weights=weights),
+                memory=replace(config.memory, kv_dtype=kv_dtype),
+            )
             engine = stack.enter_context(own_engine(own))
-            contenders[weights] = step.Contender(engine, floor(weights), [step.Case("two", 2, [None], 8)])
+            contenders[name] = step.Contender(engine, floor(weights), [step.Case("two", 2, [None], 8)])
         found = step._measure_case(contenders, 0, options, clock)
     assert order == ["bf16", "int8", "int8", "bf16", "bf16", "int8"]
-    assert list(found) == ["two", "two, int8"]
+    assert list(found) == ["two", "two, int8+kv8"]
     assert [case["weights_mb"] for case in found.values()] == [2.0, 1.0]
     assert all(case["floor_ms"] == 500 and case["part_ms"]["linear layers"] > 0 for case in found.values())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = tuple(ROOT / path for path in ("README.md", "docs/benchmarks.md", "docs/fairness.md"))
+DOCUMENTS = tuple(ROOT / path for path in ("README.md", "docs/benchmarks.md", "docs/fairness.md", "docs/quantisation.md"))
 RESULTS = ROOT / "benchmarks" / "results"
 SECTION = re.compile(r"(<!-- (\w+): scripts/readme_speed\.py -->\n).*?(<!-- end of \2 -->\n)", re.DOTALL)
 
@@ -130,6 +130,11 @@ def page_waste_line(run: dict[str, Any]) -> str:
 
 COMPARED = ["compare-vllm-base-cpu", "compare-vllm-single-cpu", "compare-vllm-mixed-cpu"]
 """Comparisons with other servers, in the order of the page."""
+QUANTISED = [
+    *("compare-llama-int8-cpu", "compare-llama-int8-single-cpu", "compare-llama-int4-single-cpu"),
+    "compare-vllm-int8-cpu",
+]
+"""Those with quantised weights."""
 POOL: dict[str, Callable[[dict[str, Any]], str]] = {
     "adapter-count-cpu": adapter_count_line,
     "cliff-cpu": cliff_line,
@@ -337,7 +342,56 @@ def fairness_section() -> str:
     return "\n".join(lines)
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"speed": speed_section, "figures": section, "fairness": fairness_section}
+def weights_table(run: dict[str, Any]) -> list[str]:
+    """Milliseconds of steps by format of the weights, and how many times as fast as the first they are."""
+    formats, cases = run["options"]["weights"], run["cases"]
+    lines = [
+        f"Milliseconds of a step, medians, {run['load']['model']} ({machine(run)}; `{run['command']}`):",
+        "",
+        f"| step | {' | '.join(f'`{name}`' for name in formats)} |",
+        "|---" * (1 + len(formats)) + "|",
+    ]
+    for name in cases:
+        if any(name.endswith(f", {other}") for other in formats):
+            continue
+        first_ms, *others_ms = (
+            cases[name if other == formats[0] == "bf16" else f"{name}, {other}"]["step_ms"] for other in formats
+        )
+        cells = [f"{first_ms:,.1f}", *(f"{ms:,.1f} ({first_ms / ms:.2f} times as fast)" for ms in others_ms)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def peers_table(runs: list[dict[str, Any]]) -> list[str]:
+    """Weft with quantised weights and other servers over HTTP."""
+    lines = [
+        f"Output tokens per second over HTTP, in turns, medians of rounds; the base of the Qwen2-0.5B shape"
+        f" ({machine(runs[0])}; `weft bench compare`, all options are in `benchmarks/results/compare-*.json`):",
+        "",
+        "| load | Weft | peer | ratio |",
+        "|---|---|---|---|",
+    ]
+    for run in runs:
+        options, (ours, theirs) = run["options"], run["figures"].values()
+        weights = next(each.split("=")[1] for each in options["set"] if each.startswith("model.weights="))
+        ratio = run["ratios"]["output tokens/s"]
+        lines.append(
+            f"| {load_of(run)[1]}, {options['input_tokens']} + {options['output_tokens']} tokens,"
+            f" {options['repeats']} rounds | {ours['output tokens/s']['median']:.1f} (`{weights}`)"
+            f" | {theirs['output tokens/s']['median']:.1f} ({options['peer_name']}: {options['peer_about']})"
+            f" | **{ratio['median']:.2f}** ({ratio['min']:.2f} to {ratio['max']:.2f}) |"
+        )
+    return lines
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "speed": speed_section,
+    "figures": section,
+    "fairness": fairness_section,
+    "weights": lambda: "\n".join([*weights_table(result("step-weights-cpu")), ""]),
+    "kv": lambda: "\n".join([*weights_table(result("step-kv-cpu")), ""]),
+    "peers": lambda: "\n".join([*peers_table([result(name) for name in QUANTISED]), ""]),
+}
 
 
 def with_figures(path: Path) -> str:

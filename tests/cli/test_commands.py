@@ -78,6 +78,18 @@ def test_a_folder_of_mlx_is_validated_with_what_was_noticed(mlx_folder: Path) ->
     assert "mlx_lm.lora --fine-tune-type lora" in refused.stderr
 
 
+def test_an_adapter_for_a_checkpoint_with_scaled_inputs_is_refused_unless_it_was_trained_on_it(tmp_path: Path) -> None:
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ("adapter", "validate", str(DEMO_ADAPTER), "--model", str(tmp_path))
+    refused = run(*arguments)
+    assert refused.exit_code == 2
+    assert "model.adapters_trained_on_quantised" in refused.stderr
+    taken = run(*arguments, "--trained-on-quantised")
+    assert taken.exit_code == 0, taken.output
+
+
 def test_a_pickle_in_a_folder_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_bytes(sound().config)
     (tmp_path / "adapter_model.bin").write_bytes(b"PK\x03\x04")

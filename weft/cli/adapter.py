@@ -32,14 +32,23 @@ app = typer.Typer(help="Check, upload, list and remove adapters.", no_args_is_he
 
 
 @app.command()
-def validate(folder: Folder, model: Base = None, max_rank: MaxRank = 64, as_json: JSON = False) -> None:
+def validate(
+    folder: Folder,
+    model: Base = None,
+    max_rank: MaxRank = 64,
+    trained_on_quantised: Annotated[
+        bool, typer.Option("--trained-on-quantised", help="As model.adapters_trained_on_quantised of the server.")
+    ] = False,
+    as_json: JSON = False,
+) -> None:
     """Check an adapter as an upload would, without a server."""
     from weft.adapters.checkpoint.folder import adapter_files
     from weft.adapters.checkpoint.reader import read_checkpoint
     from weft.engine.model.spec import SPEC_FILES, base_shape, read_spec, resolve_model
 
     config, weights = adapter_files(folder)
-    base = base_shape(read_spec(resolve_model(model, SPEC_FILES)), "sha256:" + "0" * 64) if model else None
+    spec = read_spec(resolve_model(model, SPEC_FILES)) if model else None
+    base = base_shape(spec, "sha256:" + "0" * 64, trained_on_quantised=trained_on_quantised) if spec else None
     names = (Path(model).resolve().name,) if model else ()
     with refusals(folder, config, weights, as_json):
         found = read_checkpoint(config.read_bytes(), weights, base, max_rank, base_names=names)

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = tuple(ROOT / path for path in ("README.md", "docs/benchmarks.md", "docs/fairness.md", "docs/quantisation.md"))
+DOCUMENTS = tuple(
+    ROOT / path for path in ("README.md", "docs/benchmarks.md", "docs/fairness.md", "docs/quantisation.md")
+)
 RESULTS = ROOT / "benchmarks" / "results"
 SECTION = re.compile(r"(<!-- (\w+): scripts/readme_speed\.py -->\n).*?(<!-- end of \2 -->\n)", re.DOTALL)
 

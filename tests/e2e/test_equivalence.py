@@ -51,6 +51,8 @@ MODELS: dict[str, dict[str, Any]] = {
 MIN_MARGINS = {"bf16": 2e-4, "int8": 2e-2}
 """Prompts whose reference is closer to a tie than this say nothing about equality and are drawn again. Where inputs are
 rounded to codes, the last bit of one may turn a code."""
+WAYS_TO_PREEMPT = (("swap", True), ("recompute", True), ("recompute", False))
+"""What preemption does, and whether there is a prefix cache."""
 CANDIDATES = 4
 """Prompts drawn at once for each request."""
 
@@ -82,6 +84,8 @@ class Bench:
     model: Path
     adapters: list[Path]
     weights: WeightFormat
+    number: int
+    """Of the model."""
     stored: list[AdapterRef] = field(default_factory=list)
 
     @cached_property
@@ -158,7 +162,8 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         )
         for rank in RANKS
     ]
-    return Bench(folder, model, adapters, "int8" if request.param.endswith("int8") else "bf16")
+    weights: WeightFormat = "int8" if request.param.endswith("int8") else "bf16"
+    return Bench(folder, model, adapters, weights, list(MODELS).index(request.param))
 
 
 @dataclass
@@ -168,6 +173,8 @@ class Case:
     prompts: list[list[int]]
     adapters: list[int]
     expected: dict[str, list[int]]
+    number: int
+    """Of the pattern."""
 
     def requests(self, refs: list[AdapterRef]) -> list[GenerationRequest]:
         return [
@@ -198,7 +205,8 @@ def case(request: pytest.FixtureRequest, bench: Bench) -> Case:
     if len(found) < len(adapters):
         pytest.fail("no prompt with a clear reference was found")
     prompts = [found[index][0] for index in range(len(adapters))]
-    return Case(prompts, adapters, {f"r{index}": tokens for index, (_, tokens) in found.items()})
+    expected = {f"r{index}": tokens for index, (_, tokens) in found.items()}
+    return Case(prompts, adapters, expected, PATTERNS.index(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -306,9 +314,12 @@ def test_forks_draw_what_requests_of_their_own_draw(
             assert outputs[fork.request_id][0].cached_tokens == len(fork.prompt_token_ids) - 1
 
 
-@pytest.mark.parametrize(("how", "prefix_cache"), [("swap", True), ("recompute", True), ("recompute", False)])
-def test_with_preemption(bench: Bench, case: Case, roomy: EngineParts, how: str, prefix_cache: bool) -> None:
-    """A pool in which all can start, and which is too small for what they grow to."""
+def test_with_preemption(bench: Bench, case: Case, roomy: EngineParts) -> None:
+    """A pool in which all can start, and which is too small for what they grow to.
+
+    Every model and every pattern meets every way to preempt, though not every pair of them.
+    """
+    how, prefix_cache = WAYS_TO_PREEMPT[(bench.number + case.number) % len(WAYS_TO_PREEMPT)]
     refs = bench.refs(roomy)
     geometry = roomy.ready.geometry
     used = sorted({*case.adapters} - {-1})

@@ -223,7 +223,7 @@ class Soaked:
 def soaked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Soaked]:
     folder = tmp_path_factory.mktemp("soak")
     leak_while = folder / "leak"
-    environment = {**MALLOC, "LEAK_WHILE": str(leak_while)}
+    environment: dict[str, Any] = {**MALLOC, "LEAK_WHILE": str(leak_while)}
     with weft_server(folder, "--dtype", "float32", program=PROGRAM, settings=SETTINGS, **environment) as server:
         server.publish("acme", *ADAPTERS)
         crowd = Crowd(server, server.tenants["acme"], random.Random(11))

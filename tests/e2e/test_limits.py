@@ -27,14 +27,9 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
     with weft_server(tmp_path_factory.mktemp("limits"), "--dtype", "bfloat16", settings=SETTINGS) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def acme(server: WeftServer) -> httpx.Client:
-    return server.publish("acme", "json")
 
 
 def completion(client: httpx.Client, model: str, prompt_tokens: int, max_tokens: int) -> httpx.Response:
@@ -43,9 +38,10 @@ def completion(client: httpx.Client, model: str, prompt_tokens: int, max_tokens:
 
 
 def test_a_request_that_no_empty_pool_could_hold_beside_its_adapter_is_refused_with_the_numbers(
-    server: WeftServer, acme: httpx.Client
+    small: WeftServer,
 ) -> None:
-    longest = min(server.engine()["ready"]["max_model_len"], 16 * (PAGES - 2))
+    acme = small.publish("acme", "json")
+    longest = min(small.engine()["ready"]["max_model_len"], 16 * (PAGES - 2))
     assert completion(acme, "json", 8, 8).status_code == 200
     assert completion(acme, DEMO_MODEL.name, longest - 8, 8).status_code == 200
     pages = acme.get("/v1/adapters/json").json()["pages"]
@@ -59,12 +55,6 @@ def test_a_request_that_no_empty_pool_could_hold_beside_its_adapter_is_refused_w
 
 
 LIMIT = 3000
-
-
-@pytest.fixture(scope="module")
-def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
-    with weft_server(tmp_path_factory.mktemp("paid")) as running:
-        yield running
 
 
 def limited_key(server: WeftServer, name: str) -> str:
@@ -119,14 +109,14 @@ async def until_refused(
     return statuses
 
 
-def test_a_tenant_that_hangs_up_has_no_more_computed_than_its_limit_and_pays_for_it(roomy: WeftServer) -> None:
-    key, started = limited_key(roomy, "hurried"), time.monotonic()
-    statuses = asyncio.run(until_refused(roomy, key, 300, hang_up))
+def test_a_tenant_that_hangs_up_has_no_more_computed_than_its_limit_and_pays_for_it(server: WeftServer) -> None:
+    key, started = limited_key(server, "hurried"), time.monotonic()
+    statuses = asyncio.run(until_refused(server, key, 300, hang_up))
     assert statuses[0] > 0 < statuses[200], statuses
     assert set(statuses) <= {0, 200, 429}
-    seconds_until_idle(roomy)
-    computed = roomy.engine()["service_tokens"]["hurried"]
-    with roomy.client(key) as client:
+    seconds_until_idle(server)
+    computed = server.engine()["service_tokens"]["hurried"]
+    with server.client(key) as client:
         counted = client.get("/v1/me").json()["used"]["tenant"]["tokens_per_minute"]
         totals = client.get("/v1/usage").json()["totals"]
         aborted = client.get("/v1/usage?status=aborted").json()["totals"]
@@ -152,16 +142,16 @@ async def chat_openly(client: httpx.AsyncClient, rng: random.Random) -> int:
     return answer.status_code
 
 
-def test_chats_without_a_bound_have_no_more_computed_than_the_limit(roomy: WeftServer) -> None:
-    key, started = limited_key(roomy, "talkative"), time.monotonic()
-    statuses = asyncio.run(until_refused(roomy, key, 20, chat_openly))
+def test_chats_without_a_bound_have_no_more_computed_than_the_limit(server: WeftServer) -> None:
+    key, started = limited_key(server, "talkative"), time.monotonic()
+    statuses = asyncio.run(until_refused(server, key, 20, chat_openly))
     assert set(statuses) == {200, 429}, statuses
-    seconds_until_idle(roomy)
-    with roomy.client(key) as client:
+    seconds_until_idle(server)
+    with server.client(key) as client:
         totals = client.get("/v1/usage").json()["totals"]
     most = minutes_since(started) * LIMIT
     assert LIMIT // 4 < totals["prompt_tokens"] + totals["completion_tokens"] <= most
-    assert roomy.engine()["service_tokens"]["talkative"] <= 1.1 * most  # a few steps pass until the engine is told
+    assert server.engine()["service_tokens"]["talkative"] <= 1.1 * most  # a few steps pass until the engine is told
 
 
 def test_a_months_quota_knows_what_was_billed_before_the_server_and_the_engine_were_killed(tmp_path: Path) -> None:

@@ -11,22 +11,16 @@ import httpx
 import pytest
 
 from idleness import PATIENCE_S, wait_until
-from weft_server import DEMO_MODEL, WeftServer, stream_events, weft_server
+from weft_server import DEMO_MODEL, WeftServer, stream_events
 
 BODY: dict[str, Any] = {"model": DEMO_MODEL.name, "prompt": [5, 6, 7], "temperature": 0, "ignore_eos": True}
 LONG = BODY | {"max_tokens": 900, "return_token_ids": True}
 SHORT = BODY | {"max_tokens": 2}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
-    with weft_server(tmp_path_factory.mktemp("pause")) as running:
-        running.tenant("acme")
-        yield running
-
-
 @pytest.fixture(autouse=True)
 def resumed(server: WeftServer) -> Iterator[None]:
+    server.tenant("acme")
     yield
     assert server.admin.post("/resume").status_code == 200
     wait_until(lambda: server.engine()["running"] == server.engine()["waiting"] == 0)

@@ -27,7 +27,7 @@ from weft_server import WeftServer, engines, weft_server
 
 VERSIONS = 200
 ROLLOUTS = 32
-NUM_TOKENS = 64
+NUM_TOKENS = 112
 NUM_PROMPTS = 16
 PROMPT_TOKENS = 12
 MIN_MARGIN = 2e-4
@@ -55,6 +55,7 @@ class Training:
     base: Path
     server: WeftServer
     model: Any = None
+    client: Client = field(init=False)
     weights: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """By digest."""
     order: list[str] = field(default_factory=list)
@@ -62,14 +63,15 @@ class Training:
     prompts: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.connect()
         draw = random.Random(7)
         self.prompts = [[draw.randrange(256) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
         config = LoraConfig(r=8, lora_alpha=16, target_modules=list(ALL_LINEAR), task_type="CAUSAL_LM")
         self.model = get_peft_model(load_reference(self.base), config).eval()
 
-    @property
-    def client(self) -> Client:
-        return Client(self.server.url, self.server.tenants["acme"])
+    def connect(self) -> None:
+        """Take a client of the server, which every push uses."""
+        self.client = Client(self.server.url, self.server.tenants["acme"])
 
     def step(self, number: int) -> str:
         """Change the policy and push it, in the three lines of the documentation; returns the digest."""
@@ -111,7 +113,7 @@ class Training:
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[Training]:
-    base = make_model(tmp_path / "base", "qwen2", max_position_embeddings=128)
+    base = make_model(tmp_path / "base", "qwen2", max_position_embeddings=128, num_hidden_layers=1)
     with weft_server(tmp_path / "server", model=base, settings=SETTINGS) as server:
         server.tenant("acme")
         yield Training(base, server)
@@ -189,6 +191,7 @@ def test_versions_outlive_the_engine_and_not_the_server(training: Training) -> N
     with weft_server(data.parent, model=training.base, settings=SETTINGS) as again:
         training.server, key = again, server.tenants["acme"]
         again.tenants["acme"] = key
+        training.connect()
         with again.client(key) as client:
             gone = client.post("/v1/completions", json={"model": "policy", "prompt": [1, 2]})
             assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")

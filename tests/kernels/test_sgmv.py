@@ -36,7 +36,7 @@ CASES = [
     *(
         SgmvCase(tokens, popularity, 896, (896, 128, 128), F32 if tokens % 2 else BF16)
         for tokens in NUM_TOKENS
-        for popularity in POPULARITIES
+        for popularity in (POPULARITIES if tokens < 512 else ("distinct", "skewed"))
     ),
     *(SgmvCase(17, "uniform", hidden, (512,), BF16, ranks=(0, 24, 8)) for hidden in HIDDEN),
     *(SgmvCase(17, "zipf", 512, (hidden, hidden), F32, ranks=(8, 1, 64)) for hidden in HIDDEN),
@@ -174,7 +174,8 @@ def test_a_row_has_the_same_bits_alone_and_in_any_place(
     operands.tiles = tiles_of(singles[::-1], CPU)
     assert torch.equal(operands.apply(impl.kernels.sgmv), together)
     x, y = operands.x, operands.y
-    for row, slot in enumerate(operands.row_slots):
+    for row in range(0, 64, 3):
+        slot = operands.row_slots[row]
         others = row % 7  # last of a tile of strangers, the length of which changes
         operands.x = torch.cat((x[:others].flip(0), x[row : row + 1]))
         operands.y = torch.cat((y[:others], y[row : row + 1]))

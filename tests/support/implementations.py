@@ -67,6 +67,10 @@ class Implementation:
         """Whether it is too slow for large cases."""
         return INTERPRETS
 
+    def leaves_out(self, window: int | None, dtype: torch.dtype) -> bool:
+        """Whether it is too slow for each window with each dtype: the interpreter takes one with the other."""
+        return self.is_interpreted and (window is None) == (dtype == F32)
+
     def tolerance(self, dtype: torch.dtype) -> float:
         """Of a product, relative to `ROW_TOLERANCES`."""
         return 0.25 if dtype == F32 and self.device == CPU and not self.is_interpreted else 1

@@ -174,14 +174,13 @@ class PagePool:
             PageAccountingError: If pages were lost or doubled, or the counters are wrong.
         """
         quarantined = [page for _, _, pages in self._quarantine for page in pages]
+        states = self._states[self.first_page :]
         for name, pages in (("free", self._free), ("quarantine", quarantined)):
             listed = set(pages)
-            marked = {page for page in range(self.first_page, self.num_pages) if self.state(page) == name}
+            marked = {page for page, code in enumerate(states, self.first_page) if code == _CODES[name]}
             if len(listed) != len(pages) or listed != marked:
                 raise PageAccountingError(f"the {name} list has {len(pages)} entries for {len(marked)} pages")
-        actual: dict[str, int] = dict.fromkeys(self._counts, 0)
-        for code in self._states[self.first_page :]:
-            actual[PAGE_STATES[code]] += 1
+        actual = {state: states.count(code) for state, code in _CODES.items()}
         if actual != self._counts:
             raise PageAccountingError(f"page counters are {self._counts}, pages say {actual}")
 

@@ -31,6 +31,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def own(model: Path) -> torch.Tensor:
+    """The logits of the model itself."""
+    return logits(load_reference(model))
+
+
+@pytest.fixture(scope="module")
 def base(model: Path) -> BaseShape:
     return base_shape(read_spec(model), "sha256:" + "0" * 64)
 
@@ -58,10 +64,11 @@ def logprobs(llm: LLM, adapter: Path | None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_what_is_served_equals_peft(name: str, model: Path, llm: LLM, base: BaseShape, tmp_path: Path) -> None:
+def test_what_is_served_equals_peft(
+    name: str, model: Path, own: torch.Tensor, llm: LLM, base: BaseShape, tmp_path: Path
+) -> None:
     case = SERVED[name]
     truth = case.make(load_reference(model), tmp_path)
-    own = logits(load_reference(model))
     assert ((truth - own).abs().max() > 0.1) == (name != "untrained")
     torch.testing.assert_close(logprobs(llm, tmp_path), truth[:-1].log_softmax(dim=-1), rtol=TOLERANCE, atol=TOLERANCE)
     report = read(tmp_path, base).report

@@ -3,6 +3,7 @@ import functools
 from collections.abc import Callable, Iterator
 
 import pytest
+from filelock import FileLock  # torch brings it
 
 from implementations import IMPLEMENTATIONS, Implementation, flags_for, marks, trap_tiles
 from weft.kernels.native import library as native_library
@@ -32,15 +33,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes.CDLL]:
-    """The CPU kernels compiled for one of `BUILDS`."""
-    folder = tmp_path_factory.mktemp("libraries")
+def compiled(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str], ctypes.CDLL]:
+    """The CPU kernels compiled for one of `BUILDS`: once for all test processes of this run."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own if worker_id == "master" else own.parent) / "libraries"
+    folder.mkdir(exist_ok=True)
 
     @functools.cache
     def library(build: str) -> ctypes.CDLL:
-        if build == "x86-64-v4-amx":
-            trap_tiles(folder)
-        return load_library(flags_for(build), folder)
+        with FileLock(folder / f"{build}.lock"):
+            if build == "x86-64-v4-amx":
+                trap_tiles(folder)
+            return load_library(flags_for(build), folder)
 
     return library
 

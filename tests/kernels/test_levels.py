@@ -2,14 +2,13 @@
 
 import json
 import platform
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from implementations import needs_compiler
+from implementations import copy_sources, needs_compiler
 from weft.config import environment
 from weft.kernels.native import levels
 from weft.kernels.native import library as native_library
@@ -81,24 +80,26 @@ def test_linux_grants_no_tiles_that_the_cpu_does_not_have() -> None:
 def test_what_is_compiled_for_a_level_says_so(
     level: levels.Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources = tmp_path / "sources"
-    sources.mkdir()
-    for name in ("level.cpp", "tiles.h", "simd.h"):
-        shutil.copy(native_library.SOURCES / name, sources)
-    monkeypatch.setattr(native_library, "SOURCES", sources)
+    copy_sources(tmp_path / "sources", "level.cpp")
+    monkeypatch.setattr(native_library, "SOURCES", tmp_path / "sources")
     library = load_library((*COMMON_FLAGS, *level.flags), tmp_path)  # what it is called for runs on any CPU
     assert describe(library) == f"{level.name}, compiled for this CPU"
 
 
 @pytest.fixture(scope="module")
 def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as a wheel has it, with the library of this CPU's level."""
+    """A folder as a wheel has it, with a library of this CPU's level; of the operations it has those on rows."""
     level = level_for(platform.machine(), usable_features(Path("/proc/cpuinfo").read_text()))
     if level is None or native_library.native_library() is None:
         pytest.skip("needs a C++ compiler and a CPU of a level")
-    folder = tmp_path_factory.mktemp("prebuilt")
-    build(compiler_command(), (*COMMON_FLAGS, *level.flags), folder / f"{level.name}.so")
-    return folder
+    folder = tmp_path_factory.mktemp("wheel")
+    copy_sources(folder / "sources", "level.cpp", "rows.cpp")
+    target = folder / "prebuilt" / f"{level.name}.so"
+    target.parent.mkdir()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(native_library, "SOURCES", folder / "sources")
+        build(compiler_command(), (*COMMON_FLAGS, *level.flags), target)
+    return target.parent
 
 
 COMPARE = """
@@ -144,6 +145,8 @@ def test_what_was_compiled_before_is_preferred_and_nothing_is_compiled_beside_pr
     monkeypatch.setattr(native_library, "PREBUILT", prebuilt)
     assert describe(find_library()).endswith(", prebuilt")
     assert not list(tmp_path.rglob("*.so"))
+    copy_sources(tmp_path / "sources", "level.cpp")
+    monkeypatch.setattr(native_library, "SOURCES", tmp_path / "sources")
     tiles = () if usable_features(Path("/proc/cpuinfo").read_text()) >= TILES else (WITHOUT_TILES,)
     load_library((*FLAGS, *tiles))
     assert describe(find_library()).endswith(", compiled for this CPU")
@@ -164,6 +167,8 @@ def test_prebuilt_kernels_that_cannot_be_loaded_are_reported(
 def test_kernels_of_another_level_than_this_cpu_s_are_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    copy_sources(tmp_path / "sources", "level.cpp")
+    monkeypatch.setattr(native_library, "SOURCES", tmp_path / "sources")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native_library, "PREBUILT", tmp_path)
     (tmp_path / "no level.so").touch()

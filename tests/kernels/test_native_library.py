@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from implementations import needs_compiler
+from implementations import copy_sources, needs_compiler
 from weft.config import environment
 from weft.kernels.dispatch import kernels_for, torch_kernels
 from weft.kernels.native import library as native_library
@@ -181,7 +181,8 @@ from pathlib import Path
 import torch
 from weft.kernels.native import library as native_library
 from weft.kernels.native import rows as rows_native
-library = native_library.load_library(tuple(sys.argv[2:]), Path(sys.argv[1]))
+native_library.SOURCES = Path(sys.argv[2])
+library = native_library.load_library(tuple(sys.argv[3:]), Path(sys.argv[1]))
 native_library.native_library = lambda: library
 print(rows_native.silu_and_mul(torch.tensor([[50.0, 3.0]])).tolist())
 """
@@ -193,9 +194,10 @@ def test_two_processes_that_compile_at_once_both_end_with_a_library(tmp_path: Pa
     compiler.write_text(PATIENT_COMPILER)
     compiler.chmod(0o700)
     folder.mkdir()
+    copy_sources(tmp_path / "sources", "rows.cpp")
     processes = [
         subprocess.Popen(
-            [sys.executable, "-P", "-c", COMPILE_AND_COMPUTE, str(folder), *FLAGS, "-O0"],
+            [sys.executable, "-P", "-c", COMPILE_AND_COMPUTE, str(folder), str(tmp_path / "sources"), *FLAGS, "-O0"],
             env={**environment(), "CXX": str(compiler)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

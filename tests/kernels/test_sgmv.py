@@ -36,7 +36,7 @@ CASES = [
     *(
         SgmvCase(tokens, popularity, 896, (896, 128, 128), F32 if tokens % 2 else BF16)
         for tokens in NUM_TOKENS
-        for popularity in POPULARITIES
+        for popularity in (POPULARITIES if tokens < 512 else ("distinct", "skewed"))
     ),
     *(SgmvCase(17, "uniform", hidden, (512,), BF16, ranks=(0, 24, 8)) for hidden in HIDDEN),
     *(SgmvCase(17, "zipf", 512, (hidden, hidden), F32, ranks=(8, 1, 64)) for hidden in HIDDEN),
@@ -82,12 +82,13 @@ def test_implementations_equal_dense_products(impl: Implementation, case: SgmvCa
 
 
 def test_tiles_of_any_length_are_right(impl: Implementation, dtype: torch.dtype) -> None:
+    lengths = (1, 2, 3, 15, 16, 17, 33, 64) if impl.is_interpreted else range(1, 65)
     operands = ScatteredLora(
-        SgmvCase(64 * 65 // 2, "uniform", 100, (24, 130), dtype, (8, 16, 24, 64) * 16), impl.device
+        SgmvCase(sum(lengths), "uniform", 100, (24, 130), dtype, (8, 16, 24, 64) * 16), impl.device
     )
-    operands.row_slots = [length - 1 for length in range(1, 65) for _ in range(length)]
+    operands.row_slots = [slot for slot, length in enumerate(lengths) for _ in range(length)]
     operands.tiles = make_tiles(operands.row_slots, 64, 64, impl.device)
-    assert operands.tiles.length[:64].tolist() == list(range(1, 65))
+    assert operands.tiles.length[: len(lengths)].tolist() == list(lengths)
     assert_rows_close(operands.apply(impl.kernels.sgmv), operands.expected(), impl.tolerance(dtype))
 
 
@@ -174,7 +175,8 @@ def test_a_row_has_the_same_bits_alone_and_in_any_place(
     operands.tiles = tiles_of(singles[::-1], CPU)
     assert torch.equal(operands.apply(impl.kernels.sgmv), together)
     x, y = operands.x, operands.y
-    for row, slot in enumerate(operands.row_slots):
+    for row in range(0, 64, 3):
+        slot = operands.row_slots[row]
         others = row % 7  # last of a tile of strangers, the length of which changes
         operands.x = torch.cat((x[:others].flip(0), x[row : row + 1]))
         operands.y = torch.cat((y[:others], y[row : row + 1]))
@@ -183,7 +185,8 @@ def test_a_row_has_the_same_bits_alone_and_in_any_place(
 
 
 def test_results_repeat_bit_by_bit(impl: Implementation, dtype: torch.dtype) -> None:
-    operands = ScatteredLora(SgmvCase(33, "zipf", 896, (128, 128, 100), dtype, RANKS, 64), impl.device)
+    in_features = 128 if impl.is_interpreted else 896
+    operands = ScatteredLora(SgmvCase(33, "zipf", in_features, (128, 128, 100), dtype, RANKS, 64), impl.device)
     with num_threads(1):
         first = operands.apply(impl.kernels.sgmv)
     for threads in (1, 2) if impl.is_bitwise else (1,):

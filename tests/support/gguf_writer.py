@@ -189,11 +189,10 @@ def q6_k(shape: tuple[int, int], generator: np.random.Generator) -> tuple[np.nda
         q = generator.integers(0, 64, 256)
         low, high = np.zeros(128, np.uint8), np.zeros(64, np.uint8)
         for half in range(2):
-            for i in range(32):
-                four = q[half * 128 + i + 32 * np.arange(4)]
-                low[half * 64 + i] = (four[0] & 15) | (four[2] & 15) << 4
-                low[half * 64 + 32 + i] = (four[1] & 15) | (four[3] & 15) << 4
-                high[half * 32 + i] = sum((four[k] >> 4) << 2 * k for k in range(4))
+            quarters = q[half * 128 :][:128].reshape(4, 32)
+            low[half * 64 :][:32] = (quarters[0] & 15) | (quarters[2] & 15) << 4
+            low[half * 64 + 32 :][:32] = (quarters[1] & 15) | (quarters[3] & 15) << 4
+            high[half * 32 :][:32] = sum((quarters[k] >> 4) << 2 * k for k in range(4))
         packed.append(np.concatenate([low, high, scale.astype(np.int8).view(np.uint8), np.array([d]).view(np.uint8)]))
         values.append(np.float32(d) * np.repeat(scale, 16) * (q - 32))
     return np.stack(packed).reshape(shape[0], -1), np.stack(values).astype(np.float32).reshape(shape)

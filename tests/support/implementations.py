@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ import torch
 from weft.config import environment
 from weft.kernels.dispatch import Kernels, native_kernels, torch_kernels, triton_kernels
 from weft.kernels.native.levels import LEVELS, TILES, Level, usable_features
-from weft.kernels.native.library import COMMON_FLAGS, NATIVE_FLAG, compiler_command, native_library
+from weft.kernels.native.library import COMMON_FLAGS, NATIVE_FLAG, SOURCES, compiler_command, native_library
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
@@ -66,6 +67,10 @@ class Implementation:
         """Whether it is too slow for large cases."""
         return INTERPRETS
 
+    def leaves_out(self, window: int | None, dtype: torch.dtype) -> bool:
+        """Whether it is too slow for each window with each dtype: the interpreter takes one with the other."""
+        return self.is_interpreted and (window is None) == (dtype == F32)
+
     def tolerance(self, dtype: torch.dtype) -> float:
         """Of a product, relative to `ROW_TOLERANCES`."""
         return 0.25 if dtype == F32 and self.device == CPU and not self.is_interpreted else 1
@@ -108,13 +113,21 @@ def _can_run(build: str) -> bool:
     return _cpu_features() >= level.features - TILES
 
 
+def copy_sources(folder: Path, *names: str) -> None:
+    """Copy some of the kernels' C++ files and all headers, for libraries that are soon compiled."""
+    folder.mkdir()
+    for source in [*(SOURCES / name for name in names), *SOURCES.glob("*.h")]:
+        shutil.copy(source, folder)
+
+
 def trap_tiles(folder: Path) -> None:
-    """Let this process run AMX's instructions where it cannot; what does that is compiled into `folder`."""
+    """Let this process run AMX's instructions where it cannot; what does that is compiled into `folder`, once."""
     if _cpu_features() >= TILES:
         return
     source, library = Path(__file__).with_name("trapped_tiles.cpp"), folder / "trapped_tiles.so"
     flags = ("-std=c++17", "-O3", "-march=x86-64-v3", "-shared", "-fPIC")
-    subprocess.run([*compiler_command(), *flags, str(source), "-o", str(library)], check=True)
+    if not library.exists():
+        subprocess.run([*compiler_command(), *flags, str(source), "-o", str(library)], check=True)
     ctypes.CDLL(str(library)).trap_tiles()
 
 

@@ -73,8 +73,8 @@ def bnb_4bit(kind: str, *, nested: bool) -> Encode:
         else:
             parts["weight.absmax"] = absmax
         codes = (blocks / absmax[:, None]).unsqueeze(-1).sub(levels).abs().argmin(-1)
-        packed = [int(first) << 4 | int(second) for first, second in codes.flatten().view(-1, 2)]
-        parts["weight"] = torch.tensor(packed[: -(-flat.numel() // 2)], dtype=torch.uint8).view(-1, 1)
+        first, second = codes.flatten().view(-1, 2).T
+        parts["weight"] = (16 * first + second)[: -(-flat.numel() // 2)].to(torch.uint8).view(-1, 1)
         parts["weight.quant_map"] = levels
         written = json.dumps(state).encode()
         parts[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(list(written), dtype=torch.uint8)

@@ -1,27 +1,31 @@
 """Writers of quantised checkpoints that share no code with the readers: bits are set one by one, weights are
-dequantised from whole numbers that were never packed.
+dequantised from whole numbers that were never packed. And what models made from them are compared with.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from tiny_models import ALL_LINEAR
+from tiny_models import ALL_LINEAR, load_reference
 
 Tensors = dict[str, torch.Tensor]
 Encoded = tuple[Tensors, torch.Tensor]
 """The stored tensors of a linear, and its weight as they say it, float32."""
 Encode = Callable[[torch.Tensor], Encoded]
 WEIGHTS = "model.safetensors"
+TOLERANCE = 1e-3
+TOKENS = torch.randint(0, 320, (21,), generator=torch.Generator().manual_seed(5)).tolist()
+"""A prompt."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ def make_quantised(
         plain: Names of linears that stay in floats, as `v_proj`.
     """
     made = QuantisedModel(folder / "stored", folder / "decoded")
-    stored, decoded = {}, {}
+    stored, decoded = Tensors(), Tensors()
     for name, tensor in load_file(source / WEIGHTS).items():
         linear = name.removesuffix(".weight")
         if linear == name or not linear.endswith(ALL_LINEAR) or linear.endswith(plain or ("-",)):
@@ -55,14 +59,47 @@ def make_quantised(
             continue
         parts, decoded[name] = encode(tensor)
         stored.update({f"{linear}.{part}": value for part, value in parts.items()})
-    for target, tensors in ((made.stored, stored), (made.decoded, decoded)):
-        shutil.copytree(source, target)
-        save_file(
-            {name: tensor.contiguous().clone() for name, tensor in tensors.items()}, target / WEIGHTS, {"format": "pt"}
-        )
+    as_checkpoint(source, made.stored, stored)
+    as_checkpoint(source, made.decoded, decoded)
     settings = json.loads((source / "config.json").read_text())
     (made.stored / "config.json").write_text(json.dumps({**settings, "quantization_config": config}))
     return made
+
+
+def as_checkpoint(source: Path, folder: Path, tensors: Tensors) -> Path:
+    """Write `source` with other weights into `folder`, and return `folder`."""
+    shutil.copytree(source, folder)
+    save_file(
+        {name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"}
+    )
+    return folder
+
+
+@torch.inference_mode()
+def expected_logits(folder: Path) -> torch.Tensor:
+    """What transformers computes for `TOKENS`, [21, V], float32."""
+    logits: torch.Tensor = load_reference(folder)(torch.tensor([TOKENS])).logits[0]
+    return logits
+
+
+@torch.inference_mode()
+def expected_logits_of_adapters(folder: Path, adapters: Sequence[Path]) -> list[torch.Tensor]:
+    """What PEFT computes for `TOKENS` with each adapter of the model in `folder`."""
+    model, logits = load_reference(folder), []
+    for adapter in adapters:
+        name = adapter.name
+        if isinstance(model, PeftModel):
+            model.load_adapter(str(adapter), name)
+            model.set_adapter(name)
+        else:
+            model = PeftModel.from_pretrained(model, str(adapter), name).eval()
+        logits.append(model(torch.tensor([TOKENS])).logits[0])
+    return logits
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare logits."""
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def words(values: torch.Tensor, bits: int) -> torch.Tensor:

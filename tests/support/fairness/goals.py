@@ -265,8 +265,8 @@ def pause_with_mlfq(policy: str) -> float:
 
 @cache
 def with_target(policy: str, itl_target_ms: float | None) -> VirtualEngine:
-    """Always 96 streams, whose prompts come in at any time."""
-    return _play(policy, Client(tenant="t").always(96), 12, itl_target_ms=itl_target_ms)
+    """Six seconds of always 96 streams, whose prompts come in at any time."""
+    return _play(policy, Client(tenant="t").always(96), 6, itl_target_ms=itl_target_ms)
 
 
 def itl_by_target(policy: str, itl_target_ms: float) -> float:
@@ -286,7 +286,7 @@ def tokens_with_target(policy: str, itl_target_ms: float) -> float:
 def chats(policy: str, load: float, has_batch: bool) -> VirtualEngine:
     """Chats at a share of the capacity, alone or beside 96 streams in the batch lane."""
     batch = Client(tenant="batch", lane=1).always(96 * has_batch)
-    return _play(policy, together(Client(tenant="chat").poisson(load * CAPACITY), batch), 12)
+    return _play(policy, together(Client(tenant="chat").poisson(load * CAPACITY), batch), 8)
 
 
 def steps_added_by_batch(policy: str) -> float:
@@ -303,7 +303,7 @@ def stretch_by_batch(policy: str) -> float:
 
 def service_of_batch(policy: str, load: float) -> float:
     """Units per second of the batch, by those of an engine that has nothing else to do."""
-    return chats(policy, load, True).service.served("batch", 2, 12) / 10 / UNITS
+    return chats(policy, load, True).service.served("batch", 2, 8) / 6 / UNITS
 
 
 GOALS: tuple[Goal, ...] = (

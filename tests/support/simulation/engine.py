@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from simulation.adapters import PlannedError, SimulatedCopier, SimulatedLoader
+from simulation.adapters import SimulatedCopier, SimulatedLoader
 from simulation.build import SimulatedEngine, small_geometry
 from simulation.checks import Checks
+from simulation.faults import logged_faults
 from simulation.pages import DevicePages
 from simulation.runner import SimulatedRunner
 from simulation.scenario import Action, Scenario, draw
@@ -29,6 +28,8 @@ MAX_PUMPS = 20_000
 IDLE_S = 0.01
 """From one pump that computes nothing to the next; every further one takes a third longer, up to `LONGEST_IDLE_S`."""
 LONGEST_IDLE_S = 0.5
+LOOK_IDLE_EVERY = 4
+"""Of pumps in a row that computed nothing, told nothing and left the counts of pages as they were, one is looked at."""
 
 
 class SimulationError(AssertionError):
@@ -72,6 +73,8 @@ class Simulation(SimulatedEngine):
         self.num_pumps = 0
         self._num_idle = 0
         """Pumps in a row in which nothing was computed and nothing happened outside."""
+        self._standing: tuple[dict[str, int], dict[str, int]] | None = None
+        """Pages by state, and preemptions, after the last pump."""
         self._next_action_s: float | None = None
         rng = random.Random(scenario.seed + 1)
 
@@ -126,7 +129,7 @@ class Simulation(SimulatedEngine):
             SimulationError: Something happened that must not.
         """
         try:
-            with self._faults_of_ours():
+            with logged_faults(self.failures):
                 self._play()
                 self._check_end()
         finally:
@@ -158,8 +161,11 @@ class Simulation(SimulatedEngine):
             self._fail(f"the engine gives up: {error}")
         for output in outputs:
             self._take(output)
-        self.checks.look(self.core, self._open)
         is_idle = self.runner.num_steps == steps
+        before, self._standing = self._standing, (self.pool.counts(), dict(self.scheduler.table.preemptions))
+        has_changed = not is_idle or bool(outputs) or self._standing != before
+        if has_changed or self._num_idle % LOOK_IDLE_EVERY == 0:
+            self.checks.look(self.core, self._open)
         if is_idle:
             self.checks.look_idle(self.time.now_s)
         if self.on_event is not None:
@@ -346,20 +352,6 @@ class Simulation(SimulatedEngine):
             self.failures.append(failure)
         raise SimulationError(self.scenario.seed, self.time.now_s, self.runner.num_steps, self.failures)
 
-    @contextmanager
-    def _faults_of_ours(self) -> Iterator[None]:
-        """Whatever the engine survives and logs is a failure here, unless the scenario planned it."""
-        logger = logging.getLogger("weft")
-        handler = _FaultHandler(self.failures)
-        before = logger.handlers, logger.propagate, logger.level
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            logger.handlers, logger.propagate = before[:2]
-            logger.setLevel(before[2])
-
     def _counts(self) -> Counter[str]:
         status = self.core.status()
         counts: Counter[str] = Counter(
@@ -379,19 +371,6 @@ class Simulation(SimulatedEngine):
         told = {"preemptions": status.preemptions, "evictions": status.evictions, "loads": status.loads}
         counts.update({f"{what}:{kind}": n for what, by_kind in told.items() for kind, n in by_kind.items()})
         return counts
-
-
-class _FaultHandler(logging.Handler):
-    """Takes note of errors that the engine logs."""
-
-    def __init__(self, failures: list[str]) -> None:
-        super().__init__(logging.ERROR)
-        self._failures = failures
-
-    def emit(self, record: logging.LogRecord) -> None:
-        fault = record.exc_info[1] if record.exc_info else None
-        if not isinstance(fault, PlannedError):
-            self._failures.append(logging.Formatter().format(record))
 
 
 def simulate(seed: int) -> Counter[str]:

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
-from browser import DESKTOP, PHONE, Watch, grave_findings, sign_in, watched_page
+from browser import DESKTOP, PHONE, Watch, grave_findings, grave_findings_in_the_dark, sign_in, watched_page
 from weft_server import ADMIN_KEY, WeftServer
 
 PAGES = (
@@ -65,25 +65,36 @@ def settle(page: Page, path: str) -> None:
     expect(page.locator(".skeleton")).to_have_count(0)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+def flaws(page: Page) -> list[str]:
+    """What is wrong with what is shown, by day and then by night: the colours are all that differs."""
+    with suppress(PlaywrightTimeout):  # a chart has its width only after what is around it has its own
+        page.wait_for_function("document.documentElement.scrollWidth <= innerWidth", timeout=3000)
+    found = grave_findings(page)
+    for scheme in ("light", "dark"):
+        if scheme == "dark":
+            found += [f"by night: {finding}" for finding in grave_findings_in_the_dark(page)]
+        width, shown = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+        found += [f"wider than the screen, {scheme}"] if width > shown else []
+    return found
+
+
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_pages_can_be_read_by_everybody_and_fit_the_screen(
-    browser: Browser, server: WeftServer, size: tuple[int, int], scheme: str
+    browser: Browser, server: WeftServer, size: tuple[int, int]
 ) -> None:
     wrong = {}
-    with watched_page(browser, server.url, size=size, scheme=scheme) as (page, _):
+    with watched_page(browser, server.url, size=size) as (page, _):
         page.goto("/")
         expect(page.get_by_label("Key", exact=True)).to_be_focused()
-        wrong["the sign-in"] = grave_findings(page)
+        wrong["the sign-in"] = flaws(page)
+        page.emulate_media(color_scheme="light")
         sign_in(page, ADMIN_KEY, "/account")
         for path in (*PAGES, *STATES):
             settle(page, path)
             STATES.get(path, lambda _: None)(page)
-            with suppress(PlaywrightTimeout):  # a chart has its width only after what is around it has its own
-                page.wait_for_function("document.documentElement.scrollWidth <= innerWidth", timeout=3000)
-            width, shown = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
-            unreachable = page.evaluate(CLICKABLE) if size == DESKTOP and scheme == "light" else []
-            wrong[path] = [*(["wider than the screen"] if width > shown else []), *grave_findings(page), *unreachable]
+            unreachable = page.evaluate(CLICKABLE) if size == DESKTOP else []
+            wrong[path] = [*flaws(page), *unreachable]
+            page.emulate_media(color_scheme="light")
     assert {path: found for path, found in wrong.items() if found} == {}
 
 

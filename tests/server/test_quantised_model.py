@@ -12,7 +12,7 @@ from gguf_writer import write_gguf
 from quantised_cases import CASES
 from quantised_models import make_quantised
 from weft.config import cache_folder
-from weft_server import DEMO_ADAPTERS, DEMO_MODEL, weft_server
+from weft_server import DEMO_ADAPTERS, DEMO_MODEL, expected_answers, weft_server
 
 pytestmark = pytest.mark.slow
 QUESTION = "When are you open?"
@@ -24,17 +24,14 @@ def test_a_gguf_file_serves_adapters_and_grammars_as_its_model_does(tmp_path: Pa
     (tmp_path / "cache" / "weft" / "kernels").symlink_to(cache_folder("kernels"))  # compiled once for all tests
     cache: dict[str, Any] = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     small = ("--memory-gib", "0.25", "--dtype", "float32", "--set", "model.threads=1")
-    answers = []
-    for model, served in ((DEMO_MODEL, "weft-demo"), (tmp_path / "demo.gguf", "demo.gguf")):
-        with weft_server(tmp_path / f"of-{served}", *small, model=model, **cache) as server:
-            client = server.publish("acme", "pirate")
-            asked = [server.ask("acme", name, QUESTION)["choices"][0]["message"] for name in (served, "pirate")]
-            answers.append([message["content"] for message in asked])
-            body = {"model": served, "prompt": "x", "structured_outputs": {"choice": ["yes", "no"]}}
-            held = client.post("/v1/completions", json=body)
-            assert held.json()["choices"][0]["text"] in ("yes", "no"), held.text
-    assert answers[0] == answers[1]
-    assert answers[0][0] != answers[0][1]
+    with weft_server(tmp_path / "served", *small, model=tmp_path / "demo.gguf", **cache) as server:
+        client = server.publish("acme", "pirate")
+        asked = [server.ask("acme", name, QUESTION)["choices"][0]["message"] for name in ("demo.gguf", "pirate")]
+        body = {"model": "demo.gguf", "prompt": "x", "structured_outputs": {"choice": ["yes", "no"]}}
+        held = client.post("/v1/completions", json=body)
+        assert held.json()["choices"][0]["text"] in ("yes", "no"), held.text
+    expected = next(each for each in expected_answers()["questions"] if each["question"] == QUESTION)["answers"]
+    assert [message["content"] for message in asked] == [expected["base"], expected["pirate"]]
 
 
 def test_an_upload_for_a_checkpoint_with_scaled_inputs_is_refused_unless_the_setting_says_otherwise(

@@ -97,38 +97,39 @@ def no_process(*_, **__):
     raise RuntimeError("a process was started")
 
 subprocess.Popen = no_process
-config = load_config(json.loads(sys.argv[1]), {})
-try:
-    serve(config, print)
-except ConfigError as error:
-    print(json.dumps([error.param, error.message, "torch" in sys.modules, config.server.data_dir.exists()]))
+for settings in json.loads(sys.argv[1]):
+    config = load_config(settings, {})
+    try:
+        serve(config, print)
+    except ConfigError as error:
+        print(json.dumps([error.param, error.message, "torch" in sys.modules, config.server.data_dir.exists()]))
 """
+WRONG = [
+    ("model", "path", "./no/such/folder", "no folder './no/such/folder'"),
+    ("model", "max_model_len", 4096, "at most the model's 1024 positions, got 4096"),
+    ("model", "device", "cuda", "no CUDA device"),
+    ("model", "tool_format", "hermez", "must be one of gemma4, harmony, hermes, "),
+    ("memory", "gib", 4096, "are free"),
+    ("memory", "gib", 1e-6, "are the least"),
+]
+"""Section, name and value of a setting, and what is told about it."""
 
 
-@pytest.mark.parametrize(
-    ("section", "name", "value", "told"),
-    [
-        ("model", "path", "./no/such/folder", "no folder './no/such/folder'"),
-        ("model", "max_model_len", 4096, "at most the model's 1024 positions, got 4096"),
-        ("model", "device", "cuda", "no CUDA device"),
-        ("model", "tool_format", "hermez", "must be one of gemma4, harmony, hermes, "),
-        ("memory", "gib", 4096, "are free"),
-        ("memory", "gib", 1e-6, "are the least"),
-    ],
-)
-def test_a_wrong_setting_is_told_before_torch_is_loaded_and_anything_is_written(
-    tmp_path: Path, section: str, name: str, value: object, told: str
-) -> None:
-    settings: dict[str, dict[str, object]] = {
-        "model": {"path": str(DEMO_MODEL), "device": "cpu"},
-        "server": {"port": 0, "data_dir": str(tmp_path / "data")},
-    }
-    settings.setdefault(section, {})[name] = value
-    command = [sys.executable, "-P", "-c", START, json.dumps(settings)]
+def test_a_wrong_setting_is_told_before_torch_is_loaded_and_anything_is_written(tmp_path: Path) -> None:
+    starts = []
+    for section, name, value, _ in WRONG:
+        settings: dict[str, dict[str, object]] = {
+            "model": {"path": str(DEMO_MODEL), "device": "cpu"},
+            "server": {"port": 0, "data_dir": str(tmp_path / "data")},
+        }
+        settings.setdefault(section, {})[name] = value
+        starts.append(settings)
+    command = [sys.executable, "-P", "-c", START, json.dumps(starts)]
     hidden = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(command, env=hidden, capture_output=True, text=True, timeout=60)
-    assert ended.stdout, ended.stderr
-    param, message, has_torch, has_data = json.loads(ended.stdout)
-    assert param == f"{section}.{name}"
-    assert told in message
-    assert (has_torch, has_data) == (False, False)
+    answers = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert len(answers) == len(WRONG), ended.stderr
+    for (section, name, _, told), (param, message, has_torch, has_data) in zip(WRONG, answers, strict=True):
+        assert param == f"{section}.{name}"
+        assert told in message
+        assert (has_torch, has_data) == (False, False), param

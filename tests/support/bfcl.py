@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +42,22 @@ class Item:
     """That answer the question, one for each of its parts."""
 
 
-def items(step: int = 1) -> Iterator[Item]:
-    """Every `step`-th item; without the data the test is skipped, and fails where CI is set."""
+@cache
+def items(step: int = 1) -> Sequence[Item]:
+    """Every `step`-th item, to be read only; without the data the test is skipped, and fails where CI is set."""
     if not FOLDER.is_dir():
         why = "BFCL's data is missing: run scripts/bfcl"
         if environment().get("CI"):
             pytest.fail(why)
         pytest.skip(why)
-    number = 0
+    return tuple(_read())[::step]
+
+
+def _read() -> Iterator[Item]:
     for part in PARTS:
         answers = {answer["id"]: answer["ground_truth"] for answer in _lines(FOLDER / f"possible_answer/{part}.json")}
         for question in _lines(FOLDER / f"{part}.json"):
-            if number % step == 0:
-                yield _item(question["id"], question["function"], answers[question["id"]])
-            number += 1
+            yield _item(question["id"], question["function"], answers[question["id"]])
 
 
 def _lines(path: Path) -> Iterator[Any]:

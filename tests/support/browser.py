@@ -7,14 +7,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from axe_playwright_python.base import AxeResults
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Response, Route, expect, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    ConsoleMessage,
+    Page,
+    Request,
+    Response,
+    expect,
+    sync_playwright,
+)
 
 from system_tools import require
 from weft_server import WeftServer
 
+VIOLATIONS = {"resultTypes": ["violations"]}
+COLOUR_RULES = ["color-contrast", "link-in-text-block"]
+"""Of axe's rules that it runs unless asked for more, those that look at colours."""
 GRAVE = {"serious", "critical"}
-OPTIONS = ("--no-sandbox", "--disable-background-networking", "--disable-component-update", "--disable-sync")
+OPTIONS = (
+    *("--no-sandbox", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
+)
+"""Nothing off this machine is found: a route that kept pages from it would also turn the browser's cache off."""
+LOCAL_SCHEMES = ("blob", "data")
 DESKTOP = (1440, 900)
 PHONE = (390, 844)
 REFUSAL = "Failed to load resource: the server responded with a status of"
@@ -71,9 +89,8 @@ def watched_page(
     context.set_default_timeout(TIMEOUT_MS)
     expect.set_options(timeout=TIMEOUT_MS)
     watch = Watch()
-    _keep_home(context, watch)
     page = context.new_page()
-    _listen(page, watch)
+    _listen(context, page, watch)
     try:
         yield page, watch
         watch.check()
@@ -99,7 +116,17 @@ def sign_out_elsewhere(page: Page, server: WeftServer) -> None:
 
 def grave_findings(page: Page) -> list[str]:
     """What axe finds that keeps people from using the page."""
-    found = Axe().run(page).response["violations"]
+    return _grave(Axe().run(page, options=VIOLATIONS))
+
+
+def grave_findings_in_the_dark(page: Page) -> list[str]:
+    """What axe finds besides in a page by day whose colours become those of the night; it is left in them."""
+    page.emulate_media(color_scheme="dark")
+    return _grave(Axe().run(page, options={**VIOLATIONS, "runOnly": COLOUR_RULES}))
+
+
+def _grave(results: AxeResults) -> list[str]:
+    found = results.response["violations"]
     return [
         f"{rule['id']}: {node['html'][:120]}" for rule in found if rule["impact"] in GRAVE for node in rule["nodes"]
     ]
@@ -114,18 +141,12 @@ def wait_until_shown(page: Page) -> None:
     page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
 
 
-def _keep_home(context: BrowserContext, watch: Watch) -> None:
-    def decide(route: Route) -> None:
-        if urlsplit(route.request.url).hostname in ("127.0.0.1", "localhost"):
-            route.continue_()
-        else:
-            watch.foreign.append(route.request.url)
-            route.abort()
+def _listen(context: BrowserContext, page: Page, watch: Watch) -> None:
+    def asked(request: Request) -> None:
+        address = urlsplit(request.url)
+        if address.scheme not in LOCAL_SCHEMES and address.hostname not in ("127.0.0.1", "localhost"):
+            watch.foreign.append(request.url)
 
-    context.route("**/*", decide)
-
-
-def _listen(page: Page, watch: Watch) -> None:
     def console(message: ConsoleMessage) -> None:
         if message.type in ("error", "warning") and REFUSAL not in message.text:
             watch.said.append(message.text)
@@ -136,6 +157,7 @@ def _listen(page: Page, watch: Watch) -> None:
         if response.status >= 400 and response.status not in watch.allowed and not is_question:
             watch.refused.append(f"{response.request.method} {response.url}: {response.status}")
 
+    context.on("request", asked)
     page.on("console", console)
     page.on("pageerror", lambda error: watch.said.append(str(error)))
     page.on("response", answered)

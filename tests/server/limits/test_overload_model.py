@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import cache
 from random import Random
 
 import pytest
@@ -41,6 +42,14 @@ def overload(times: float, manner: Callable[[Random], str], *, same_body: bool =
     return Overload([flood, quiet])
 
 
+@cache
+def after_a_minute(times: float, manner: Callable[[Random], str]) -> Overload:
+    """The model after this overload, for tests that only look at it."""
+    model = overload(times, manner)
+    model.run(SPAN_S)
+    return model
+
+
 def of(model: Overload, tenant: str, manner: str | None = None) -> list[Client]:
     return [one for one in model.clients if one.tenant == tenant and manner in (None, one.manner)]
 
@@ -56,8 +65,7 @@ def good_units(model: Overload) -> float:
 @pytest.mark.parametrize("times", [1.2, 1.6, 3.6, 20])
 @pytest.mark.parametrize("manner", [honest, once])
 def test_the_engine_computes_at_full_rate_and_begins_in_time(times: float, manner: Callable[[Random], str]) -> None:
-    model = overload(times, manner)
-    model.run(SPAN_S)
+    model = after_a_minute(times, manner)
     assert sum(model.engine.units.values()) >= 0.94 * CAPACITY * SPAN_S
     assert good_units(model) >= 0.97
 
@@ -90,8 +98,7 @@ def test_who_comes_at_half_the_time_is_mostly_too_early() -> None:
 
 
 def test_every_refusal_tells_a_time_of_a_second_to_an_hour() -> None:
-    model = overload(20, honest)
-    model.run(SPAN_S)
+    model = after_a_minute(20, honest)
     told = [seconds for client in model.clients for seconds in client.told_s]
     assert len(told) > 5000
     assert min(told) >= 1 - 1e-6
@@ -100,16 +107,14 @@ def test_every_refusal_tells_a_time_of_a_second_to_an_hour() -> None:
 
 
 def test_times_are_short_where_nobody_comes_back() -> None:
-    model = overload(20, once)
-    model.run(SPAN_S)
+    model = after_a_minute(20, once)
     late = [client.told_s[0] for client in of(model, "flood") if client.told_s and client.arrived_s > model.now_s - 10]
     assert max(late) < 120  # it would be 1,100 s if all came back
 
 
 @pytest.mark.parametrize("manner", [honest, once, anything])
 def test_a_tenant_below_its_share_is_always_served_at_once(manner: Callable[[Random], str]) -> None:
-    model = overload(20, manner)
-    model.run(SPAN_S)
+    model = after_a_minute(20, manner)
     quiet = of(model, "quiet")
     assert len(quiet) > 20
     assert all(

@@ -25,7 +25,8 @@ RANKS = (8, 16, 32, 64, 8, 16, 32, 64)
 NUM_SMALL = 8
 SMALL_RANK = 8
 _SEED = 7
-_FORMAT = 2
+MAX_POSITIONS = 8192
+_FORMAT = 3
 """Goes up whenever the generated files would differ."""
 
 
@@ -56,7 +57,7 @@ def make_small_adapters(cache: Path) -> Path:
 
 def base_config() -> Qwen2Config:
     """386M parameters, 24 layers, hidden size 896, tied embeddings."""
-    return Qwen2Config(vocab_size=VOCAB_SIZE, **QWEN.config_fields())
+    return Qwen2Config(**{**QWEN.config_fields(), "vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_POSITIONS})
 
 
 def _save_base(folder: Path) -> None:

@@ -70,9 +70,17 @@ class EventClient:
             ConnectionError: The server cannot be reached, or closed before the answer's end.
         """
         head = f"POST {self._prefix}{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
-        connection = await self._connect()
+        request = head.encode() + body
+        kept = self._kept()
+        connection = kept or await self._connect()
         try:
-            await connection.ask(head.encode() + body, on_event, on_head)
+            await connection.ask(request, on_event, on_head)
+        except ConnectionError:
+            if connection is not kept or connection.status:
+                raise
+            # Some servers close a connection just after an answer, while the next request is on its way.
+            connection = await self._connect()
+            await connection.ask(request, on_event, on_head)
         finally:
             if connection.can_be_kept:
                 self._idle.append(connection)
@@ -81,11 +89,14 @@ class EventClient:
         if connection.status != 200:
             raise HttpStatusError(connection.status, connection.body)
 
-    async def _connect(self) -> _Connection:
+    def _kept(self) -> _Connection | None:
         while self._idle:
             connection = self._idle.pop()
             if not connection.transport.is_closing():
                 return connection
+        return None
+
+    async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
         return connection

@@ -22,6 +22,7 @@ constexpr int64_t PITCH = 64;        // rows of codes are padded to a multiple o
 constexpr int64_t CHUNK_ROWS = 96;   // of one task, best a multiple of ROWS
 constexpr int64_t MIN_TILE_ROWS = 4; // fewer rows are not computed on tiles
 constexpr int64_t AHEAD = 1024;      // bytes of a panel that are on their way from memory
+constexpr int64_t LINE = 64;         // bytes of a cache line
 constexpr float SMALLEST = 1e-30f;   // magnitude of a row that is not taken for zeros
 
 typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
@@ -104,6 +105,16 @@ struct Activations {
 
 struct Nothing {};
 
+// What is fetched from memory during a product: so many lines in each of its steps, from there on.
+struct Ahead {
+    const uint8_t* from;
+    int64_t lines;
+
+    WEFT_INLINE void fetch(int64_t step) const {
+        for (int64_t line = 0; line < lines; line++) __builtin_prefetch(from + (step * lines + line) * LINE, 0, 2);
+    }
+};
+
 // 8 bits: panels [columns / 64][units][64][4], units padded to PITCH codes; scales [columns].
 struct EightBits {
 #ifdef WEFT_TILES
@@ -113,7 +124,7 @@ struct EightBits {
     using Registers = Nothing;
     static constexpr bool HAS_TILES = false;
 #endif
-    static constexpr int64_t ZERO = 128, PANEL = 64;
+    static constexpr int64_t ZERO = 128, PANEL = 64, STEP_BYTES = PANEL * UNIT;
     static constexpr int V = VECTORS;
     static int64_t groups(int64_t /*features*/) { return 1; }
     static int64_t panel_bytes(int64_t features) { return padded(features, PITCH) * PANEL; }
@@ -121,18 +132,16 @@ struct EightBits {
     // `finish(row, vector, sums)` takes the products of R rows with V vectors of columns, without scales of the rows.
     template <int R, class Finish>
     static WEFT_INLINE void multiply(const Activations& x, const uint8_t* panel, int64_t features, int64_t first,
-                                     const float* scales, Finish finish) {
+                                     const float* scales, Ahead ahead, Finish finish) {
         Ints sums[R][V];
         for (int r = 0; r < R; r++) {
             for (int v = 0; v < V; v++) sums[r][v] = Ints{} + x.starts[r];
         }
         const uint8_t* weights = panel + first * UNIT;
-        for (int64_t k = 0; k < features; k += UNIT, weights += PANEL * UNIT) {
+        for (int64_t k = 0; k < features; k += UNIT, weights += STEP_BYTES) {
+            ahead.fetch(k / UNIT);
             Words columns[V];
-            for (int v = 0; v < V; v++) {
-                columns[v] = load_bits<Words>(weights + v * LANES * UNIT);
-                __builtin_prefetch(weights + v * LANES * UNIT + AHEAD);
-            }
+            for (int v = 0; v < V; v++) columns[v] = load_bits<Words>(weights + v * LANES * UNIT);
             for (int r = 0; r < R; r++) {
                 const Words factor = broadcast(x.codes + r * x.pitch + k);
                 for (int v = 0; v < V; v++) sums[r][v] = multiply_bytes(sums[r][v], columns[v], factor);
@@ -144,8 +153,8 @@ struct EightBits {
     }
 
 #ifdef WEFT_TILES
-    // The same on tiles, for up to 16 rows and a whole panel: with exact sums a row may be computed here or there. Reads
-    // 16 rows of codes.
+    // The same on tiles, for up to 16 rows and a whole panel: with exact sums a row may be computed here or there. It
+    // reads 16 rows of codes.
     template <class Finish>
     static void multiply_on_tiles(int64_t rows, const Activations& x, const uint8_t* panel, int64_t features,
                                   const float* scales, Finish finish) {
@@ -169,16 +178,16 @@ struct FourBits {
     static constexpr bool HAS_TILES = false;
     static constexpr int64_t ZERO = 8, PANEL = 32;
     static constexpr int V = VECTORS / 2;
-    static constexpr int64_t CODES = PANEL * GROUP / 2, BYTES = CODES + PANEL * sizeof(Bfloat16);
+    static constexpr int64_t CODES = PANEL * GROUP / 2, STEP_BYTES = CODES + PANEL * sizeof(Bfloat16);
     static int64_t groups(int64_t features) { return padded(features, GROUP) / GROUP; }
-    static int64_t panel_bytes(int64_t features) { return groups(features) * BYTES; }
+    static int64_t panel_bytes(int64_t features) { return groups(features) * STEP_BYTES; }
 
     template <int R, class Finish>
     static WEFT_INLINE void multiply(const Activations& x, const uint8_t* panel, int64_t features, int64_t first,
-                                     const float* /*scales*/, Finish finish) {
+                                     const float* /*scales*/, Ahead ahead, Finish finish) {
         Floats totals[R][V] = {};
-        for (int64_t k = 0, group = 0; k < features; k += GROUP, group++, panel += BYTES) {
-            for (int64_t line = 0; line < BYTES; line += 64) __builtin_prefetch(panel + AHEAD + line);
+        for (int64_t k = 0, group = 0; k < features; k += GROUP, group++, panel += STEP_BYTES) {
+            ahead.fetch(group);
             Ints sums[R][V];
             for (int r = 0; r < R; r++) {
                 for (int v = 0; v < V; v++) sums[r][v] = Ints{} + x.starts[r * x.groups + group];
@@ -246,10 +255,9 @@ void linear(const T* x, int64_t x_stride, int64_t rows, int64_t features, const 
                 starts[row * groups + g] = -W::ZERO * std::accumulate(from, to, int32_t{0});
             }
         }
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < tasks; task++) {
-            const int64_t column = task / chunks * W::PANEL;
-            const uint8_t* panel = panels + task / chunks * W::panel_bytes(features);
+        const auto run = [&](int64_t task) {
+            const int64_t column = task / chunks * W::PANEL, panel_bytes = W::panel_bytes(features);
+            const uint8_t* panel = panels + task / chunks * panel_bytes;
             // What takes products of rows from `row` on and vectors of columns from `first` of the panel on.
             const auto finish = [&](int64_t row, int64_t first) {
                 return [&, row, first](int64_t r, int64_t v, Floats sums) {
@@ -269,13 +277,28 @@ void linear(const T* x, int64_t x_stride, int64_t rows, int64_t features, const 
                 }
             }
 #endif
+            // The first block of rows waits for the panel, which is cached for the others: they fetch the next one.
+            constexpr int64_t LINES = W::STEP_BYTES / LINE;
+            const int64_t others = (end - start - 1) / ROWS, lines = others > 0 ? (LINES + others - 1) / others : 0;
             for (int64_t first = 0; first < W::PANEL && column + first < columns; first += W::V * LANES) {
+                int64_t fetched = -lines;
                 for_blocks(end - start, [&](int64_t block, auto constant) {
                     const int64_t row = start + block;
+                    const Ahead next{panel + panel_bytes * (LINES + fetched) / LINES, fetched < LINES ? lines : 0};
+                    const Ahead ahead = block == 0 ? Ahead{panel + AHEAD, LINES} : next;
+                    fetched += lines;
                     W::template multiply<decltype(constant)::value>(all.from(row), panel, features, first,
-                                                                    scales + column, finish(row, first));
+                                                                    scales + column, ahead, finish(row, first));
                 });
             }
+        };
+        // A thread takes neighbours, so that the next panel is its own; many rows are divided as threads get ready.
+        if (chunks == 1) {
+#pragma omp for
+            for (int64_t task = 0; task < tasks; task++) run(task);
+        } else {
+#pragma omp for schedule(dynamic)
+            for (int64_t task = 0; task < tasks; task++) run(task);
         }
     }
 }

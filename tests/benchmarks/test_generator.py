@@ -67,6 +67,18 @@ def test_a_connection_that_the_server_ends_or_talks_on_is_not_used_again(server:
     assert server.connections == 3
 
 
+def test_a_kept_connection_that_turns_out_to_be_closed_is_no_error_and_a_new_one_is(server: ShopWindow) -> None:
+    server.fault = "one answer"
+    replies = ask(server.url, 3)
+    check_replies(replies)
+    assert [len(reply.token_times_s) for reply in replies] == [4, 4, 4]
+    assert server.connections == 3
+    server.fault = "unanswered"
+    (reply,) = ask(server.url, 1)
+    assert reply.error == "ConnectionError: the server closed the connection before the end of the answer"
+    assert server.connections == 4
+
+
 def test_a_connection_with_half_an_answer_is_not_used_again(server: ShopWindow) -> None:
     async def run() -> list[Reply]:
         replies = [Reply("a", due_s=0.0) for _ in range(3)]

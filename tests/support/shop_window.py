@@ -38,6 +38,7 @@ class Visit(BaseHTTPRequestHandler):
     server: ShopWindow
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
+    has_answered = False
 
     def setup(self) -> None:
         super().setup()
@@ -61,6 +62,10 @@ class Visit(BaseHTTPRequestHandler):
                 self.server.in_flight -= 1
 
     def answer(self, body: dict[str, Any], fault: str) -> None:
+        if fault == "unanswered" or (fault == "one answer" and self.has_answered):
+            self.close_connection = True
+            return
+        self.has_answered = True
         if fault == "503":
             self.wfile.write(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 7\r\nContent-Length: 4\r\n\r\nbusy")
             return

@@ -353,14 +353,13 @@ def weights_table(run: dict[str, Any]) -> list[str]:
         f"| step | {' | '.join(f'`{name}`' for name in formats)} |",
         "|---" * (1 + len(formats)) + "|",
     ]
-    for name in cases:
-        if any(name.endswith(f", {other}") for other in formats):
+    ends = ["" if name == "bf16" else f", {name}" for name in formats]
+    for step in (name.removesuffix(ends[0]) for name in cases if name.endswith(ends[0])):
+        if not all(f"{step}{end}" in cases for end in ends):
             continue
-        first_ms, *others_ms = (
-            cases[name if other == formats[0] == "bf16" else f"{name}, {other}"]["step_ms"] for other in formats
-        )
+        first_ms, *others_ms = (cases[f"{step}{end}"]["step_ms"] for end in ends)
         cells = [f"{first_ms:,.1f}", *(f"{ms:,.1f} ({first_ms / ms:.2f} times as fast)" for ms in others_ms)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {step} | {' | '.join(cells)} |")
     return lines
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from idleness import seconds_until_idle
 from stream_client import Cut, exchange, stream
-from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, upload_bytes, weft_server
+from weft_server import DEMO_ADAPTERS, DEMO_MODEL, STEADY_MALLOC, WeftServer, upload_bytes, weft_server
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -38,8 +38,6 @@ SETTINGS = {
     "scheduler.max_wait_s": 600,  # a slow machine is no reason to refuse one of them
     "model.threads": 1,
 }
-MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
-"""So that RSS follows what is allocated: with an arena for each thread, and thresholds that rise, it grows by leaps."""
 BASE = DEMO_MODEL.name
 ADAPTERS = ("pirate",)
 PROGRAM = (sys.executable, "-P", str(Path(__file__).parents[1] / "support" / "leaking_server.py"))
@@ -223,7 +221,7 @@ class Soaked:
 def soaked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Soaked]:
     folder = tmp_path_factory.mktemp("soak")
     leak_while = folder / "leak"
-    environment: dict[str, Any] = {**MALLOC, "LEAK_WHILE": str(leak_while)}
+    environment: dict[str, Any] = {**STEADY_MALLOC, "LEAK_WHILE": str(leak_while)}
     with weft_server(folder, "--dtype", "float32", program=PROGRAM, settings=SETTINGS, **environment) as server:
         server.publish("acme", *ADAPTERS)
         crowd = Crowd(server, server.tenants["acme"], random.Random(11))

@@ -23,7 +23,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft
 from idleness import PATIENCE_S, wait_until
 from tiny_models import ALL_LINEAR, TINY_VOCAB_SIZE, load_reference, make_model
 from weft.client import Client
-from weft_server import WeftServer, engines, weft_server
+from weft_server import STEADY_MALLOC, WeftServer, engines, weft_server
 
 VERSIONS = 200
 ROLLOUTS = 32
@@ -32,9 +32,9 @@ NUM_PROMPTS = 16
 PROMPT_TOKENS = 12
 MIN_MARGIN = 2e-4
 """In logits: tokens that are closer to the likeliest say nothing about equality."""
-SETTLED = 50
+SETTLED = 100
 """Versions after which memory is read for the first time."""
-MOST_GROWTH = 24 << 20
+MOST_GROWTH = 16 << 20
 """Of all processes, from then to the end."""
 SETTINGS = {"model.threads": 1, "model.dtype": "float32", "memory.gib": 0.05, "memory.host_gib": 0.02}
 
@@ -114,7 +114,7 @@ class Training:
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[Training]:
     base = make_model(tmp_path / "base", "qwen2", max_position_embeddings=128, num_hidden_layers=1)
-    with weft_server(tmp_path / "server", model=base, settings=SETTINGS) as server:
+    with weft_server(tmp_path / "server", model=base, settings=SETTINGS, **STEADY_MALLOC) as server:
         server.tenant("acme")
         yield Training(base, server)
 

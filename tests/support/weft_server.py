@@ -47,6 +47,11 @@ def free_port() -> int:
     raise RuntimeError("no port is free")
 
 
+STEADY_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}
+"""Environment of a server whose RSS follows what is allocated. With an arena for each thread, and thresholds that rise,
+it grows by leaps."""
+
+
 @dataclass
 class WeftServer:
     """One running server and what tests do with it."""

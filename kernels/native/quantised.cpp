@@ -281,12 +281,11 @@ void linear(const T* x, int64_t x_stride, int64_t rows, int64_t features, const 
             constexpr int64_t LINES = W::STEP_BYTES / LINE;
             const int64_t others = (end - start - 1) / ROWS, lines = others > 0 ? (LINES + others - 1) / others : 0;
             for (int64_t first = 0; first < W::PANEL && column + first < columns; first += W::V * LANES) {
-                int64_t fetched = -lines;
                 for_blocks(end - start, [&](int64_t block, auto constant) {
                     const int64_t row = start + block;
+                    const int64_t fetched = (block / ROWS - 1) * lines;
                     const Ahead next{panel + panel_bytes * (LINES + fetched) / LINES, fetched < LINES ? lines : 0};
                     const Ahead ahead = block == 0 ? Ahead{panel + AHEAD, LINES} : next;
-                    fetched += lines;
                     W::template multiply<decltype(constant)::value>(all.from(row), panel, features, first,
                                                                     scales + column, ahead, finish(row, first));
                 });

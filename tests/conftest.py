@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +20,16 @@ settings.register_profile(
     "weft", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("weft")
+
+# Collecting makes a million objects that stay. The garbage collector looks at none of them, here or in the tests,
+# but at the end: nanobind reports what is left then.
+gc.disable()
+atexit.register(gc.unfreeze)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

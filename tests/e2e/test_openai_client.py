@@ -7,7 +7,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
 
-import anthropic
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
@@ -46,6 +45,8 @@ def test_chat_gives_the_reference_answer_for_base_and_each_adapter(client: opena
 
 
 def test_responses_and_messages_give_the_reference_answers_too(client: openai.OpenAI, shop: WeftServer) -> None:
+    import anthropic  # takes a second to import
+
     question = ANSWERS["questions"][0]
     asked: Any = {"model": "pirate", "temperature": 0}
     whole = client.responses.create(**asked, input=question["question"], max_output_tokens=64)

@@ -37,6 +37,7 @@ DESKTOP = (1440, 900)
 PHONE = (390, 844)
 REFUSAL = "Failed to load resource: the server responded with a status of"
 """What Chromium writes for every answer that is an error; those are looked at by their status."""
+BROKEN = "Failed to load resource: net::ERR_CONNECTION_"
 
 TIMEOUT_MS = 15_000
 """A machine that does other things as well is slow to draw a page."""
@@ -48,6 +49,8 @@ class Watch:
 
     allowed: set[int] = field(default_factory=set)
     """Statuses of errors that the test brings about."""
+    broken: bool = False
+    """Whether the test breaks connections. What the console says about one can arrive after it is back."""
     foreign: list[str] = field(default_factory=list)
     """Addresses off this machine that something asked for."""
     said: list[str] = field(default_factory=list)
@@ -148,7 +151,8 @@ def _listen(context: BrowserContext, page: Page, watch: Watch) -> None:
             watch.foreign.append(request.url)
 
     def console(message: ConsoleMessage) -> None:
-        if message.type in ("error", "warning") and REFUSAL not in message.text:
+        expected = REFUSAL in message.text or (watch.broken and BROKEN in message.text)
+        if message.type in ("error", "warning") and not expected:
             watch.said.append(message.text)
 
     def answered(response: Response) -> None:

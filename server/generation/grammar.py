@@ -174,7 +174,7 @@ def _num_remainders(value: object) -> int:
 
 def _check_range(schema: dict[str, Any], path: str) -> None:
     """Refuse the one kind of range that llguidance gets wrong: it would allow the bound that is excluded."""
-    if schema.get("type") == "integer":
+    if not ("exclusiveMinimum" in schema or "exclusiveMaximum" in schema) or schema.get("type") == "integer":
         return
     for name, *others in (
         ("exclusiveMinimum", "maximum", "exclusiveMaximum"),

@@ -16,7 +16,7 @@ from weft.engine.grammar.matcher import MAX_SLOW, PARSER_LIMITS, SLOW_S, Grammar
 from weft.engine.request import GRAMMAR_DEAD_END, GRAMMAR_TOO_COMPLEX, INTERNAL
 from weft.engine.text.tokenizer import Tokenizer, read_eos_token_ids
 from weft.errors import InvalidRequestError
-from weft.server.generation.grammar import json_object_rule
+from weft.server.generation.grammar import json_object_rule, json_rule
 
 DEMO = Path(__file__).resolve().parents[3] / "weft" / "demo" / "weft-demo"
 TOKENS = GrammarTokens(DEMO, read_eos_token_ids(DEMO))
@@ -40,6 +40,40 @@ def test_a_token_that_does_not_fit_is_not_taken_and_ends_the_matcher() -> None:
     matcher = TOKENS.compile('start: "ab"').copy()
     assert not matcher.take(encode("x"))
     assert not matcher.is_done
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", 2]}}, "required": ["b"]},
+        {"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "string", "format": "date-time"}],
+         "$defs": {"tree": {"type": "array", "items": {"$ref": "#"}, "maxItems": 3}}},
+        {"type": "string", "maxLength": 12, "pattern": "^[a-f]+$"},
+        True,
+    ],
+)  # fmt: skip
+def test_a_schema_that_goes_past_the_reader_of_lark_allows_what_it_allows_there(schema: object) -> None:
+    text = f"start: {json_rule(schema)}"
+    past = compiled_parser(TOKENS.tokenizer, text)
+    through = compiled_parser(TOKENS.tokenizer, text.replace("start:", "start :"))
+    rng = random.Random(0)
+    for _ in range(60):
+        mask = past.compute_bitmask()
+        assert mask == through.compute_bitmask()
+        assert past.is_accepting() == through.is_accepting()
+        bits = int.from_bytes(mask, "little")
+        allowed = [token_id for token_id in range(TOKENS.tokenizer.vocab_size) if bits >> token_id & 1]
+        if past.is_stopped() or not allowed:
+            break
+        token_id = rng.choice(allowed)
+        past.consume_tokens([token_id])
+        through.consume_tokens([token_id])
+    assert not past.is_error()
+
+
+def test_a_rule_after_a_schema_is_read_as_lark() -> None:
+    matcher = TOKENS.compile('start: %json {"const": 1}\n| "b"').copy()
+    assert matcher.take(encode("b"))
 
 
 def test_a_long_answer_is_followed_to_its_end_and_wears_the_matcher_out() -> None:

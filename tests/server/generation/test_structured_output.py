@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import httpx
+import psutil
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -227,6 +228,15 @@ def child(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda args, **options: popen([args[0], *code], **options))
     return code
+
+
+def test_checks_give_way_to_steps() -> None:
+    checker = GrammarChecker()
+    assert checker.problem('start: "a"', "a", DEMO_MODEL, "t") is None
+    own = psutil.Process()
+    children = [each for each in own.children() if "weft.server.grammar_check" in each.cmdline()]
+    assert {int(each.nice()) for each in children} == {min(int(own.nice()) + 10, 19)}
+    checker.close()
 
 
 def test_tenants_share_no_verdicts(child: list[str]) -> None:

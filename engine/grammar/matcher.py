@@ -114,7 +114,7 @@ def compiled_parser(tokenizer: LLTokenizer, text: str) -> LLMatcher:
 
 
 def _source(text: str) -> str:
-    """A grammar for llguidance. Its reader of Lark takes 0.5 ms to start, as long as a small schema: it is passed by."""
+    """A grammar for llguidance. Its reader of Lark takes 0.5 ms to start, like a small schema: it is passed by."""
     schema = text.removeprefix(ONLY_SCHEMA)
     if schema is not text:
         try:

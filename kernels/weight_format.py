@@ -9,6 +9,8 @@ from typing import Literal
 
 WeightFormat = Literal["bf16", "int8", "int4"]
 """bf16 is the dtype of the model, whatever that is."""
+HEAD_FORMAT: Literal["int8"] = "int8"
+"""Of the head beside layers in 8 or 4 bits."""
 GROUP = 32
 """Inputs that share a scale in int4."""
 UNIT = 4

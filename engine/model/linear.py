@@ -15,8 +15,9 @@ import torch
 
 from weft.kernels.dispatch import Linear as Linear
 from weft.kernels.dispatch import kernels_for
+from weft.kernels.plain.quantised import quantise_rows
 from weft.kernels.quantised import Int4Weight, Int8Weight
-from weft.kernels.weight_format import WeightFormat
+from weft.kernels.weight_format import HEAD_FORMAT, WeightFormat
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,31 @@ def _quantised(weight: torch.Tensor | Int8Weight, bias: torch.Tensor | None, wei
     if weights == "int4":
         return make(Int4Weight.of(weight.dequantised() if isinstance(weight, Int8Weight) else weight), bias)
     return make(weight if isinstance(weight, Int8Weight) else Int8Weight.of(weight), bias)
+
+
+class FineInput:
+    """A layer in 8 bits whose input has 15: each row's codes are multiplied, and in a row of its own what they leave.
+
+    The head's input is the sum of all layers, in which a few elements are much larger than the rest; its output is the
+    answer. Weights are read once for both rows, so few rows cost no more.
+    """
+
+    __slots__ = ("_linear",)
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear = linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layer to x [rows, in_features] of any float dtype; [rows, out_features], float32."""
+        codes, scales = quantise_rows(x)
+        coarse = codes * scales  # from which the layer makes the same codes
+        y = self._linear(torch.cat((coarse, x - coarse)))
+        return y[: len(x)].add_(y[len(x) :])
+
+
+def make_head(weight: torch.Tensor | Int8Weight, weights: WeightFormat) -> Linear:
+    """Make the layer of the logits for a model whose layers are kept in the format `weights`."""
+    return make_linear(weight) if weights == "bf16" else FineInput(make_linear(weight, weights=HEAD_FORMAT))
 
 
 @cache

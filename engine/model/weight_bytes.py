@@ -8,11 +8,7 @@ from weft.adapters.base_shape import SITES
 from weft.config import Weights
 from weft.engine.model.spec import HEAD, DecoderSpec, expected_tensors, module_shapes
 from weft.errors import ConfigError
-from weft.kernels.weight_format import WeightFormat, layer_bytes
-
-QUANTISED_HEAD_PARAMETERS = 1_000_000_000
-"""From so many parameters on, the head is kept in 8 bits where the layers are in 8 or 4. In smaller models rounding it
-costs most, and it is a larger part of what is read: their heads stay as they are, as do all embeddings."""
+from weft.kernels.weight_format import HEAD_FORMAT, WeightFormat, layer_bytes
 
 
 def choose_weights(setting: Weights, spec: DecoderSpec, *, on_cpu: bool) -> WeightFormat:
@@ -31,11 +27,6 @@ def choose_weights(setting: Weights, spec: DecoderSpec, *, on_cpu: bool) -> Weig
     return "int8" if on_cpu and spec.quantisation is not None and spec.quantisation.bits <= 8 else "bf16"
 
 
-def head_format(spec: DecoderSpec, weights: WeightFormat) -> WeightFormat:
-    """The format of the head beside layers of the format `weights`."""
-    return "int8" if weights != "bf16" and spec.num_parameters >= QUANTISED_HEAD_PARAMETERS else "bf16"
-
-
 def model_bytes(spec: DecoderSpec, weights: WeightFormat, dtype_bytes: int, *, on_cpu: bool) -> int:
     """Bytes of a loaded model.
 
@@ -51,10 +42,8 @@ def model_bytes(spec: DecoderSpec, weights: WeightFormat, dtype_bytes: int, *, o
         sizes[HEAD] = math.prod(head)
     if weights == "bf16":
         return sum(sizes.values()) * dtype_bytes
-    total = 0
-    if head_format(spec, weights) == "int8":
-        del sizes[HEAD]
-        total += layer_bytes("int8", *head)
+    del sizes[HEAD]
+    total = layer_bytes(HEAD_FORMAT, *head)
     modules = module_shapes(spec)
     for site in SITES:
         width = sum(modules[index].out_features for index in site.modules)

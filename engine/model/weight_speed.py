@@ -7,9 +7,8 @@ from typing import get_args
 
 import torch
 
-from weft.engine.model.linear import make_linear
+from weft.engine.model.linear import Linear, make_head, make_linear
 from weft.engine.model.spec import DecoderSpec
-from weft.engine.model.weight_bytes import head_format
 from weft.kernels.weight_format import WeightFormat
 
 MANY = 32
@@ -29,9 +28,9 @@ def weight_speeds(spec: DecoderSpec, dtype: torch.dtype) -> dict[WeightFormat, t
     weight = torch.randn(max(SAMPLE_PARAMETERS // spec.hidden_size, 1), spec.hidden_size).to(dtype)
     cache = torch.empty(CACHE_BYTES, dtype=torch.uint8)
 
-    def seconds(weights: WeightFormat, rows: int) -> float:
+    def seconds(linear: Linear, rows: int) -> float:
         """Of one parameter, in the best run: others slow a machine down, nothing makes it faster."""
-        linear, x, found = make_linear(weight, weights=weights), torch.randn(rows, weight.shape[1]).to(dtype), []
+        x, found = torch.randn(rows, weight.shape[1]).to(dtype), []
         for _ in range(RUNS):
             cache.zero_()
             started_s = time.perf_counter()
@@ -43,6 +42,7 @@ def weight_speeds(spec: DecoderSpec, dtype: torch.dtype) -> dict[WeightFormat, t
     layers = spec.num_parameters - head * (1 if spec.is_tied else 2)
 
     def speed(weights: WeightFormat, rows: int) -> float:
-        return rows / (seconds(weights, rows) * layers + seconds(head_format(spec, weights), rows) * head)
+        body = seconds(make_linear(weight, weights=weights), rows) * layers
+        return rows / (body + seconds(make_head(weight, weights), rows) * head)
 
     return {weights: (speed(weights, 1), speed(weights, MANY)) for weights in get_args(WeightFormat)}

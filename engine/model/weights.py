@@ -22,16 +22,15 @@ from weft.engine.model.formats import FORMATS, dequantised, int8_rows
 from weft.engine.model.formats.gguf_tensors import GgufTensors
 from weft.engine.model.formats.stored import FLOATS, Part, StoredLinear
 from weft.engine.model.gguf_folder import GGUF_FILE
-from weft.engine.model.linear import Linear, make_linear
+from weft.engine.model.linear import Linear, make_head, make_linear
 from weft.engine.model.quantisation import Quantisation
 from weft.engine.model.rope import rope_table
 from weft.engine.model.spec import EMBEDDING, HEAD, NORM, DecoderSpec, expected_tensors
-from weft.engine.model.weight_bytes import head_format
 from weft.errors import ConfigError
 from weft.kernels.attend import HeadNorms
 from weft.kernels.dispatch import kernels_for
 from weft.kernels.quantised import Int8Weight, side_by_side
-from weft.kernels.weight_format import WeightFormat
+from weft.kernels.weight_format import HEAD_FORMAT, WeightFormat
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -100,14 +99,15 @@ def load_decoder(
     with ExitStack() as stack:
         checkpoint = _Checkpoint(stack, weight_files(folder), spec, dtype, device, weights)
         checkpoint.check()
-        embedding, kept = checkpoint.tensor(EMBEDDING), head_format(spec, weights)
+        embedding = checkpoint.tensor(EMBEDDING)
+        head = embedding if spec.is_tied else checkpoint.weight(HEAD, "bf16" if weights == "bf16" else HEAD_FORMAT)
         return Decoder(
             spec=spec,
             kernels=kernels_for(device, dtype),
             embedding=embedding,
             layers=[_load_layer(checkpoint, spec, f"model.layers.{index}.") for index in range(spec.num_layers)],
             norm=checkpoint.tensor(NORM),
-            head=make_linear(embedding if spec.is_tied else checkpoint.weight(HEAD, kept), weights=kept),
+            head=make_head(head, weights),
             rope=rope_table(spec.rope, spec.head_dim, num_positions or spec.max_positions, device),
         )
 

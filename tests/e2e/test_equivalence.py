@@ -48,9 +48,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2-int8": {"architecture": "qwen2", "tied": True},
     "qwen3": {"architecture": "qwen3", "tied": False},
 }
-MIN_MARGINS = {"bf16": 2e-4, "int8": 2e-2}
+MIN_MARGINS = {"bf16": 2e-4, "int8": 5e-2}
 """Prompts whose reference is closer to a tie than this say nothing about equality and are drawn again. Where inputs are
-rounded to codes, the last bit of one may turn a code."""
+rounded to codes, the last bit of one may turn a code, which has changed logits by up to 0.044."""
 WAYS_TO_PREEMPT = (("swap", True), ("recompute", True), ("recompute", False))
 """What preemption does, and whether there is a prefix cache."""
 CANDIDATES = 4

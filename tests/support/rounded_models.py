@@ -27,12 +27,15 @@ class RoundedLinear(torch.nn.Linear):
 
 
 def round_linears(model: Any, weights: str) -> Any:
-    """Round the linear layers of the decoder in place, but not the head; bf16 leaves all as they are."""
+    """Round the linear layers in place, the head's weights to 8 bits and not its input; bf16 leaves all as they are."""
     for name, module in model.named_modules():
-        if weights != "bf16" and isinstance(module, torch.nn.Linear) and not name.endswith("lm_head"):
-            rounded = {"int8": round_rows, "int4": round_groups}[weights](module.weight.detach().float().numpy())
+        if weights != "bf16" and isinstance(module, torch.nn.Linear):
+            is_head = name.endswith("lm_head")
+            rounding = round_groups if weights == "int4" and not is_head else round_rows
+            rounded = rounding(module.weight.detach().float().numpy())
             module.weight = torch.nn.Parameter(torch.from_numpy(rounded.astype(np.float32)), requires_grad=False)
-            module.__class__ = RoundedLinear
+            if not is_head:
+                module.__class__ = RoundedLinear
     return model
 
 

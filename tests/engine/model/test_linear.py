@@ -15,11 +15,13 @@ from weft.engine.model.linear import (
     can_pack,
     has_native_bfloat16,
     has_native_float16,
+    make_head,
     make_linear,
     padded_rows,
 )
 from weft.kernels.dispatch import torch_kernels
 from weft.kernels.quantised import Int4Weight, Int8Weight
+from weft.kernels.weight_format import WeightFormat
 
 CPU_DTYPES = [torch.float32, torch.bfloat16]
 
@@ -126,3 +128,29 @@ def test_layers_of_8_bits_take_activations_of_any_dtype() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         assert linear(x.to(dtype)).dtype == dtype
         assert_close(linear(x.to(dtype)), linear(x.to(dtype).float()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_head_rounds_its_weights_and_hardly_its_input(weights: WeightFormat, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(200, 96), torch.randn(9, 96)
+    x[:, 7] *= 100  # an input in 8 bits would round all else to a few steps
+    x[3] = 0
+    x = x.to(dtype)
+    y = make_head(weight, weights)(x)
+    exact = x.float() @ Int8Weight.of(weight).dequantised().T
+    assert y.dtype == torch.float32
+    assert (y - exact).abs().max() < 1e-4 * exact.abs().max()
+    assert not y[3].any()
+    alone = torch.cat([make_head(weight, weights)(row[None]) for row in x])
+    assert torch.equal(y, alone)
+
+
+def test_a_row_of_a_head_that_is_not_finite_spoils_no_other() -> None:
+    head, x = make_head(torch.randn(200, 96), "int8"), torch.randn(3, 96)
+    right = head(x)
+    x[1, 5] = torch.inf
+    y = head(x)
+    assert y[1].isnan().all()
+    assert torch.equal(y[[0, 2]], right[[0, 2]])

@@ -14,6 +14,7 @@ namespace weft {
 namespace {
 
 constexpr int64_t BLOCK = PANEL;  // keys of a block
+constexpr int64_t PART = BLOCK / 2;  // the last block is computed in parts: a row of units for a tile
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 // Query rows of one request that are computed together, for one KV head.
@@ -89,13 +90,13 @@ void pack_queries(const Call<T>& call, const Task& task, int64_t head, Room<T>& 
     }
 }
 
-// Keys of a block, [units, 64].
+// Keys of a block, [units, 64], of which `count` are wanted.
 template <class T>
-void pack_keys(const T* const* keys, int64_t head_dim, Room<T>& room) {
+void pack_keys(const T* const* keys, int64_t count, int64_t head_dim, Room<T>& room) {
     using P = Packed<T>;
     for (int64_t unit = 0; unit < room.units; unit += LANES) {
         const int64_t feature = unit * P::PER_UNIT;
-        for (int64_t t = 0; t < BLOCK; t += LANES) {
+        for (int64_t t = 0; t < count; t += LANES) {
             Words square[LANES];
             for (int i = 0; i < LANES; i++) square[i] = P::row_units(keys[t + i] + feature, head_dim - feature);
             transpose(square);
@@ -108,10 +109,10 @@ void pack_keys(const T* const* keys, int64_t head_dim, Room<T>& room) {
 
 // The same of int8: four features change places at once, and become units afterwards.
 template <class T>
-void pack_keys(const int8_t* const* keys, int64_t head_dim, Room<T>& room) {
+void pack_keys(const int8_t* const* keys, int64_t count, int64_t head_dim, Room<T>& room) {
     using P = Packed<T>;
     for (int64_t feature = 0; feature < head_dim; feature += 4 * LANES) {
-        for (int64_t t = 0; t < BLOCK; t += LANES) {
+        for (int64_t t = 0; t < count; t += LANES) {
             Words square[LANES];
             for (int i = 0; i < LANES; i++) square[i] = load_fours(keys[t + i] + feature, head_dim - feature);
             transpose(square);
@@ -128,18 +129,18 @@ void pack_keys(const int8_t* const* keys, int64_t head_dim, Room<T>& room) {
     }
 }
 
-// Keys [units, 64] and values [64 / PER_UNIT, head_dim] of the block that begins with token `first`. Pages hold
-// `Stored`, which is T, or int8 with scales, which are kept beside the panels. Tokens that no row of the task sees, all
-// but [start, end), are not read, and zero.
+// Keys [units, 64] and values [64 / PER_UNIT, head_dim] of `count` tokens from `first` on, which begins a block. Pages
+// hold `Stored`, which is T, or int8 with scales, which are kept beside the panels. Tokens that no row of the task sees,
+// all but [start, end), are not read, and zero.
 template <class Stored, class T>
-void pack_block(const Call<T>& call, const Task& task, int64_t head, int64_t first, int64_t start, int64_t end,
-                Room<T>& room) {
+void pack_block(const Call<T>& call, const Task& task, int64_t head, int64_t first, int64_t count, int64_t start,
+                int64_t end, Room<T>& room) {
     using P = Packed<T>;
     constexpr bool HAS_SCALES = !std::is_same_v<Stored, T>;
     const Stored *keys[BLOCK], *values[BLOCK];
     const int32_t* pages = call.block_table + task.request * call.max_blocks;
     int64_t page = first / call.pages.page_tokens, token = first % call.pages.page_tokens;
-    for (int64_t t = 0; t < BLOCK; t++) {
+    for (int64_t t = 0; t < count; t++) {
         if constexpr (HAS_SCALES) room.key_factors[t] = room.value_scales[t] = 0;
         if (first + t < start || first + t >= end) {
             keys[t] = values[t] = (const Stored*)room.zeros.data();
@@ -162,9 +163,9 @@ void pack_block(const Call<T>& call, const Task& task, int64_t head, int64_t fir
             page++;
         }
     }
-    pack_keys(keys, call.head_dim, room);
+    pack_keys(keys, count, call.head_dim, room);
     constexpr int64_t depth = BLOCK / P::PER_UNIT;
-    for (int64_t unit = 0; unit < depth; unit++) {
+    for (int64_t unit = 0; unit < count / P::PER_UNIT; unit++) {
         const Stored *row = values[unit * P::PER_UNIT], *next = values[unit * P::PER_UNIT + P::PER_UNIT - 1];
         for (int64_t d = 0; d < call.head_dim; d += LANES) {
             Words both;
@@ -181,12 +182,12 @@ void pack_block(const Call<T>& call, const Task& task, int64_t head, int64_t fir
     }
 }
 
-// Hides what a row does not see of a block, all but [begin, end). Returns the largest of each lane.
-inline Floats seen_scores(float* scores, int64_t begin, int64_t end) {
+// Hides what a row does not see of `count` keys, all but [begin, end). Returns the largest of each lane.
+inline Floats seen_scores(float* scores, int64_t count, int64_t begin, int64_t end) {
     const Floats lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const bool sees_all = begin <= 0 && end >= BLOCK;
+    const bool sees_all = begin <= 0 && end >= count;
     Floats most = splat(NOTHING);
-    for (int64_t key = 0; key < BLOCK; key += LANES) {
+    for (int64_t key = 0; key < count; key += LANES) {
         Floats score = load(scores + key);
         if (!sees_all) {
             const Floats at = lanes + (float)key;
@@ -198,10 +199,10 @@ inline Floats seen_scores(float* scores, int64_t begin, int64_t end) {
     return most;
 }
 
-// Turns a block's scores, in units of log2, into weights, times the scales of the values that they are for, and updates
+// Turns the scores of a block's `keys`, in units of log2, into weights, times the scales of the values that they are for, and updates
 // the rows' maxima and totals.
 template <class T>
-void weigh(const Call<T>& call, const Task& task, int64_t first, Room<T>& room) {
+void weigh(const Call<T>& call, const Task& task, int64_t first, int64_t keys, Room<T>& room) {
     const int64_t rows = task.count * call.group;
     for (int64_t start = 0; start < rows; start += LANES) {
         const int64_t count = std::min<int64_t>(LANES, rows - start);
@@ -209,7 +210,7 @@ void weigh(const Call<T>& call, const Task& task, int64_t first, Room<T>& room) 
         for (int64_t i = 0; i < count; i++) {
             const int64_t end = task.end + (start + i) / call.group;
             const int64_t begin = call.window ? end - call.window : 0;
-            most[i] = seen_scores(&room.scores[(start + i) * BLOCK], begin - first, end - first);
+            most[i] = seen_scores(&room.scores[(start + i) * BLOCK], keys, begin - first, end - first);
         }
         const Floats before = load(&room.maxima[start]);
         const Floats after = maximum(before, combine_lanes<LANES>(most, maximum));
@@ -222,7 +223,7 @@ void weigh(const Call<T>& call, const Task& task, int64_t first, Room<T>& room) 
             auto* weights = &room.weights[(start + i) * BLOCK];
             float* totals = &room.totals[(start + i) * LANES];
             Floats total = load(totals) * factors[i];
-            for (int64_t key = 0; key < BLOCK; key += LANES) {
+            for (int64_t key = 0; key < keys; key += LANES) {
                 const Floats weight = power_of_two(load(scores + key) - origin[i]);
                 total += weight;
                 store(weights + key, weight * load(&room.value_scales[key]));
@@ -245,18 +246,20 @@ void attend(const Call<T>& call, const Task& task, int64_t head, Room<T>& room) 
     std::fill_n(room.maxima.data(), rows, NOTHING);
     std::fill_n(room.totals.data(), rows * LANES, 0.0f);
     for (int64_t first = start / BLOCK * BLOCK; first < last; first += BLOCK) {
+        const int64_t count = last - first > PART ? BLOCK : PART;  // what is past it weighs nothing
         if (call.pages.k_scales) {
-            pack_block<int8_t>(call, task, head, first, start, last, room);
+            pack_block<int8_t>(call, task, head, first, count, start, last, room);
         } else {
-            pack_block<T>(call, task, head, first, start, last, room);
+            pack_block<T>(call, task, head, first, count, start, last, room);
         }
-        multiply_panel<T>(rows, room.queries.data(), room.features, room.units, room.keys.data(), PANEL,
+        multiply_panel<T>(rows, room.queries.data(), room.features, room.units, room.keys.data(), count,
                           [&](int64_t row, int64_t key, Floats products) {
                               store(&room.scores[row * BLOCK + key], products * load(&room.key_factors[key]));
                           });
-        weigh(call, task, first, room);
+        weigh(call, task, first, count, room);
         for (int64_t panel = 0; panel < room.panels; panel++) {
-            multiply_panel<T>(rows, room.weights.data(), BLOCK, depth, &room.values[panel * depth * PANEL],
+            multiply_panel<T>(rows, room.weights.data(), BLOCK, count / P::PER_UNIT,
+                              &room.values[panel * depth * PANEL],
                               call.head_dim - panel * PANEL, [&](int64_t row, int64_t d, Floats weighted) {
                                   float* sum = &room.sums[row * width + panel * PANEL + d];
                                   store(sum, load(sum) * room.factors[row] + weighted);

@@ -31,7 +31,7 @@ constexpr int64_t MIN_PARALLEL = 1 << 14;  // elements or multiply-adds worth a 
 static_assert(PANEL % (VECTORS * LANES) == 0);
 
 // Some columns of a @ panel for R rows; `finish(row, column, values)` takes the result, 16 columns at a time.
-template <class T, int R, class Finish>
+template <class T, int R, int VECTORS, class Finish>
 WEFT_INLINE void multiply_block(const typename Packed<T>::Stored* a, int64_t a_stride, int64_t units,
                                 const uint32_t* panel, Finish finish) {
     using P = Packed<T>;
@@ -85,8 +85,12 @@ inline void multiply_panel(int64_t rows, const typename Packed<T>::Stored* a, in
         int64_t row = 0;
         const auto block = [&](auto constant) {
             constexpr int R = decltype(constant)::value;
-            multiply_block<T, R>(a + row * a_stride, a_stride, units, panel + column,
-                                 [&](int64_t r, int64_t c, Floats values) { finish(row + r, column + c, values); });
+            const auto end = [&](int64_t r, int64_t c, Floats values) { finish(row + r, column + c, values); };
+            if (VECTORS > 2 && columns - column <= 2 * LANES) {
+                multiply_block<T, R, 2>(a + row * a_stride, a_stride, units, panel + column, end);
+            } else {
+                multiply_block<T, R, VECTORS>(a + row * a_stride, a_stride, units, panel + column, end);
+            }
             row += R;
         };
         while (rows - row >= ROWS) block(std::integral_constant<int, ROWS>{});

@@ -153,13 +153,12 @@ WEFT_INLINE Floats sums_of(const Floats* vectors) {
     return combine_lanes<N>(vectors, [](Floats a, Floats b) { return a + b; });
 }
 
-// 2^x for x <= 0, within 2 units in the last place down to -126: exactly 1 at 0, exactly 0 from -150 on down (without
-// AVX-512 from -126 on), NaN for NaN.
+// 2^x for x <= 0, within 2 units in the last place: exactly 1 at 0, exactly 0 below -126, since a CPU takes a hundred
+// cycles for a result that is denormal or less; NaN for NaN.
 WEFT_INLINE Floats power_of_two(Floats x) {
 #ifdef __AVX512F__
-    const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-150.0f), (__m512)x);  // NaN if x is
-    const __m512 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const Floats rest = (Floats)bounded - (Floats)whole;
+    const __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const Floats rest = x - (Floats)whole;
 #else
     constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
     const Floats shifted = (x < -126.0f ? splat(-126.0f) : x) + SHIFT;
@@ -173,7 +172,8 @@ WEFT_INLINE Floats power_of_two(Floats x) {
     series = series * rest + 6.931472028550421e-1f;
     series = series * rest + 1.0f;
 #ifdef __AVX512F__
-    return (Floats)_mm512_scalef_ps((__m512)series, whole);
+    const __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);  // or NaN
+    return (Floats)_mm512_maskz_scalef_ps(is_normal, (__m512)series, whole);
 #else
     const Floats result = (Floats)((Ints)series + ((Ints)shifted << 23));
     return x < -126.0f ? Floats{} : x == x ? result : x;

@@ -15,7 +15,7 @@ from weft.kernels.attend import HeadNorms
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.kv_scales import KvScales
 from weft.kernels.native.library import NATIVE_DTYPES, native_library
-from weft.kernels.quantised import QuantisedWeight
+from weft.kernels.quantised import Int8Weight, QuantisedWeight
 from weft.kernels.sampling import RowSampling
 from weft.kernels.sgmv import SgmvSite, SgmvTables, Tiles
 
@@ -59,6 +59,8 @@ class Kernels:
     """All of a layer between its projections in one call; None where `weft.kernels.attend` composes it."""
     quantised_linear: Callable[[QuantisedWeight, Tensor | None], Linear] | None = None
     """Makes a layer with weights in 8 or 4 bits; None where there are none."""
+    quantised_head: Callable[[Int8Weight], Linear] | None = None
+    """Makes a layer of logits with weights in 8 bits, in float32; None where there are none."""
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
@@ -98,6 +100,7 @@ def native_kernels() -> Kernels:
         attend=attention.attend,
         mask_tokens=masks.mask_tokens,
         quantised_linear=quantised.QuantisedLinear,
+        quantised_head=quantised.QuantisedHead,
     )
 
 
@@ -106,7 +109,11 @@ def torch_kernels() -> Kernels:
     """The operations in torch operators, for a CPU without C++ ones and for dtypes that these do not know."""
     from weft.kernels.plain import attention, quantised, rows, sampling, sgmv
 
-    return replace(_kernels_of(rows, attention, sgmv, sampling), quantised_linear=quantised.quantised_linear)
+    return replace(
+        _kernels_of(rows, attention, sgmv, sampling),
+        quantised_linear=quantised.quantised_linear,
+        quantised_head=quantised.quantised_head,
+    )
 
 
 @functools.cache

@@ -15,9 +15,8 @@ import torch
 
 from weft.kernels.dispatch import Linear as Linear
 from weft.kernels.dispatch import kernels_for
-from weft.kernels.plain.quantised import quantise_rows
 from weft.kernels.quantised import Int4Weight, Int8Weight
-from weft.kernels.weight_format import HEAD_FORMAT, WeightFormat
+from weft.kernels.weight_format import WeightFormat
 
 logger = logging.getLogger(__name__)
 
@@ -93,29 +92,15 @@ def _quantised(weight: torch.Tensor | Int8Weight, bias: torch.Tensor | None, wei
     return make(weight if isinstance(weight, Int8Weight) else Int8Weight.of(weight), bias)
 
 
-class FineInput:
-    """A layer in 8 bits whose input has 15: each row's codes are multiplied, and in a row of its own what they leave.
-
-    The head's input is the sum of all layers, in which a few elements are much larger than the rest; its output is the
-    answer. Weights are read once for both rows, so few rows cost no more.
-    """
-
-    __slots__ = ("_linear",)
-
-    def __init__(self, linear: Linear) -> None:
-        self._linear = linear
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layer to x [rows, in_features] of any float dtype; [rows, out_features], float32."""
-        codes, scales = quantise_rows(x)
-        coarse = codes * scales  # from which the layer makes the same codes
-        y = self._linear(torch.cat((coarse, x - coarse)))
-        return y[: len(x)].add_(y[len(x) :])
-
-
 def make_head(weight: torch.Tensor | Int8Weight, weights: WeightFormat) -> Linear:
     """Make the layer of the logits for a model whose layers are kept in the format `weights`."""
-    return make_linear(weight) if weights == "bf16" else FineInput(make_linear(weight, weights=HEAD_FORMAT))
+    if weights == "bf16":
+        return make_linear(weight)
+    rounded = weight if isinstance(weight, Int8Weight) else Int8Weight.of(weight)
+    make = kernels_for(rounded.codes.device, torch.float32).quantised_head
+    if make is None:
+        raise ValueError(f"weights: expected bf16 on {rounded.codes.device.type}, which has no layers of {weights}")
+    return make(rounded)
 
 
 @cache

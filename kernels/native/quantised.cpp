@@ -66,12 +66,13 @@ WEFT_INLINE void store_codes(int8_t* to, Floats values) {
 #endif
 }
 
-// x is nearly scale * codes; codes after the last are zero. A row that is not finite gets the scale NaN.
-template <class T>
-void quantise(const T* x, int64_t size, int64_t pitch, int8_t* codes, float* scale) {
+// What `take(at, count)` gives is nearly scale * codes; codes after the last are zero. A row that is not finite gets the
+// scale NaN.
+template <class Take>
+void quantise(Take take, int64_t size, int64_t pitch, int8_t* codes, float* scale) {
     Ints largest = {};  // bits of magnitudes are in the order of the magnitudes, infinity and NaN last
     for_vectors(size, [&](int64_t at, int64_t count) {
-        const Ints bits = (Ints)read(x + at, count) & 0x7FFFFFFF;
+        const Ints bits = (Ints)take(at, count) & 0x7FFFFFFF;
         largest = bits > largest ? bits : largest;
     });
     int32_t bits = 0;
@@ -86,7 +87,7 @@ void quantise(const T* x, int64_t size, int64_t pitch, int8_t* codes, float* sca
     magnitude = std::max(magnitude, SMALLEST);
     *scale = magnitude / 127.0f;
     const float inverse = 127.0f / magnitude;
-    for_vectors(size, [&](int64_t at, int64_t count) { store_codes(codes + at, read(x + at, count) * inverse); });
+    for_vectors(size, [&](int64_t at, int64_t count) { store_codes(codes + at, take(at, count) * inverse); });
     std::memset(codes + padded(size, LANES), 0, pitch - padded(size, LANES));
 }
 
@@ -223,9 +224,10 @@ struct FourBits {
 template <class Body>
 inline void for_blocks(int64_t rows, Body body) {
     int64_t row = 0;
-    for (; rows - row >= ROWS; row += ROWS) body(row, std::integral_constant<int, ROWS>{});
+    // Products of two rows are too few to fill the time that one takes: 8 rows are twice 4 rather than 6 and 2.
+    for (; rows - row >= ROWS && !(ROWS == 6 && rows - row == 8); row += ROWS) body(row, std::integral_constant<int, ROWS>{});
     if constexpr (ROWS > 4) {
-        if (rows - row >= 4) body(row, std::integral_constant<int, 4>{}), row += 4;
+        for (; rows - row >= 4; row += 4) body(row, std::integral_constant<int, 4>{});
     }
     if constexpr (ROWS > 2) {
         if (rows - row >= 2) body(row, std::integral_constant<int, 2>{}), row += 2;
@@ -233,11 +235,14 @@ inline void for_blocks(int64_t rows, Body body) {
     if (rows - row >= 1) body(row, std::integral_constant<int, 1>{});
 }
 
-// y [rows, columns], contiguous, = x [rows, features] @ weights^T + bias. Scales and bias are padded to whole panels.
-template <class W, class T>
-void linear(const T* x, int64_t x_stride, int64_t rows, int64_t features, const uint8_t* panels, const float* scales,
-            const float* bias, int64_t columns, T* y, int8_t* codes) {
-    const int64_t pitch = padded(features, PITCH), groups = W::groups(features);
+// y [inputs, columns], contiguous, = x [inputs, features] @ weights^T + bias. Scales and bias are padded to whole panels.
+// An input is a row of codes; where it is FINE, it is two: the second has what the first leaves out.
+template <class W, bool FINE, class T, class Y>
+void linear(const T* x, int64_t x_stride, int64_t inputs, int64_t features, const uint8_t* panels, const float* scales,
+            const float* bias, int64_t columns, Y* y, int8_t* codes) {
+    constexpr int64_t PARTS = FINE ? 2 : 1;
+    static_assert(ROWS % PARTS == 0 && CHUNK_ROWS % PARTS == 0 && MIN_TILE_ROWS % PARTS == 0);  // computed together
+    const int64_t rows = inputs * PARTS, pitch = padded(features, PITCH), groups = W::groups(features);
     const int64_t group_size = groups == 1 ? features : GROUP;
     auto* starts = reinterpret_cast<int32_t*>(codes + rows * pitch);
     auto* row_scales = reinterpret_cast<float*>(starts + rows * groups);
@@ -247,12 +252,21 @@ void linear(const T* x, int64_t x_stride, int64_t rows, int64_t features, const 
     {
         [[maybe_unused]] const typename W::Registers registers;
 #pragma omp for
-        for (int64_t row = 0; row < rows; row++) {
-            int8_t* own = codes + row * pitch;
-            quantise(x + row * x_stride, features, pitch, own, row_scales + row);
-            for (int64_t g = 0; g < groups; g++) {
-                const int8_t *from = own + g * group_size, *to = from + group_size;
-                starts[row * groups + g] = -W::ZERO * std::accumulate(from, to, int32_t{0});
+        for (int64_t input = 0; input < inputs; input++) {
+            const auto take = [&](int64_t at, int64_t count) { return read(x + input * x_stride + at, count); };
+            int64_t row = input * PARTS;
+            quantise(take, features, pitch, codes + row * pitch, row_scales + row);
+            if constexpr (FINE) {
+                const int8_t* coarse = codes + row * pitch;
+                const float scale = row_scales[row++];
+                const auto rest = [&](int64_t at, int64_t count) { return take(at, count) - load(coarse + at) * scale; };
+                quantise(rest, features, pitch, codes + row * pitch, row_scales + row);
+            }
+            for (row = input * PARTS; row < (input + 1) * PARTS; row++) {
+                for (int64_t g = 0; g < groups; g++) {
+                    const int8_t *from = codes + row * pitch + g * group_size, *to = from + group_size;
+                    starts[row * groups + g] = -W::ZERO * std::accumulate(from, to, int32_t{0});
+                }
             }
         }
         const auto run = [&](int64_t task) {
@@ -263,7 +277,9 @@ void linear(const T* x, int64_t x_stride, int64_t rows, int64_t features, const 
                 return [&, row, first](int64_t r, int64_t v, Floats sums) {
                     const int64_t at = column + first + v * LANES;
                     if (at >= columns) return;
-                    write(y + (row + r) * columns + at, sums * row_scales[row + r] + load(bias + at), columns - at);
+                    Y* to = y + (row + r) / PARTS * columns + at;
+                    const Floats before = (row + r) % PARTS ? read(to, columns - at) : load(bias + at);
+                    write(to, sums * row_scales[row + r] + before, columns - at);
                 };
             };
             int64_t start = task % chunks * CHUNK_ROWS;
@@ -305,12 +321,14 @@ void linear(const T* x, int64_t x_stride, int64_t rows, int64_t features, const 
 }  // namespace
 }  // namespace weft
 
-#define WEFT_LINEAR(NAME, W, T)                                                                                        \
+#define WEFT_LINEAR(NAME, W, FINE, T, Y)                                                                               \
     extern "C" void NAME(const T* x, int64_t x_stride, int64_t rows, int64_t features, const uint8_t* panels,          \
-                         const float* scales, const float* bias, int64_t columns, T* y, int8_t* codes) {               \
-        weft::linear<weft::W>(x, x_stride, rows, features, panels, scales, bias, columns, y, codes);                   \
+                         const float* scales, const float* bias, int64_t columns, Y* y, int8_t* codes) {               \
+        weft::linear<weft::W, FINE>(x, x_stride, rows, features, panels, scales, bias, columns, y, codes);             \
     }
-WEFT_LINEAR(linear_int8_float32, EightBits, float)
-WEFT_LINEAR(linear_int8_bfloat16, EightBits, weft::Bfloat16)
-WEFT_LINEAR(linear_int4_float32, FourBits, float)
-WEFT_LINEAR(linear_int4_bfloat16, FourBits, weft::Bfloat16)
+WEFT_LINEAR(linear_int8_float32, EightBits, false, float, float)
+WEFT_LINEAR(linear_int8_bfloat16, EightBits, false, weft::Bfloat16, weft::Bfloat16)
+WEFT_LINEAR(linear_int4_float32, FourBits, false, float, float)
+WEFT_LINEAR(linear_int4_bfloat16, FourBits, false, weft::Bfloat16, weft::Bfloat16)
+WEFT_LINEAR(head_int8_float32, EightBits, true, float, float)
+WEFT_LINEAR(head_int8_bfloat16, EightBits, true, weft::Bfloat16, float)

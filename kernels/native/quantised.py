@@ -16,6 +16,8 @@ class QuantisedLinear:
     """See `weft.kernels.plain.quantised.quantised_linear`. Keeps a copy of the weight in panels."""
 
     __slots__ = ("_bias", "_name", "_panels", "_row_bytes", "_scales", "in_features", "out_features")
+    parts = 1
+    """Rows of codes of a row of x."""
 
     def __init__(self, weight: QuantisedWeight, bias: Tensor | None) -> None:
         check_layer(weight, bias)
@@ -37,19 +39,30 @@ class QuantisedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer."""
         if x.dtype not in NATIVE_DTYPES:
-            return self(x.float()).to(x.dtype)
+            return self(x.float()).to(x.dtype if self.parts == 1 else torch.float32)
         expect("x", x, (None, self.in_features))
         expect_that("x", x.stride(1) == 1 or x.shape[1] == 1, "rows of consecutive elements", x.stride())
         rows = x.shape[0]
-        y = torch.empty((rows, self.out_features), dtype=x.dtype)
+        y = torch.empty((rows, self.out_features), dtype=x.dtype if self.parts == 1 else torch.float32)
         # Codes of x, with their sums and scales, and what AMX reads of the 16 rows that the last ones belong to.
-        codes = torch.empty((rows + 15) * self._row_bytes, dtype=torch.uint8)
+        codes = torch.empty((rows * self.parts + 15) * self._row_bytes, dtype=torch.uint8)
         native_function(self._name, x.dtype, "iiiiiiiiii")(
             *(x.data_ptr(), x.stride(0), rows, self.in_features),
             *(self._panels.data_ptr(), self._scales.data_ptr(), self._bias.data_ptr(), self.out_features),
             *(y.data_ptr(), codes.data_ptr()),
         )
         return y
+
+
+class QuantisedHead(QuantisedLinear):
+    """See `weft.kernels.plain.quantised.quantised_head`."""
+
+    __slots__ = ()
+    parts = 2
+
+    def __init__(self, weight: Int8Weight) -> None:
+        super().__init__(weight, None)
+        self._name = "head_int8"
 
 
 def _int8_panels(weight: Int8Weight) -> Tensor:

@@ -67,3 +67,34 @@ def quantised_linear(weight: QuantisedWeight, bias: Tensor | None) -> Callable[[
         return (y if bias is None else y + bias).to(x.dtype)
 
     return linear
+
+
+def quantised_head(weight: Int8Weight) -> Callable[[Tensor], Tensor]:
+    """Make a layer of logits: weights in 8 bits, and an input in 15.
+
+    The head's input is the sum of all layers, in which a few elements are much larger than the rest, and its output is
+    the answer. So what the codes of a row leave out is multiplied as well.
+
+    Semantics:
+        codes, scales = quantise_rows(x)
+        rest, rest_scales = quantise_rows(x - codes * scales)
+        y[t, n] = (codes[t] @ weight.codes[n]) * weight.scales[n] * scales[t]
+                  + (rest[t] @ weight.codes[n]) * weight.scales[n] * rest_scales[t]
+
+    Args:
+        weight: [out_features, in_features].
+
+    Returns:
+        A function of x [T, in_features], as that of `quantised_linear`, that returns [T, out_features], float32.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
+    linear = quantised_linear(weight, None)
+
+    def head(x: Tensor) -> Tensor:
+        codes, scales = quantise_rows(x)
+        coarse = codes * scales  # from which the layer makes the same codes
+        return linear(coarse) + linear(x - coarse)
+
+    return head

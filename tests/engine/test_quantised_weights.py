@@ -142,7 +142,7 @@ def test_the_planned_bytes_are_those_that_are_loaded(
     folder = models[architecture]
     decoder = StepDriver(folder, weights=weights).decoder
     kept = [decoder._embedding, decoder._next_norms[-1]]
-    layers: list[Any] = [decoder._head._linear]  # type: ignore[attr-defined]
+    layers: list[Any] = [decoder._head]
     for layer in decoder._layers:
         kept += [layer.input_norm, layer.post_norm]
         layers += [layer.qkv, layer.o, layer.gate_up, layer.down]

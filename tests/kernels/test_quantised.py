@@ -173,6 +173,50 @@ def test_all_implementations_give_the_same_numbers(weights: Rounded, impl: Imple
     torch.testing.assert_close(layer(impl, weight)(x), expected, rtol=tolerance, atol=tolerance * 100)
 
 
+def head(impl: Implementation, weight: Int8Weight) -> Callable[..., torch.Tensor]:
+    make = impl.kernels.quantised_head
+    assert make is not None
+    return make(weight)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_head_rounds_its_weights_and_hardly_its_input(
+    shape: tuple[int, int], impl: Implementation, dtype: torch.dtype
+) -> None:
+    weight = Int8Weight.of(randn(*shape))
+    x = randn(9, shape[1], seed=1)
+    x[:, 0] *= 100  # with 8 bits all else would be rounded to a few steps
+    x[3] = 0
+    x[4] *= 1e-20
+    x = x.to(dtype)
+    y = head(impl, weight)(x)
+    expected = x.double() @ weight.dequantised().double().T
+    assert (y.dtype, y.shape, y.is_contiguous()) == (F32, (9, shape[0]), True)
+    reach = x.double().abs().amax(1, keepdim=True) * weight.dequantised().double().abs().sum(1)
+    assert bool(((y - expected).abs() <= 4e-5 * reach).all())  # half of 1 / (127 * 127), and a little
+    assert not y[3].any()
+
+
+def test_a_row_of_a_head_is_the_same_alone_and_among_any_others(impl: Implementation, dtype: torch.dtype) -> None:
+    logits = head(impl, Int8Weight.of(randn(130, 899)))
+    x = randn(max(ROWS), 899, seed=1).to(dtype)
+    x[5, 7], x[130, 0] = float("nan"), float("inf")
+    alone = torch.cat([logits(x[row : row + 1]) for row in range(len(x))])
+    assert alone[[5, 130]].isnan().all()
+    assert alone.isfinite().all(1).sum() == len(x) - 2
+    for count in ROWS:
+        assert torch.equal(logits(x[:count]).nan_to_num(7), alone[:count].nan_to_num(7))
+    with num_threads(2):
+        assert torch.equal(logits(x).nan_to_num(7), alone.nan_to_num(7))
+
+
+def test_all_implementations_of_a_head_give_nearly_the_same_numbers(impl: Implementation) -> None:
+    weight, x = Int8Weight.of(randn(130, 899)), randn(33, 899, seed=1)
+    expected = head(TORCH, weight)(x)
+    # The last bit of what the codes leave out may turn one of its codes.
+    torch.testing.assert_close(head(impl, weight)(x), expected, rtol=1e-5, atol=1e-3)
+
+
 @by_format
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_layer_takes_the_bytes_that_are_planned(weights: Rounded, shape: tuple[int, int]) -> None:

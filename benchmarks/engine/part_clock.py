@@ -23,7 +23,7 @@ from weft.engine.execution.batch import build_batch
 from weft.engine.execution.sampler import Sampler
 from weft.engine.model import weights
 from weft.engine.model.decoder import Decoder
-from weft.engine.model.linear import Linear, make_linear
+from weft.engine.model.linear import Linear, make_head, make_linear
 from weft.kernels.dispatch import Kernels, kernels_for
 
 P = ParamSpec("P")
@@ -95,10 +95,14 @@ def timed_parts() -> Generator[PartClock]:
     def timed_linear(*operands: Any, **named: Any) -> Linear:  # noqa: ANN401 - those of make_linear
         return clock.around("linear layers", make_linear(*operands, **named))
 
+    def timed_head(*operands: Any) -> Linear:  # noqa: ANN401 - those of make_head
+        return clock.around("linear layers", make_head(*operands))
+
     with ExitStack() as stack:
         for owner, name, timed in (
             (weights, "kernels_for", timed_kernels),
             (weights, "make_linear", timed_linear),
+            (weights, "make_head", timed_head),
             (PagedLora, "prepare", clock.around("LoRA preparation", PagedLora.prepare)),
             (LoraStep, "apply", clock.around("LoRA", LoraStep.apply)),
             (runner, "build_batch", clock.around("batch", build_batch)),

@@ -35,8 +35,8 @@ from weft.benchmarks.model_shapes import QWEN
 from weft.benchmarks.qwen_shape import MODEL_ABOUT, RANKS, VOCAB_SIZE, make_checkpoints
 from weft.benchmarks.report import DEFAULT_CACHE, AddOption, counts, positive, take_turns
 from weft.config import Config, KvDtype, MemoryConfig, ModelConfig, SchedulerConfig
-from weft.engine.model.linear import make_linear
-from weft.kernels.weight_format import WeightFormat, layer_bytes
+from weft.engine.model.linear import make_head, make_linear
+from weft.kernels.weight_format import HEAD_FORMAT, WeightFormat, layer_bytes
 
 PROMPT_TOKENS = 64
 WARM_UP_STEPS = 120
@@ -71,7 +71,7 @@ class LinearPass:
     They run in model order, so that every weight comes from memory and not from a cache, as in a real step.
 
     Args:
-        weights: The format of the layers; the head of a model of this size is in bfloat16.
+        weights: The format of the layers.
     """
 
     def __init__(self, weights: WeightFormat = "bf16") -> None:
@@ -79,10 +79,14 @@ class LinearPass:
         qkv = (QWEN.num_heads + 2 * QWEN.num_kv_heads) * QWEN.head_dim
         shapes = [(qkv, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)] * QWEN.num_layers
         self._linears = [(make_linear(_random(*shape), weights=weights), shape[1]) for shape in shapes]
-        self._linears.append((make_linear(_random(VOCAB_SIZE, hidden)), hidden))
-        self.megabytes = 2 * VOCAB_SIZE * hidden / 1e6
-        for shape in shapes:
-            self.megabytes += (2 * math.prod(shape) if weights == "bf16" else layer_bytes(weights, *shape)) / 1e6
+        head = (VOCAB_SIZE, hidden)
+        self._linears.append((make_head(_random(*head), weights), hidden))
+        if weights == "bf16":
+            self.megabytes = 2 * sum(map(math.prod, (*shapes, head))) / 1e6
+        else:
+            self.megabytes = (
+                layer_bytes(HEAD_FORMAT, *head) + sum(layer_bytes(weights, *each) for each in shapes)
+            ) / 1e6
 
     @torch.inference_mode()
     def seconds(self, rows: int, head_rows: int) -> float:

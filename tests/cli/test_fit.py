@@ -95,7 +95,8 @@ def test_a_weights_file_alone_is_measured_by_its_shapes_and_mlx_as_it_is(mlx_fol
 def test_the_same_bytes_count_once(tmp_path: Path) -> None:
     shutil.copytree(ADAPTERS / "pirate", tmp_path / "copy")
     one, two = answer(str(ADAPTERS / "pirate")), answer(str(ADAPTERS / "pirate"), str(tmp_path / "copy"))
-    assert (two["pages"], two["slots"]) == (one["pages"], one["slots"])
+    for each in ("pages", "slots"):  # what is left follows from the memory that is free, which others use as well
+        assert two[each]["needed"] == one[each]["needed"] > 0
 
 
 def test_the_answer_is_a_table_and_a_sentence() -> None:

@@ -179,7 +179,7 @@ def head(impl: Implementation, weight: Int8Weight) -> Callable[..., torch.Tensor
     return make(weight)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [(7, 3), (70, 100), (130, 899)], ids=str)
 def test_a_head_rounds_its_weights_and_hardly_its_input(
     shape: tuple[int, int], impl: Implementation, dtype: torch.dtype
 ) -> None:
@@ -204,7 +204,7 @@ def test_a_row_of_a_head_is_the_same_alone_and_among_any_others(impl: Implementa
     alone = torch.cat([logits(x[row : row + 1]) for row in range(len(x))])
     assert alone[[5, 130]].isnan().all()
     assert alone.isfinite().all(1).sum() == len(x) - 2
-    for count in ROWS:
+    for count in (0, 1, 3, 33, 200):
         assert torch.equal(logits(x[:count]).nan_to_num(7), alone[:count].nan_to_num(7))
     with num_threads(2):
         assert torch.equal(logits(x).nan_to_num(7), alone.nan_to_num(7))

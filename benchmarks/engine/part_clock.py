@@ -95,14 +95,11 @@ def timed_parts() -> Generator[PartClock]:
     def timed_linear(*operands: Any, **named: Any) -> Linear:  # noqa: ANN401 - those of make_linear
         return clock.around("linear layers", make_linear(*operands, **named))
 
-    def timed_head(*operands: Any) -> Linear:  # noqa: ANN401 - those of make_head
-        return clock.around("linear layers", make_head(*operands))
-
     with ExitStack() as stack:
         for owner, name, timed in (
             (weights, "kernels_for", timed_kernels),
             (weights, "make_linear", timed_linear),
-            (weights, "make_head", timed_head),
+            (weights, "make_head", lambda *operands: clock.around("linear layers", make_head(*operands))),
             (PagedLora, "prepare", clock.around("LoRA preparation", PagedLora.prepare)),
             (LoraStep, "apply", clock.around("LoRA", LoraStep.apply)),
             (runner, "build_batch", clock.around("batch", build_batch)),

@@ -71,6 +71,12 @@ def test_a_schema_that_goes_past_the_reader_of_lark_allows_what_it_allows_there(
     assert not past.is_error()
 
 
+def test_only_lark_tells_where_in_it_a_schema_is_wrong() -> None:
+    wrong = '%json {"type": "string", "pattern": "["}'
+    found = [compiled_parser(TOKENS.tokenizer, text).get_error() for text in (f"start: {wrong}", f"start : {wrong}")]
+    assert [error.startswith("at 1(") for error in found] == [False, True]
+
+
 def test_a_rule_after_a_schema_is_read_as_lark() -> None:
     matcher = TOKENS.compile('start: %json {"const": 1}\n| "b"').copy()
     assert matcher.take(encode("b"))

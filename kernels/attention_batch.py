@@ -62,7 +62,7 @@ class AttentionBatch:
     @classmethod
     def build(
         cls,
-        block_tables: Sequence[Sequence[int]],
+        block_tables: Sequence[Sequence[int] | np.ndarray],
         query_lens: Sequence[int],
         context_lens: Sequence[int],
         device: torch.device,
@@ -121,7 +121,10 @@ class AttentionBatch:
 
 
 def _check(
-    block_tables: Sequence[Sequence[int]], query_lens: Sequence[int], context_lens: Sequence[int], page_tokens: int
+    block_tables: Sequence[Sequence[int] | np.ndarray],
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    page_tokens: int,
 ) -> None:
     if not len(block_tables) == len(query_lens) == len(context_lens):
         raise ValueError(

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from weft.memory.geometry import PageGeometry
+
+FIRST_BLOCKS = 8
+"""Blocks that a new table has room for; it doubles when it is full."""
 
 
 class BlockTable:
@@ -16,8 +22,9 @@ class BlockTable:
 
     def __init__(self, geometry: PageGeometry) -> None:
         self._geometry = geometry
-        self.pages: list[list[int]] = [[] for _ in range(geometry.num_groups)]
-        """[num_groups][num_blocks] page numbers."""
+        self._room = np.zeros((geometry.num_groups, FIRST_BLOCKS), dtype=np.int32)
+        self.pages: list[npt.NDArray[np.int32]] = [row[:0] for row in self._room]
+        """[num_groups] arrays [num_blocks], int32: page numbers. The list stays the same, its arrays are replaced."""
 
     @property
     def num_blocks(self) -> int:
@@ -40,5 +47,15 @@ class BlockTable:
         num_groups = self._geometry.num_groups
         if len(pages) % num_groups:
             raise ValueError(f"a block is {num_groups} pages, got {len(pages)} pages")
-        for group, table in enumerate(self.pages):
-            table.extend(pages[group::num_groups])
+        first, end = self.num_blocks, self.num_blocks + len(pages) // num_groups
+        if end > self._room.shape[1]:
+            room = np.zeros((num_groups, max(end, 2 * self._room.shape[1])), dtype=np.int32)
+            room[:, :first] = self._room[:, :first]
+            self._room = room
+        self._room[:, first:end] = np.asarray(pages, dtype=np.int32).reshape(-1, num_groups).T
+        self.pages[:] = [row[:end] for row in self._room]
+
+    def by_block(self, first: int = 0, end: int | None = None) -> list[int]:
+        """Pages of the blocks from `first` up to `end`: one per layer group of the first, then of the next."""
+        pages: list[int] = self._room[:, first : self.num_blocks if end is None else end].T.reshape(-1).tolist()
+        return pages

@@ -109,7 +109,7 @@ def _rows(
     offsets = real[1] % page_tokens
     spans = list(zip(chunks, first_blocks.tolist(), (last_blocks + 1).tolist(), strict=True))
     for group in range(geometry.num_groups):
-        pages = np.array(list(chain.from_iterable(c.block_table[group][first:end] for c, first, end in spans)))
+        pages = np.concatenate([c.block_table[group][first:end] for c, first, end in spans])
         if len(pages) != num_blocks.sum() or pages.min() < 1:
             raise PageAccountingError("a block table is too short for its chunk, or would write to the zero page")
         real[2 + group] = pages[block_places] * page_tokens + offsets

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from weft.engine.execution.batch import build_batch
@@ -182,7 +184,7 @@ class StartMeasures:
         finally:
             self._pool.free(pages, 0)
 
-    def _table(self, pages: Sequence[int]) -> list[list[int]]:
+    def _table(self, pages: Sequence[int]) -> list[npt.NDArray[np.int32]]:
         table = BlockTable(self._arena.geometry)
         table.append(pages)
         return table.pages

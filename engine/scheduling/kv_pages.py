@@ -232,7 +232,7 @@ class KvPages:
             return
         chain = self._chain(state, num_full)
         for index in range(len(pages.held), num_full):
-            own = [table[index] for table in pages.table.pages]
+            own = pages.table.by_block(index, index + 1)
             parent = pages.held[-1] if pages.held else None
             block = self.prefixes.publish(chain, index, own, parent, state.digest)
             if block is None:
@@ -293,8 +293,8 @@ class KvPages:
         for state in running:
             if state.pages.swapped is not None:
                 raise EngineError("a running request holds host pages")
-            begins = [list(block) for block in zip(*state.pages.table.pages, strict=True)][: len(state.pages.held)]
-            if begins != [block.pages for block in state.pages.held]:
+            begins = state.pages.table.by_block(0, len(state.pages.held))
+            if begins != [page for block in state.pages.held for page in block.pages]:
                 raise PageAccountingError("a request's first blocks are not the cached ones that it holds")
         if len(set(pages)) != len(pages) or len(pages) != self.pool.counts()["kv"]:
             raise PageAccountingError(f"requests hold {len(pages)} KV pages, the pool says {self.pool.counts()}")
@@ -341,7 +341,7 @@ class KvPages:
         if hit.leader is not None:
             leader = hit.leader
             num_full = self.geometry.blocks(hit.num_tokens)
-            sources = [table[index] for index in range(num_blocks, num_full) for table in leader.pages.table.pages]
+            sources = leader.pages.table.by_block(num_blocks, num_full)
             draft.plan.copies += [PageCopy(source=s, target=t) for s, t in zip(sources, own, strict=False)]
             leader.last_step = max(leader.last_step, draft.plan.step)
             return len(sources)
@@ -366,8 +366,7 @@ class KvPages:
         host_pages = self.swap.take(count)
         if host_pages is None:
             return None
-        device_pages = [page for block in zip(*pages.table.pages, strict=True) for page in block]
-        moved = device_pages[first * geometry.num_groups : num_blocks * geometry.num_groups]
+        moved = pages.table.by_block(first, num_blocks)
         draft.plan.swap_out += [
             PageMove(device_page=page, host_page=host_page) for page, host_page in zip(moved, host_pages, strict=True)
         ]

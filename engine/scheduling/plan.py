@@ -5,8 +5,12 @@ The scheduler makes the plan, the runner carries it out and asks nobody. It can 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from weft.adapters.residency.slots import SlotLease
 from weft.engine.request import RequestError, TokenLogprobs
@@ -49,7 +53,7 @@ class Chunk:
     token_ids: list[int]
     start: int
     """Position of the first token; all before it are in the KV cache."""
-    block_table: list[list[int]]
+    block_table: Sequence[Sequence[int] | npt.NDArray[np.int32]]
     """[num_groups][num_blocks]: pages that hold positions 0 to start + len(token_ids) - 1, and maybe more."""
     adapter: SlotLease | None = None
     """None is the base model."""

@@ -50,7 +50,7 @@ class RequestPages:
 
     def own_pages(self) -> list[int]:
         """Its pages but for the cached ones, in no order that matters."""
-        return [page for pages in self.table.pages for page in pages[len(self.held) :]]
+        return self.table.by_block(len(self.held))
 
 
 WaitingReason = Literal["NEW", "LOADING", "NO_ROOM", "NO_PAGES", "FORK", "GRAMMAR"]

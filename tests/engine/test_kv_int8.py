@@ -121,6 +121,6 @@ def test_a_read_of_freed_memory_shows(variant: MakeVariant) -> None:
     driver = StepDriver(variant("llama"), is_kv_int8=True)
     request = driver.request(prompt(20))
     assert driver.run([request])[0].token_id is not None
-    driver.arena.poison(request.table.pages[0])
+    driver.arena.poison(request.table.by_block())
     (result,) = driver.run([request])
     assert (result.is_non_finite, result.token_id) == (True, None)

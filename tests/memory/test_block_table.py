@@ -30,7 +30,9 @@ def test_pages_of_a_block_go_to_their_layer_groups() -> None:
     table = BlockTable(geometry(num_groups=2))
     table.append([3, 4, 7, 8])
     table.append([1, 2])
-    assert table.pages == [[3, 7, 1], [4, 8, 2]]
+    assert [pages.tolist() for pages in table.pages] == [[3, 7, 1], [4, 8, 2]]
+    assert table.by_block(1) == [7, 8, 1, 2]
+    assert table.by_block(0, 2) == [3, 4, 7, 8]
     assert table.num_blocks == 3
 
 

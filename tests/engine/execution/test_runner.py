@@ -119,7 +119,7 @@ def test_tokens_do_not_depend_on_pages_that_were_swapped_out_and_in_to_others(mo
     expected = driver.generate([driver.request(prompt(20))], 6)[0]
     request = driver.request(prompt(20))
     first = driver.generate([request], 3)[0]
-    old = list(request.table.pages[0])
+    old = request.table.by_block()
     host_pages = range(len(old))
     driver.runner.execute(StepPlan(step=98, chunks=[], swap_out=moves(old, host_pages)))
     driver.arena.poison(old)

@@ -245,14 +245,18 @@ class Checks:
         """A request that was paused and sat the step out has what it had, or gave all of it up."""
         before, self._paused = self._paused, {}
         for state in self._table.order.paused:
-            standing = ([list(pages) for pages in state.pages.table.pages], state.num_computed, state.num_preemptions)
+            standing = (
+                [pages.tolist() for pages in state.pages.table.pages],
+                state.num_computed,
+                state.num_preemptions,
+            )
             self._paused[state.request_id] = standing
             held = before.get(state.request_id)
             if held is None:
                 self.num_pauses += 1
             elif held != standing and held[2] == state.num_preemptions and state.request_id not in self._ran:
                 self._fail(f"{state.request_id} was paused with {held}, and now has {standing}")
-            if state.num_computed and not state.pages.table.pages[0]:
+            if state.num_computed and not state.pages.table.num_blocks:
                 self._fail(f"{state.request_id} is paused without pages")
         self._ran = set()
 

@@ -291,8 +291,10 @@ def let_the_paused_lose_a_page(patch: pytest.MonkeyPatch) -> None:
 
     def careless(self: Preemption, state: RequestState, draft: PlanBuilder) -> None:
         pause(self, state, draft)
-        if state.is_paused and len(state.pages.table.pages[0]) > len(state.pages.held):
-            self._kv.pool.free([pages.pop() for pages in state.pages.table.pages], state.last_step)
+        table = state.pages.table
+        if state.is_paused and table.num_blocks > len(state.pages.held):
+            self._kv.pool.free(table.by_block(table.num_blocks - 1), state.last_step)
+            table.pages[:] = [pages[:-1] for pages in table.pages]
 
     patch.setattr(Preemption, "pause", careless)
 

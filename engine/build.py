@@ -169,7 +169,9 @@ def build_engine(
         loader_threads(1, has_idle_core=has_idle_core()),
         notify,
     )
-    scheduler = Scheduler(config.scheduler, kv, residency, limits, prices=prices, grammars=grammars)
+    scheduler = Scheduler(
+        config.scheduler, kv, residency, limits, step_tokens=plan.step_tokens, prices=prices, grammars=grammars
+    )
     core = EngineCore(scheduler, runner, boot_id=ready.boot_id, set_stepping=pace.set_stepping)
     logger.debug("%s", format_plan(plan, ready))
     return EngineParts(core, ready, folder, residency, pool, loader.memory, grammar_tokens)

@@ -40,6 +40,8 @@ class MemoryPlan:
     """Bytes of the tables that say where the adapters' weights are."""
     host_pages: int
     """Pages of the host slab."""
+    step_tokens: int
+    """Most tokens in one step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

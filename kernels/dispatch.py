@@ -55,6 +55,7 @@ class Kernels:
     sample: Callable[[Tensor, Sequence[RowSampling]], Tensor]
     logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
     mask_tokens: Callable[[Tensor, Tensor, Tensor], None]
+    zero_pages: Callable[[Tensor, Tensor], None]
     attend: Attend | None = None
     """All of a layer between its projections in one call; None where `weft.kernels.attend` composes it."""
     quantised_linear: Callable[[QuantisedWeight, Tensor | None], Linear] | None = None
@@ -107,10 +108,10 @@ def native_kernels() -> Kernels:
 @functools.cache
 def torch_kernels() -> Kernels:
     """The operations in torch operators, for a CPU without C++ ones and for dtypes that these do not know."""
-    from weft.kernels.plain import attention, quantised, rows, sampling, sgmv
+    from weft.kernels.plain import attention, pages, quantised, rows, sampling, sgmv
 
     return replace(
-        _kernels_of(rows, attention, sgmv, sampling),
+        _kernels_of(rows, attention, sgmv, sampling, pages),
         quantised_linear=quantised.quantised_linear,
         quantised_head=quantised.quantised_head,
     )
@@ -126,7 +127,7 @@ def triton_kernels() -> Kernels:
         ConfigError: Triton is not installed.
     """
     try:
-        from weft.kernels.triton import attention, rows, sampling, sgmv
+        from weft.kernels.triton import attention, pages, rows, sampling, sgmv
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
@@ -134,10 +135,12 @@ def triton_kernels() -> Kernels:
             "model.device: a CUDA device needs Triton, which is not installed: pip install 'weft[triton]'",
             param="model.device",
         ) from error
-    return _kernels_of(rows, attention, sgmv, sampling)
+    return _kernels_of(rows, attention, sgmv, sampling, pages)
 
 
-def _kernels_of(rows: ModuleType, attention: ModuleType, sgmv: ModuleType, sampling: ModuleType) -> Kernels:
+def _kernels_of(
+    rows: ModuleType, attention: ModuleType, sgmv: ModuleType, sampling: ModuleType, pages: ModuleType
+) -> Kernels:
     """The operations by their names, which are the same in the modules of every kind."""
     return Kernels(
         rms_norm=rows.rms_norm,
@@ -150,4 +153,5 @@ def _kernels_of(rows: ModuleType, attention: ModuleType, sgmv: ModuleType, sampl
         sample=sampling.sample,
         logprobs=sampling.logprobs,
         mask_tokens=sampling.mask_tokens,
+        zero_pages=pages.zero_pages,
     )

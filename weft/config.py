@@ -86,6 +86,9 @@ class ModelConfig:
     adapters_trained_on_quantised: bool = False
     """Whether the adapters were trained on this very checkpoint, where that is an AWQ or SmoothQuant one: it scales the
     inputs of linears, so adapters that were trained on the original model do not fit it and are refused."""
+    cuda_graphs: bool = True
+    """On a GPU, whether decode steps are replayed as CUDA graphs, which spares the host most of the work of launching
+    kernels. The results are the same without, and steps take longer."""
     threads: int = 0
     """Threads that compute one operation on a CPU; 0 takes one for a tiny model, and all usable cores for others."""
 
@@ -163,8 +166,9 @@ class SchedulerConfig:
 
     max_running: int = 64
     """Most requests in one step. Requests that are paused for others keep their memory and do not count."""
-    step_tokens: int = 512
-    """Most tokens in one step; longer prompts are computed in chunks."""
+    step_tokens: int | None = None
+    """Most tokens in one step; longer prompts are computed in chunks. When not set, 512 on a CPU and 2048 on a GPU, but
+    at least `scheduler.max_running`."""
     max_waiting: int = 4096
     """Most requests that may wait; this limits memory. One tenant may have twice as many waiting as there are free
     places."""
@@ -189,7 +193,7 @@ class SchedulerConfig:
         _check_bounds("scheduler", self, max_running=(1, 4096), max_waiting=(1, 1 << 20), max_wait_s=(0.1, 3600))
         _check_bounds("scheduler", self, itl_target_ms=(0.1, 60_000), batch_stretch=(1.1, 100))
         _check_choices("scheduler", self, policy=Policy, inner=Inner)
-        holds_all = self.max_running <= self.step_tokens <= 1 << 20
+        holds_all = self.step_tokens is None or self.max_running <= self.step_tokens <= 1 << 20
         expected = f"from scheduler.max_running ({self.max_running}) to 1048576"
         _require(holds_all, "scheduler.step_tokens", expected, self.step_tokens)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.lora.layout import adapter_pages, slot_bytes
-from weft.config import GIB, MAX_SLOTS, MIB, Config
+from weft.config import GIB, MAX_SLOTS, MIB, Config, SchedulerConfig
 from weft.engine.model.spec import DecoderSpec
 from weft.engine.model.weight_bytes import choose_weights, model_bytes
 from weft.engine.status import EngineReady, MemoryPlan
@@ -28,6 +28,9 @@ MAX_CPU_ARENA_BYTES = 4 * GIB
 MAX_HOST_SLAB_BYTES = 2 * GIB
 GPU_ARENA_FRACTION = 0.85
 """Of what the weights leave free; the rest is for activations and the allocator."""
+CPU_STEP_TOKENS = 512
+GPU_STEP_TOKENS = 2048
+"""With these, a GPU computes a step of prompts for longer than the host takes to launch it."""
 REFERENCE_RANK = 16
 """Rank of the adapters that the plan counts for people."""
 SMALL_RANK = 8
@@ -67,7 +70,7 @@ def plan_memory(
     """Divide the memory.
 
     Args:
-        config: Its sections memory, model and adapter count.
+        config: Its sections memory, model, adapter and scheduler count.
         spec: The base model.
         base: Its shape for adapters.
         geometry: Of the arena's pages.
@@ -106,6 +109,7 @@ def plan_memory(
         slots=slots,
         table_bytes=table_bytes,
         host_pages=host_bytes // geometry.page_bytes,
+        step_tokens=_step_tokens(config.scheduler, on_cpu=on_cpu),
     )
     _check_room(plan, geometry, config.model.max_model_len)
     return plan
@@ -159,6 +163,11 @@ def _wanted_bytes(gib: float | None, default: int | None, left: int) -> int:
     if gib is not None:
         return int(gib * GIB)
     return int(left * GPU_ARENA_FRACTION) if default is None else default
+
+
+def _step_tokens(scheduler: SchedulerConfig, *, on_cpu: bool) -> int:
+    usual = CPU_STEP_TOKENS if on_cpu else GPU_STEP_TOKENS
+    return scheduler.step_tokens or max(usual, scheduler.max_running)
 
 
 def _check_free(pool_bytes: int, weight_bytes: int, free_bytes: int) -> None:

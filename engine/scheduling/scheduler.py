@@ -69,6 +69,8 @@ class Scheduler:
     limits: ModelLimits
     """What the model bounds."""
     _: KW_ONLY
+    step_tokens: InitVar[int]
+    """Most tokens in one step."""
     prices: InitVar[Prices]
     """What the work of a step costs its tenant."""
     grammars: Grammars | None = None
@@ -78,7 +80,7 @@ class Scheduler:
     draw_seed: Callable[[], int] = lambda: secrets.randbits(63)
     """Seeds for requests that bring none."""
 
-    def __post_init__(self, kv: KvPages, prices: Prices) -> None:
+    def __post_init__(self, kv: KvPages, step_tokens: int, prices: Prices) -> None:
         config = self.config
         self.table = RequestTable(
             FairOrder(config.policy, inner_order(config.inner), QUANTUM_TOKENS * prices.output, config.max_running),
@@ -93,7 +95,7 @@ class Scheduler:
         """What happened to requests since the last call."""
         self._preemption = Preemption(self.table)
         self._rows = Rows(self.table, self._preemption, self.clock, self.finish)
-        self._chunks = Chunks(self.table, self._preemption, StepBudget(config, kv.costs.token_s))
+        self._chunks = Chunks(self.table, self._preemption, StepBudget(config, step_tokens, kv.costs.token_s))
         self._deadlines = Deadlines(self.table.requests)
         self.pause: PauseMode | None = None
         """How plans are held back; with `wait` it becomes `keep` by itself. Deadlines count all the same."""

@@ -78,12 +78,13 @@ class StepBudget:
     """What steps may compute.
 
     Args:
-        config: The largest step, the target, and the stretch.
+        config: The target and the stretch.
+        step_tokens: Most tokens in one step.
         unit_s: Seconds of a unit, as measured at start.
     """
 
-    def __init__(self, config: SchedulerConfig, unit_s: float) -> None:
-        self._max_tokens = config.step_tokens
+    def __init__(self, config: SchedulerConfig, step_tokens: int, unit_s: float) -> None:
+        self._max_tokens = step_tokens
         self._target_s = None if config.itl_target_ms is None else TARGET_AIM * config.itl_target_ms / 1000
         self._stretch = config.batch_stretch
         self._time = StepTime(unit_s)

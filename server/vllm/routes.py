@@ -121,19 +121,19 @@ async def server_info(services: Wired, _: Admin, config_format: Literal["text", 
 
 
 def _config(services: Services) -> dict[str, Any]:
-    ready, scheduler = services.ready, services.config.scheduler
+    ready, memory, scheduler = services.ready, services.ready.memory, services.config.scheduler
     model = {"model": ready.model_path, "served_model_name": services.served_name}
     limits = {"max_model_len": ready.max_model_len, "max_logprobs": services.config.server.max_logprobs}
     return {
         "model_config": {**model, "dtype": ready.dtype, **limits},
-        "lora_config": {"max_loras": ready.memory.slots, "max_lora_rank": ready.max_rank},
+        "lora_config": {"max_loras": memory.slots, "max_lora_rank": ready.max_rank},
         "cache_config": {
             "block_size": ready.geometry.page_tokens,
             "cache_dtype": services.config.memory.kv_dtype,
-            "num_gpu_blocks": ready.memory.num_pages,
+            "num_gpu_blocks": memory.num_pages,
             "enable_prefix_caching": services.config.memory.prefix_cache,
         },
-        "scheduler_config": {"max_num_seqs": scheduler.max_running, "max_num_batched_tokens": scheduler.step_tokens},
+        "scheduler_config": {"max_num_seqs": scheduler.max_running, "max_num_batched_tokens": memory.step_tokens},
         "parallel_config": {"world_size": WORLD_SIZE},
         "device_config": {"device": ready.device},
     }

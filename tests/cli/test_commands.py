@@ -263,7 +263,10 @@ def test_config_writes_a_file_that_explains_each_setting_and_reads_as_the_defaul
     file = tmp_path / "weft.yaml"
     assert run("config", "init", str(file)).exit_code == 0
     text = file.read_text()
-    assert "  # Most tokens in one step; longer prompts are computed in chunks.\n  #step_tokens: 512\n" in text
+    assert (
+        '  # Where the model runs: auto, cpu or cuda. auto takes a CUDA device if there is one.\n  #device: "auto"\n'
+        in text
+    )
     assert load_config({}, {}, file) == load_config({"model": {"path": "CHANGE-ME"}}, {})
     file.write_text(re.sub(r"^  #(\w)", r"  \1", text, flags=re.MULTILINE))
     assert load_config({}, {}, file) == load_config({"model": {"path": "CHANGE-ME"}}, {})

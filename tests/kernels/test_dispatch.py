@@ -22,7 +22,7 @@ def test_a_cpu_gets_cpp_kernels(dtype: torch.dtype) -> None:
     assert kernels is native_kernels()
     assert kernels.sgmv is sgmv_native.sgmv
     in_torch = {name for name, operation in asdict(kernels).items() if ".native." not in operation.__module__}
-    assert in_torch == {"rope", "kv_write", "sample", "logprobs"}
+    assert in_torch == {"rope", "kv_write", "sample", "logprobs", "zero_pages"}
     assert kernels.sample is sampling_cpu.sample
 
 

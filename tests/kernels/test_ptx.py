@@ -18,7 +18,7 @@ SGMV = [
     for dtype in ("bf16", "fp16", "fp32")
 ]
 ATTENTION = ["items", "items limited", "items int8", "chunks", "chunks limited", "chunks int8"]
-ROWWISE = ["norm", "norm add", "rope", "silu_and_mul", "kv_write", "kv_write int8", "sample"]
+ROWWISE = ["norm", "norm add", "rope", "silu_and_mul", "kv_write", "kv_write int8", "sample", "zero_pages"]
 Report = dict[str, dict[str, int]]
 
 

@@ -171,3 +171,11 @@ def test_the_defaults_of_tenants_are_limits_that_exist() -> None:
 def test_the_longest_wait_has_bounds(seconds: float) -> None:
     with pytest.raises(ConfigError, match=r"scheduler\.max_wait_s"):
         SchedulerConfig(max_wait_s=seconds)
+
+
+@pytest.mark.parametrize("num_tokens", [63, (1 << 20) + 1])
+def test_a_step_holds_a_token_of_each_row(num_tokens: int) -> None:
+    with pytest.raises(
+        ConfigError, match=r"scheduler\.step_tokens must be from scheduler\.max_running \(64\) to 1048576"
+    ):
+        SchedulerConfig(step_tokens=num_tokens)

@@ -62,6 +62,7 @@ def demo_ready(max_model_len: int = 256, num_pages: int = 4096) -> EngineReady:
         slots=256,
         table_bytes=1,
         host_pages=1,
+        step_tokens=512,
     )
     return EngineReady(
         boot_id="boot-1",

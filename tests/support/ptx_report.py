@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from weft.kernels.triton import attention as attention_triton
+from weft.kernels.triton import pages as pages_triton
 from weft.kernels.triton import rows as rows_triton
 from weft.kernels.triton import sampling as sampling_triton
 from weft.kernels.triton import sgmv as sgmv_triton
@@ -62,7 +63,7 @@ def ptx_of(
 
 FLOATS = (*"xyqkv", "out", "arena", "k_pages", "v_pages", "residual", "new_residual", "weight", "gate_up")
 WIDE = ("planes", "scalings", "cos", "sin", "logits", "temperatures", "top_ps", "min_ps", "uniforms")
-TABLES = ("offsets", "ranks", "block_table", "query_indptr", "context_lens", "top_ks")
+TABLES = ("offsets", "ranks", "block_table", "query_indptr", "context_lens", "top_ks", "words", "listed")
 LONGS = ("positions", "slot_mapping", "tokens")
 
 
@@ -121,6 +122,7 @@ def _rowwise_variants() -> dict[str, str]:
     kv_write = {"PAGE_TOKENS": 16, "HEADS": 8, "D": 128, "BLOCK": 1024}
     kv_write_int8 = {"PAGE_TOKENS": 16, "D": 128, "BLOCK": 128, "LARGEST": 127.0}
     silu_and_mul = {"N": 14336, "BLOCK": 1024}
+    zero_pages = {"WORDS": 1 << 19, "BLOCK": pages_triton.BLOCK_WORDS, "PROGRAMS": pages_triton.PROGRAMS}
     eps = {"eps": "fp32"}
     return {
         "norm": ptx_of(rows_triton.rms_norm_kernel, "bf16", {**norm, "ADD": False}, eps, 4, 2),
@@ -130,6 +132,7 @@ def _rowwise_variants() -> dict[str, str]:
         "kv_write": ptx_of(rows_triton.kv_write_kernel, "bf16", kv_write, {}, 4, 2),
         "kv_write int8": ptx_of(rows_triton.kv_write_int8_kernel, "bf16", kv_write_int8, {}, 1, 2, kv_dtype="i8"),
         "sample": ptx_of(sampling_triton.sample_kernel, "fp32", {"BLOCK": 4096}, {}, 8, 2),
+        "zero_pages": ptx_of(pages_triton.zero_pages_kernel, "", zero_pages, {}, 4, 2),
     }
 
 

@@ -13,7 +13,7 @@ from fake_engine import DEMO_MODEL, demo_ready
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.lora.layout import adapter_pages, slot_bytes
 from weft.adapters.lora.tables import AdapterTables
-from weft.config import GIB, MAX_SLOTS, AdapterConfig, Config, MemoryConfig, ModelConfig, Weights
+from weft.config import GIB, MAX_SLOTS, AdapterConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig, Weights
 from weft.engine.execution.memory_plan import (
     MIN_SLOTS,
     TABLE_DIVISOR,
@@ -61,10 +61,11 @@ def plan(
     max_len: int | None = None,
     weights: Weights = "auto",
     adapter: AdapterConfig = AdapterConfig(),  # noqa: B008 - it is frozen
+    scheduler: SchedulerConfig = SchedulerConfig(),  # noqa: B008 - it is frozen
     **memory: float,
 ) -> MemoryPlan:
     model = ModelConfig(path="m", weights=weights, max_model_len=max_len)
-    config = Config(model=model, memory=MemoryConfig(**memory), adapter=adapter)  # type: ignore[arg-type]
+    config = Config(model=model, memory=MemoryConfig(**memory), adapter=adapter, scheduler=scheduler)  # type: ignore[arg-type]
     free = FreeMemory(int(free_gib * GIB), int(free_gib * GIB))
     return plan_memory(config, SPEC, BASE, GEOMETRY, free, on_cpu=device.type == "cpu")
 
@@ -168,6 +169,21 @@ def test_the_longest_request_is_bounded_by_the_model_and_by_the_pool() -> None:
     large, small = plan(CPU, 256), plan(CPU, 8, gib=0.1)
     assert max_model_len(config, SPEC, large) == 32_768
     assert max_model_len(config, SPEC, small) == small.kv_tokens < 32_768
+
+
+@pytest.mark.parametrize(
+    ("device", "scheduler", "step_tokens"),
+    [
+        (CPU, SchedulerConfig(), 512),
+        (CUDA, SchedulerConfig(), 2048),
+        (CPU, SchedulerConfig(max_running=600), 600),
+        (CUDA, SchedulerConfig(step_tokens=100), 100),
+    ],
+)
+def test_a_step_is_as_large_as_asked_for_or_as_suits_the_device(
+    device: torch.device, scheduler: SchedulerConfig, step_tokens: int
+) -> None:
+    assert plan(device, 16, scheduler=scheduler).step_tokens == step_tokens
 
 
 def test_a_longer_request_than_the_model_was_made_for_is_refused() -> None:

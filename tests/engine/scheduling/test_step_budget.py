@@ -66,7 +66,7 @@ def test_short_steps_are_learnt_where_long_ones_predict_less_than_nothing_for_th
 
 def learned(config: SchedulerConfig, *, has_interactive: bool = True) -> StepBudget:
     """A budget that knows steps of 50 ms and 1 ms a unit."""
-    budget = StepBudget(config, UNIT_S)
+    budget = StepBudget(config, 512, UNIT_S)
     for units in (10.0, 200.0) * 300:
         budget.note_step(units, 0.0, 0.05 + UNIT_S * units, has_interactive)
     return budget

@@ -108,6 +108,7 @@ async def test_facts_have_vllms_names(api: Api) -> None:
     assert config["lora_config"] == {"max_loras": ready.memory.slots, "max_lora_rank": ready.max_rank}
     assert config["cache_config"]["block_size"] == ready.geometry.page_tokens
     assert config["cache_config"]["cache_dtype"] == "auto"
+    assert config["scheduler_config"]["max_num_batched_tokens"] == ready.memory.step_tokens
     text = (await api.admin.get("/server_info")).json()["vllm_config"]
     assert isinstance(text, str)
     assert BASE in text

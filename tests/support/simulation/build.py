@@ -12,6 +12,7 @@ from weft.adapters.residency.load_threads import LoadQueue, TaskExecutor
 from weft.adapters.residency.residency import Residency
 from weft.config import SchedulerConfig
 from weft.engine.core import EngineCore
+from weft.engine.execution.memory_plan import CPU_STEP_TOKENS
 from weft.engine.execution.runner import ModelRunner
 from weft.engine.fairness.prices import Prices
 from weft.engine.model.rope_spec import RopeSpec
@@ -136,7 +137,14 @@ class SimulatedEngine:
             is_sharing=is_caching,
         )
         self.scheduler = Scheduler(
-            config, kv, self.residency, limits, prices=prices or Prices(), clock=clock, draw_seed=lambda: 7
+            config,
+            kv,
+            self.residency,
+            limits,
+            step_tokens=config.step_tokens or CPU_STEP_TOKENS,
+            prices=prices or Prices(),
+            clock=clock,
+            draw_seed=lambda: 7,
         )
 
     def start(

@@ -41,6 +41,7 @@ from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.status import EngineReady
 from weft.engine.text.tokenizer import read_eos_token_ids
 from weft.kernels.dispatch import kernels_for
+from weft.kernels.triton.compiles import CompileWatch
 from weft.kernels.weight_format import WeightFormat
 from weft.memory.arena import Arena, PageCopier
 from weft.memory.eviction import Evictor, PageCosts, eviction_policy
@@ -172,7 +173,13 @@ def build_engine(
     scheduler = Scheduler(
         config.scheduler, kv, residency, limits, step_tokens=plan.step_tokens, prices=prices, grammars=grammars
     )
-    core = EngineCore(scheduler, runner, boot_id=ready.boot_id, set_stepping=pace.set_stepping)
+    core = EngineCore(
+        scheduler,
+        runner,
+        boot_id=ready.boot_id,
+        set_stepping=pace.set_stepping,
+        compiles=CompileWatch().begin(),
+    )
     logger.debug("%s", format_plan(plan, ready))
     return EngineParts(core, ready, folder, residency, pool, loader.memory, grammar_tokens)
 

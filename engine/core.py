@@ -19,6 +19,7 @@ from weft.engine.scheduling.plan import ChunkResult, StepPlan
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.status import EngineLoad, EngineStatus, PauseMode
 from weft.errors import EngineError
+from weft.kernels.triton.compiles import CompileWatch
 from weft.memory.arena import is_device_lost
 from weft.memory.page_map import page_map
 
@@ -39,6 +40,7 @@ class EngineCore:
         runner: Computes it.
         boot_id: Id of this start of the engine.
         set_stepping: Called with how many requests run in steps and how many more could; loads give way to steps.
+        compiles: Watches for kernels that are compiled while requests are served; ended by `close`.
         clock: Monotonic seconds.
     """
 
@@ -49,6 +51,7 @@ class EngineCore:
         *,
         boot_id: str,
         set_stepping: Callable[[int, int], None] = lambda _running, _held_up: None,
+        compiles: CompileWatch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
@@ -59,6 +62,7 @@ class EngineCore:
         self._residency = scheduler.table.residency
         self._boot_id = boot_id
         self._set_stepping = set_stepping
+        self._compiles = compiles or CompileWatch()
         self._clock = clock
         self._status_seq = 0
         self._completed_step = 0
@@ -159,6 +163,7 @@ class EngineCore:
             evictions=dict(kv.evictor.evictions),
             prefix_queries=kv.prefixes.num_queries,
             prefix_hits=kv.prefixes.num_hits,
+            kernel_compiles=self._compiles.counts.total(),
             host_pages=kv.swap.counts(),
             tenants=self._scheduler.tenants(),
             service_tokens=table.service.tokens(NUM_KEPT_TENANTS),
@@ -183,6 +188,7 @@ class EngineCore:
 
     def close(self) -> None:
         """End background loads and give the memory back; requests that still live are dropped."""
+        self._compiles.end()
         self._set_stepping(0, 0)
         self._residency.close()
         self._scheduler.close()

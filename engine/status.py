@@ -167,6 +167,8 @@ class EngineStatus:
     """Prompt tokens looked up in the prefix cache since start."""
     prefix_hits: int = 0
     """Of these, the tokens that were found."""
+    kernel_compiles: int = 0
+    """Kernels that were compiled since the engine was ready. Each stopped all requests; there should be none."""
     host_pages: dict[str, int] = field(default_factory=dict)
     """Pages of the host slab by kind: free, adapter, kv; they sum to `MemoryPlan.host_pages`."""
     tenants: dict[str, TenantLoad] = field(default_factory=dict)

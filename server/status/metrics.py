@@ -170,6 +170,8 @@ class Metrics(Collector):
         about = "Prompt tokens looked up in the prefix cache."
         yield CounterMetricFamily("weft_prefix_cache_queries", about, status.prefix_queries)
         yield CounterMetricFamily("weft_prefix_cache_hits", "Prompt tokens found there.", status.prefix_hits)
+        about = "Kernels compiled while requests were served."
+        yield CounterMetricFamily("weft_kernel_compiles", about, status.kernel_compiles)
         loads = CounterMetricFamily("weft_adapter_loads", "Adapter loads.", labels=["from", "to", "result"])
         for key, count in {**dict.fromkeys(LOADED, 0), **status.loads}.items():
             path, _, result = key.partition(":")

@@ -306,6 +306,17 @@ def test_closing_ends_the_loads_and_the_runner() -> None:
     assert not simulator.runner.pages
 
 
+def test_status_counts_kernels_that_were_compiled_until_the_engine_closes() -> None:
+    simulator = Simulator()
+    watch = simulator.core._compiles
+    assert simulator.core.status().kernel_compiles == 0
+    watch.counts.update(item_kernel=2, shrink_kernel=1)
+    assert simulator.core.status().kernel_compiles == 3
+    watch.end = Mock()  # type: ignore[method-assign]
+    simulator.core.close()
+    watch.end.assert_called_once_with()
+
+
 def test_scores_that_are_no_numbers_end_their_own_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     simulator = Simulator()
     execute = simulator.runner.execute

@@ -302,6 +302,7 @@ class FakeEngine(EngineClient):
             evictions={"adapter": 2, "prefix": 7},
             prefix_queries=100,
             prefix_hits=25,
+            kernel_compiles=2,
             host_pages={"free": 1, "adapter": 0, "kv": 0},
             page_map=self.page_map if is_detailed else None,
             batches=self.batches if is_detailed else None,

@@ -89,6 +89,7 @@ METRICS: dict[str, set[str]] = {
     "weft_preemptions_total": {"how"},
     "weft_prefix_cache_queries_total": set(),
     "weft_prefix_cache_hits_total": set(),
+    "weft_kernel_compiles_total": set(),
     "weft_responses_total": {"status"},
     "weft_limited_total": {"limit"},
     "weft_refused_total": {"code", "tenant"},
@@ -136,6 +137,7 @@ async def test_every_promised_metric_is_there_with_its_labels(api: Api) -> None:
         assert values[name, label] == value
     assert values["weft_prefix_cache_queries_total",] == 100
     assert values["weft_prefix_cache_hits_total",] == 25
+    assert values["weft_kernel_compiles_total",] == 2
     assert values["weft_adapter_load_seconds_sum",] == 0.5
 
 

@@ -1,0 +1,95 @@
+"""Tells which Triton kernels are compiled while requests are served: each compilation stops all of them meanwhile.
+
+Triton compiles a kernel for every new combination of constants, of integers that are 1 or divide by 16, and of pointers
+that are 16-byte aligned. All that steps need is compiled before the first request, so a later compilation is an error
+of a launcher. A kernel that Triton finds in its cache on disk counts too, since loading it also stops a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class CompileWatch:
+    """Counts compilations by kernel and logs each, from `begin` to `end`. Thread: any may compile.
+
+    Triton has one place for each hook. What stood there before is called too, so watches may overlap.
+
+    Args:
+        clock: Tells the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.counts: Counter[str] = Counter()
+        """Compilations since `begin`, by the kernel's name."""
+        self.seconds = 0.0
+        """Time that they took, all together."""
+        self._clock = clock
+        self._started_s = threading.local()
+        self._is_watching = False
+        self._hooks_before: tuple[Any, Any] = (None, None)
+
+    def begin(self) -> CompileWatch:
+        """Watch from now on; returns itself. Does nothing where Triton was not imported, as on a CPU."""
+        triton = sys.modules.get("triton")
+        if triton is not None and not self._is_watching:
+            runtime = triton.knobs.runtime
+            self._hooks_before = runtime.jit_cache_hook, runtime.jit_post_compile_hook
+            runtime.jit_cache_hook, runtime.jit_post_compile_hook = self._started, self._compiled
+            self._is_watching = True
+        return self
+
+    def end(self) -> None:
+        """Stop watching; the counts stay."""
+        if not self._is_watching:
+            return
+        self._is_watching = False
+        runtime = sys.modules["triton"].knobs.runtime
+        if runtime.jit_cache_hook == self._started:  # else a later watch still calls this one, which hands on
+            runtime.jit_cache_hook, runtime.jit_post_compile_hook = self._hooks_before
+
+    def __enter__(self) -> CompileWatch:
+        return self.begin()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def _started(self, **of_kernel: Any) -> bool | None:
+        """Before a compilation; what it returns would end it if it were true."""
+        before = self._hooks_before[0]
+        answer: bool | None = before(**of_kernel) if before else None
+        self._started_s.value = self._clock()
+        return answer
+
+    def _compiled(self, **of_kernel: Any) -> None:
+        if self._is_watching:
+            now_s = self._clock()
+            seconds = now_s - getattr(self._started_s, "value", now_s)
+            kernel = of_kernel["fn"]
+            self.counts[kernel.name] += 1
+            self.seconds += seconds
+            logger.warning(
+                "a kernel was compiled while requests are served: %s(%s) took %.0f ms",
+                kernel.name,
+                _variant(kernel.jit_function.arg_names, of_kernel["compile"]),
+                seconds * 1e3,
+            )
+        if self._hooks_before[1]:
+            self._hooks_before[1](**of_kernel)
+
+
+def _variant(names: list[str], compiled: dict[str, Any]) -> str:
+    """What a variant was compiled for: its constants, and which arguments are known to divide by 16."""
+    constants = [f"{names[place[0]]}={value}" for place, value in compiled["constants"].items()]
+    attributes: dict[tuple[int, ...], Any] = compiled["configs"][0]
+    aligned = [names[place[0]] for place, found in attributes.items() if ["tt.divisibility", 16] in found]
+    options = [f"{option}={compiled[option]}" for option in ("num_warps", "num_stages")]
+    return "; ".join((", ".join((*constants, *options)), f"dividing by 16: {', '.join(aligned) or 'none'}"))

@@ -1,0 +1,53 @@
+"""The watch for compilations, with Triton's own compiler and no GPU."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+def run(*arguments: str, cache: Path) -> str:
+    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}  # noqa: TID251
+    result = subprocess.run(
+        [sys.executable, "-P", *arguments],
+        env={**kept, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(SUPPORT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+def test_each_compilation_after_begin_is_counted_and_told(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
+    found = json.loads(run(str(SUPPORT / "watched_compiles.py"), cache=tmp_path))
+    assert found["counts"] == {"add_kernel": 2}
+    assert found["later"] == {"add_kernel": 2}, "one of them after the first watch ended"
+    assert found["seconds"] > 0
+    assert found["seen_by_the_hook_before"] == 5, "two of them while nobody watched"
+    assert "add_kernel" in found["complaint"]
+    by_the_watch = [message for message in found["messages"] if "BLOCK=16" in message]
+    assert len(by_the_watch) == 2, "one from each watch"
+    assert re.fullmatch(
+        r"a kernel was compiled while requests are served: add_kernel\(BLOCK=16, num_warps=4, num_stages=3; "
+        r"dividing by 16: x, n\) took \d+ ms",
+        by_the_watch[0],
+    )
+
+
+def test_a_watch_does_not_import_triton(tmp_path: Path) -> None:
+    program = """
+import sys
+from weft.kernels.triton.compiles import CompileWatch
+with CompileWatch() as watch:
+    print("triton" in sys.modules, dict(watch.counts))
+"""
+    assert run("-c", program, cache=tmp_path) == "False {}\n"

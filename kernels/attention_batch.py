@@ -1,7 +1,9 @@
-"""Which query rows of a step attend to which pages, worked out on the host, once for all layers of a group.
+"""Which query rows of a step attend to which pages: lists for the host, and tensors for kernels on a device.
 
 Short runs of query rows (decode, and verification of a few drafted tokens) are items: each row attends on its own, so
-that its result does not depend on the rows beside it. Longer runs are chunks of a prompt.
+that its result does not depend on the rows beside it. Longer runs are chunks of a prompt, and computed in tiles.
+
+An item's keys are divided into splits, by what it sees alone. So its result does not depend on the batch either.
 """
 
 from __future__ import annotations
@@ -16,6 +18,11 @@ from torch import Tensor
 
 MAX_ITEM_ROWS = 8
 """Requests with at most this many query rows are computed row by row."""
+SPLIT_TOKENS = 256
+"""Keys of a split. Where more than `MAX_SPLITS` would be needed, splits are twice as large, or four times, and so on."""
+MAX_SPLITS = 64
+TILE_HEADS = 128
+"""Query rows of a tile, times the heads of a KV group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,32 +38,114 @@ class PromptChunk:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class AttentionBatch:
-    """The attention side of one step. Rows of request r are `query_indptr[r]` to `query_indptr[r + 1]`."""
+class AttentionRows:
+    """The attention side of one step as the kernels on a device read it; all tensors are int32.
+
+    Each query row is the row of one item or of one tile. The numbers of items and tiles may be larger than a step
+    needs: a captured step has room for the largest, and what it reads is written anew for each step.
+    """
 
     block_table: Tensor
-    """[R, max_blocks], int32: pages of each request, padded with 0, the zero page."""
-    query_indptr: Tensor
-    """[R + 1], int32: cumulative number of query rows."""
-    context_lens: Tensor
-    """[R], int32: KV tokens including this step's; 0 for padding."""
-    items: tuple[Tensor, ...]
-    """Three of [I], int32: the query row of each item, its request, and how many KV tokens it may see with itself."""
+    """[N], N >= 1: pages of all requests, one request after the other."""
+    item_rows: Tensor
+    """[I]: the query row of each item."""
+    item_tables: Tensor
+    """[I]: where in `block_table` the pages of its request begin."""
+    item_lens: Tensor
+    """[I]: KV tokens that it sees, itself included. 0: its row becomes zero. -1: there is no such item."""
+    work: dict[int, Tensor]
+    """By sliding window, 0 for none, [I + 1]: number of splits of all items before each (`split_starts`)."""
+    tiles: Tensor
+    """[4, C]: first query row, number of rows (0: there is no such tile), position of the first row, where in
+    `block_table` the pages begin. At most `chunk_tile_rows` rows each, what takes longest first."""
+    page_tokens: int
+    max_splits: int
+    """No item has more splits; results of so many are kept for each (`most_splits`)."""
+    _counters: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    def counters(self, num_kv_heads: int) -> Tensor:
+        """[I * Hkv], int32: how many splits are done of each item and KV head. Zero before and after each launch.
+
+        Made once, so that captured launches find it where it was.
+        """
+        if num_kv_heads not in self._counters:
+            self._counters[num_kv_heads] = self.item_rows.new_zeros(len(self.item_rows) * num_kv_heads)
+        return self._counters[num_kv_heads]
+
+
+def num_splits(lens: np.ndarray, window: int) -> np.ndarray:
+    """Splits of items that see so many tokens, [I]: at least 1, so that the row is written; none below 0 tokens."""
+    seen = np.minimum(lens, window) if window else lens
+    size = np.full_like(seen, SPLIT_TOKENS)
+    while (short := size * MAX_SPLITS < seen).any():
+        size[short] *= 2
+    return np.where(lens < 0, 0, np.maximum(-(-seen // size), 1))
+
+
+def split_starts(lens: np.ndarray, window: int) -> np.ndarray:
+    """The work list of items, [I + 1], int32: how many splits all items before each have.
+
+    Args:
+        lens: [I], integers: KV tokens that each item may see, or -1.
+        window: How many of them it sees; 0 for all.
+    """
+    starts = np.zeros(len(lens) + 1, dtype=np.int32)
+    np.cumsum(num_splits(lens, window), out=starts[1:])
+    return starts
+
+
+def most_splits(max_len: int) -> int:
+    """The most splits of an item that sees at most so many tokens."""
+    return min(MAX_SPLITS, max(1, -(-max_len // SPLIT_TOKENS)))
+
+
+def chunk_tile_rows(group: int) -> int:
+    """The most query rows of a tile, where so many heads share a KV head."""
+    return max(1, TILE_HEADS // group)
+
+
+def chunk_tiles(chunks: Sequence[tuple[int, int, int, int]], group: int) -> np.ndarray:
+    """The tiles of chunks, [4, C], int32, as `AttentionRows.tiles` has them.
+
+    Args:
+        chunks: Of each: first query row, number of rows, position of the first row, where its pages begin.
+        group: How many heads share a KV head.
+    """
+    most = chunk_tile_rows(group)
+    tiles = [
+        (row + start, min(most, rows - start), position + start, table)
+        for row, rows, position, table in chunks
+        for start in range(0, rows, most)
+    ]
+    tiles.sort(key=lambda tile: -(tile[1] + tile[2]))  # the keys that a tile sees
+    return np.array(tiles, dtype=np.int32).reshape(-1, 4).T.copy()
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class AttentionBatch:
+    """The attention side of one step, made of lists (`build`) or of what is on a device already (`of_rows`).
+
+    Kernels on a CPU read the lists, and those on a device read `rows`.
+    """
+
+    block_table: Tensor
+    """[R, max_blocks], int32, on the host: pages of each request, padded with 0, the zero page."""
     query_lens: tuple[int, ...]
-    """[R], on the host."""
+    """[R]: query rows of each request."""
     context_lens_host: tuple[int, ...]
-    """[R], on the host."""
+    """[R]: KV tokens including this step's; 0 for padding."""
     block_table_host: np.ndarray
-    """`block_table` on the host."""
+    """`block_table` as an array."""
     items_host: np.ndarray
-    """[3, I]: `items` on the host."""
+    """[3, I], int32: the query row of each item, its request, and how many KV tokens it may see with itself."""
     chunks: tuple[PromptChunk, ...]
     """Requests with more than `MAX_ITEM_ROWS` rows."""
     page_tokens: int
     num_rows: int
     """Rows of all requests; further rows of a batch are padding, and their output is zero."""
-    max_item_len: int
-    """Upper bound of the KV tokens that an item may see; a captured graph is built for one."""
+    device: torch.device
+    """Where the kernels run."""
+    _rows: AttentionRows | None = None
     _kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -87,19 +176,12 @@ class AttentionBatch:
             table[index, : len(pages)] = pages
         indptr = np.zeros(len(query_lens) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=indptr[1:])
-        contexts = np.asarray(context_lens, dtype=np.int32)
-        items = _items(indptr, contexts)
-        host = np.concatenate((table.reshape(-1), indptr, contexts, items.reshape(-1)))
-        parts = _to_device(host, device).split([table.size, indptr.size, contexts.size, items.size])
         return cls(
-            block_table=parts[0].view(table.shape),
-            query_indptr=parts[1],
-            context_lens=parts[2],
-            items=parts[3].view(items.shape).unbind(),
+            block_table=torch.from_numpy(table),
             query_lens=tuple(query_lens),
             context_lens_host=tuple(context_lens),
             block_table_host=table,
-            items_host=items,
+            items_host=_items(indptr, np.asarray(context_lens, dtype=np.int32)),
             chunks=tuple(
                 PromptChunk(request, int(indptr[request]), rows, context)
                 for request, (rows, context) in enumerate(zip(query_lens, context_lens, strict=True))
@@ -107,8 +189,83 @@ class AttentionBatch:
             ),
             page_tokens=page_tokens,
             num_rows=int(indptr[-1]),
-            max_item_len=int(items[2].max(initial=0)),
+            device=device,
         )
+
+    @classmethod
+    def of_rows(cls, rows: AttentionRows, num_rows: int) -> AttentionBatch:
+        """A step whose numbers are on the device; kernels on a CPU refuse it.
+
+        Args:
+            rows: Which of its items and tiles have the first `num_rows` rows of the queries, each row once.
+            num_rows: How many rows that are.
+        """
+        nothing = np.zeros((0, 0), dtype=np.int32)
+        return cls(
+            block_table=torch.from_numpy(nothing),
+            query_lens=(),
+            context_lens_host=(),
+            block_table_host=nothing,
+            items_host=np.zeros((3, 0), dtype=np.int32),
+            chunks=(),
+            page_tokens=rows.page_tokens,
+            num_rows=num_rows,
+            device=rows.block_table.device,
+            _rows=rows,
+        )
+
+    def rows(self, group: int, window: int) -> AttentionRows:
+        """What kernels on a device read, with the work of items for one window.
+
+        Args:
+            group: How many heads share a KV head.
+            window: The sliding window; 0 for none.
+
+        Raises:
+            ValueError: The batch was made of rows without the work of this window.
+        """
+        rows = self._rows
+        if rows is None:
+            rows = self.keep(("rows", chunk_tile_rows(group)), lambda: self._make_rows(group))
+            if window not in rows.work:
+                rows.work[window] = _to_device(split_starts(self.items_host[2], window), self.device)
+        elif window not in rows.work:
+            raise ValueError(f"window: expected one of {sorted(rows.work)}, whose work is known, got {window}")
+        return rows
+
+    def _make_rows(self, group: int) -> AttentionRows:
+        width = self.block_table_host.shape[1]
+        items, requests, lens = self.items_host
+        chunks = [
+            (chunk.row, chunk.query_len, chunk.context_len - chunk.query_len, chunk.request * width)
+            for chunk in self.chunks
+        ]
+        parts = (
+            np.append(self.block_table_host, np.int32(0)),  # never empty
+            *(items, requests * width, lens, chunk_tiles(chunks, group).reshape(-1)),
+        )
+        block_table, item_rows, item_tables, item_lens, tiles = _to_device(
+            np.concatenate(parts).astype(np.int32), self.device
+        ).split([part.size for part in parts])
+        return AttentionRows(
+            block_table=block_table,
+            item_rows=item_rows,
+            item_tables=item_tables,
+            item_lens=item_lens,
+            work={},
+            tiles=tiles.view(4, -1),
+            page_tokens=self.page_tokens,
+            max_splits=most_splits(int(lens.max(initial=0))),
+        )
+
+    def expect_lists(self) -> None:
+        """Check that there are lists.
+
+        Raises:
+            ValueError: The batch was made of what is on a device.
+        """
+        if self._rows is not None:
+            raise ValueError("batch: expected one made of lists, got one of rows on a device, which Triton reads")
 
     def keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return what a kernel prepared for this step under `key`, preparing it on first use.

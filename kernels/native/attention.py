@@ -119,6 +119,7 @@ def _page_arguments(k_pages: Tensor, v_pages: Tensor, kv_scales: KvScales | None
 
 def _tasks(batch: AttentionBatch, num_heads: int, num_kv_heads: int) -> np.ndarray:
     """Runs of query rows of one request, [n, 4] int32: request, first row, rows, keys that the first row sees."""
+    batch.expect_lists()
     most = max(1, TASK_ROWS * num_kv_heads // num_heads)
     tasks, row = [], 0
     for request, (rows, context) in enumerate(zip(batch.query_lens, batch.context_lens_host, strict=True)):

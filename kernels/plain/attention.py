@@ -229,6 +229,7 @@ def _plan(
     kv_scales: KvScales | None,
 ) -> GatherPlan:
     check_operands(q, k_pages, v_pages, batch, window, kv_scales)
+    batch.expect_lists()
     head_dim = q.shape[2]
     strides = k_pages.stride()[:3]
     expect_that("k_pages", all(s % head_dim == 0 for s in strides), f"strides in multiples of {head_dim}", strides)
@@ -366,7 +367,7 @@ def check_operands(
     Raises:
         ValueError: A shape, dtype or device does not fit.
     """
-    expect("q", q, (None, None, k_pages.shape[-1]), None, batch.block_table.device)
+    expect("q", q, (None, None, k_pages.shape[-1]), None, batch.device)
     check_pages(k_pages, v_pages, kv_scales, (None, None, batch.page_tokens, None), q.dtype, q.device)
     expect_that("q", q.shape[0] >= batch.num_rows, f"at least {batch.num_rows} rows", q.shape[0])
     expect_that("q", q.shape[1] % k_pages.shape[1] == 0, f"a multiple of {k_pages.shape[1]} heads", q.shape[1])

@@ -10,18 +10,14 @@ their products with weights may be too small for float16.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.attention_batch import AttentionBatch
+from weft.kernels.attention_batch import SPLIT_TOKENS, TILE_HEADS, AttentionBatch, AttentionRows
 from weft.kernels.kv_scales import KvScales
 from weft.kernels.plain.attention import check_operands
-
-SPLIT_TOKENS = 256
-"""Keys that one program of the item kernel reads."""
 
 
 @triton.jit
@@ -61,7 +57,7 @@ def _add_block(s, v, top, total, acc):
     return new_top, total * shrink + tl.sum(p, axis=1), acc
 
 
-@triton.jit(do_not_specialize=["table_row"])
+@triton.jit
 def item_kernel(
     q,
     k_pages,
@@ -74,7 +70,7 @@ def item_kernel(
     partial_sum,
     block_table,
     item_rows,
-    item_requests,
+    item_tables,
     item_lens,
     scale,
     q_row: tl.int64,
@@ -86,7 +82,6 @@ def item_kernel(
     token_stride: tl.int64,
     scale_page_stride: tl.int64,
     scale_head_stride: tl.int64,
-    table_row: tl.int64,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     D: tl.constexpr,
@@ -114,7 +109,7 @@ def item_kernel(
     if (begin >= end) & (NUM_SPLITS > 1):
         return
     row = tl.load(item_rows + item).to(tl.int64)
-    table = block_table + tl.load(item_requests + item).to(tl.int64) * table_row
+    table = block_table + tl.load(item_tables + item)
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     live_g = g < GROUP
@@ -189,7 +184,7 @@ def reduce_kernel(
     tl.store(out + row * out_row + head * out_head + d, result.to(out.dtype.element_ty), mask=d < D)
 
 
-@triton.jit(do_not_specialize=["table_row"])
+@triton.jit
 def chunk_kernel(
     q,
     k_pages,
@@ -198,10 +193,7 @@ def chunk_kernel(
     v_scales,
     out,
     block_table,
-    query_indptr,
-    context_lens,
-    tile_requests,
-    tile_starts,
+    tiles,
     scale,
     q_row: tl.int64,
     q_head: tl.int64,
@@ -212,7 +204,6 @@ def chunk_kernel(
     token_stride: tl.int64,
     scale_page_stride: tl.int64,
     scale_head_stride: tl.int64,
-    table_row: tl.int64,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
@@ -226,16 +217,15 @@ def chunk_kernel(
     ROWS: tl.constexpr = BLOCK_M // GROUP
     tile = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
-    request = tl.load(tile_requests + tile)
-    tile_start = tl.load(tile_starts + tile)
-    first_row = tl.load(query_indptr + request)
-    num_rows = tl.load(query_indptr + request + 1) - first_row
-    context = tl.load(context_lens + request)
-    table = block_table + request.to(tl.int64) * table_row
+    num_tiles = tl.num_programs(0)
+    first_row = tl.load(tiles + tile)
+    num_rows = tl.load(tiles + num_tiles + tile)
+    first_position = tl.load(tiles + 2 * num_tiles + tile)
+    table = block_table + tl.load(tiles + 3 * num_tiles + tile)
     m = tl.arange(0, BLOCK_M)
-    index = tile_start + m // GROUP
+    index = m // GROUP
     live_m = (m < ROWS * GROUP) & (index < num_rows)
-    position = context - num_rows + index
+    position = first_position + index
     row = (first_row + index).to(tl.int64)
     head = kv_head * GROUP + m % GROUP
     d = tl.arange(0, BLOCK_D)
@@ -245,10 +235,10 @@ def chunk_kernel(
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    end = context - num_rows + tl.minimum(tile_start + ROWS, num_rows)
+    end = first_position + num_rows
     begin = end * 0
     if WINDOW > 0:
-        begin = tl.maximum(context - num_rows + tile_start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         live_n = n < end
@@ -293,11 +283,11 @@ def paged_attention(
         ValueError: A shape, dtype, device or stride does not fit.
     """
     check_operands(q, k_pages, v_pages, batch, sliding_window, kv_scales)
-    covered = len(batch.items_host[0]) + sum(chunk.query_len for chunk in batch.chunks)
-    out = q.new_empty(q.shape) if covered == q.shape[0] else q.new_zeros(q.shape)
+    rows = batch.rows(q.shape[1] // k_pages.shape[1], sliding_window or 0)
+    out = q.new_empty(q.shape) if batch.num_rows == q.shape[0] else q.new_zeros(q.shape)
     tensors = (q, k_pages, v_pages, *(kv_scales or (None, None)), out)
     scale_strides = (0, 0) if kv_scales is None else kv_scales[0].stride()[:2]
-    strides = (*q.stride()[:2], *out.stride()[:2], *k_pages.stride()[:3], *scale_strides, batch.block_table.stride(0))
+    strides = (*q.stride()[:2], *out.stride()[:2], *k_pages.stride()[:3], *scale_strides)
     numbers = (scale, *strides)
     shared = {
         "GROUP": q.shape[1] // k_pages.shape[1],
@@ -310,45 +300,37 @@ def paged_attention(
         "num_warps": 4,
         "num_stages": 2,
     }
-    if len(batch.items_host[0]):
-        _launch_items(tensors, batch, numbers, shared)
-    if batch.chunks:
-        _launch_chunks(tensors, batch, numbers, shared)
+    if len(rows.item_rows):
+        _launch_items(tensors, rows, int(batch.items_host[2].max()), numbers, shared)
+    if rows.tiles.shape[1]:
+        _launch_chunks(tensors, rows, numbers, shared)
     return out
 
 
-def _launch_items(tensors, batch: AttentionBatch, numbers, shared) -> None:
+def _launch_items(tensors, rows: AttentionRows, max_len: int, numbers, shared) -> None:
     q, k_pages, *_, out = tensors
-    num_items, num_heads, head_dim = len(batch.items_host[0]), q.shape[1], q.shape[2]
-    num_splits = max(1, -(-batch.max_item_len // SPLIT_TOKENS))
-    split = SPLIT_TOKENS if num_splits > 1 else max(SPLIT_TOKENS, batch.max_item_len)
+    num_items, num_heads, head_dim = len(rows.item_rows), q.shape[1], q.shape[2]
+    num_splits = max(1, -(-max_len // SPLIT_TOKENS))
+    split = SPLIT_TOKENS if num_splits > 1 else max(SPLIT_TOKENS, max_len)
     wide = {"dtype": torch.float32, "device": q.device}
     cells = (num_items, num_heads, num_splits) if num_splits > 1 else (0, 0, 0)
     partials = (torch.empty((*cells, head_dim), **wide), torch.empty(cells, **wide), torch.empty(cells, **wide))
     splits = {"SPLIT": split, "NUM_SPLITS": num_splits}
     block_g = max(16, triton.next_power_of_2(shared["GROUP"]))
+    items = (rows.item_rows, rows.item_tables, rows.item_lens)
     item_kernel[(num_items, k_pages.shape[1], num_splits)](
-        *tensors, *partials, batch.block_table, *batch.items, *numbers, BLOCK_G=block_g, **splits, **shared
+        *tensors, *partials, rows.block_table, *items, *numbers, BLOCK_G=block_g, **splits, **shared
     )
     if num_splits > 1:
         sizes = {name: shared[name] for name in ("D", "BLOCK_D", "WINDOW", "num_warps")}
         block_s = triton.next_power_of_2(num_splits)
         reduce_kernel[(num_items, num_heads)](
-            *partials, out, batch.items[0], batch.items[2], *out.stride()[:2], BLOCK_S=block_s, **splits, **sizes
+            *partials, out, rows.item_rows, rows.item_lens, *out.stride()[:2], BLOCK_S=block_s, **splits, **sizes
         )
 
 
-def _launch_chunks(tensors, batch: AttentionBatch, numbers, shared) -> None:
-    block_m = max(64, triton.next_power_of_2(shared["GROUP"]))
-    rows = block_m // shared["GROUP"]
-    tiles = batch.keep(("chunk tiles", rows), lambda: _tiles(batch, rows))
-    requests = (batch.block_table, batch.query_indptr, batch.context_lens)
-    chunk_kernel[(tiles.shape[1], tensors[1].shape[1])](
-        *tensors, *requests, *tiles, *numbers, BLOCK_M=block_m, **shared
+def _launch_chunks(tensors, rows: AttentionRows, numbers, shared) -> None:
+    block_m = max(TILE_HEADS, triton.next_power_of_2(shared["GROUP"]))
+    chunk_kernel[(rows.tiles.shape[1], tensors[1].shape[1])](
+        *tensors, rows.block_table, rows.tiles, *numbers, BLOCK_M=block_m, **shared
     )
-
-
-def _tiles(batch: AttentionBatch, rows: int) -> Tensor:
-    """Request and first query row of each tile of at most `rows` rows, [2, tiles], int32."""
-    pairs = [(chunk.request, start) for chunk in batch.chunks for start in range(0, chunk.query_len, rows)]
-    return torch.from_numpy(np.array(pairs, dtype=np.int32).T.copy()).to(batch.block_table.device)

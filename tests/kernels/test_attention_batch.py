@@ -2,7 +2,20 @@ import numpy as np
 import pytest
 import torch
 
-from weft.kernels.attention_batch import MAX_ITEM_ROWS, AttentionBatch, PromptChunk
+from implementations import NATIVE, TORCH, needs_compiler
+from scattered_kv import AttentionCase, ScatteredKv
+from weft.kernels.attention_batch import (
+    MAX_ITEM_ROWS,
+    MAX_SPLITS,
+    AttentionBatch,
+    AttentionRows,
+    PromptChunk,
+    chunk_tile_rows,
+    chunk_tiles,
+    most_splits,
+    num_splits,
+    split_starts,
+)
 
 CPU = torch.device("cpu")
 
@@ -10,16 +23,14 @@ CPU = torch.device("cpu")
 def test_tables_are_padded_with_the_zero_page() -> None:
     batch = AttentionBatch.build([[3, 4, 5], [9], []], [1, 2, 0], [40, 16, 0], CPU, 16)
     assert batch.block_table.tolist() == [[3, 4, 5], [9, 0, 0], [0, 0, 0]]
-    assert batch.query_indptr.tolist() == [0, 1, 3, 3]
-    assert batch.context_lens.tolist() == [40, 16, 0]
-    assert {t.dtype for t in (batch.block_table, batch.query_indptr, batch.context_lens)} == {torch.int32}
+    assert batch.block_table.dtype == torch.int32
+    assert (batch.query_lens, batch.context_lens_host) == ((1, 2, 0), (40, 16, 0))
     assert np.array_equal(batch.block_table_host, batch.block_table.numpy())
 
 
 def test_each_row_of_a_short_run_is_its_own_item() -> None:
     batch = AttentionBatch.build([[1], [2, 3], [4]], [1, 3, 1], [7, 20, 5], CPU, 16)
-    assert [each.tolist() for each in batch.items] == [[0, 1, 2, 3, 4], [0, 1, 1, 1, 2], [7, 18, 19, 20, 5]]
-    assert batch.max_item_len == 20
+    assert batch.items_host.tolist() == [[0, 1, 2, 3, 4], [0, 1, 1, 1, 2], [7, 18, 19, 20, 5]]
     assert batch.chunks == ()
 
 
@@ -27,16 +38,88 @@ def test_long_runs_are_chunks_in_any_order_with_items() -> None:
     rows = MAX_ITEM_ROWS + 1
     batch = AttentionBatch.build([[1], [2], [3]], [rows, 1, rows], [rows, 4, 12], CPU, 16)
     assert batch.chunks == (PromptChunk(0, 0, rows, rows), PromptChunk(2, rows + 1, rows, 12))
-    assert batch.items[0].tolist() == [rows]
+    assert batch.items_host[0].tolist() == [rows]
     assert batch.num_rows == 2 * rows + 1
 
 
 def test_rows_without_context_are_items_of_length_zero_and_no_request_is_no_item() -> None:
     batch = AttentionBatch.build([[], [5]], [20, 1], [0, 3], CPU, 16)
-    assert batch.items[2].tolist() == [0] * 20 + [3]
+    assert batch.items_host[2].tolist() == [0] * 20 + [3]
     assert batch.chunks == ()
     empty = AttentionBatch.build([], [], [], CPU, 16)
-    assert (empty.num_rows, empty.max_item_len) == (0, 0)
+    assert (empty.num_rows, empty.items_host.shape) == (0, (3, 0))
+
+
+def pages_of(rows: AttentionRows, start: int, tokens: int) -> list[int]:
+    """The pages of a request with so many tokens."""
+    return rows.block_table[start : start - (-tokens // rows.page_tokens)].tolist()
+
+
+def test_rows_name_the_pages_of_each_item_and_tile() -> None:
+    batch = AttentionBatch.build([[3, 4, 5], [9], [1, 2, 6, 7], []], [1, 2, 33, 1], [40, 16, 50, 0], CPU, 16)
+    rows = batch.rows(group=8, window=0)
+    assert rows.item_rows.tolist() == [0, 1, 2, 36]
+    assert rows.item_lens.tolist() == [40, 15, 16, 0]
+    assert [
+        pages_of(rows, start, length)
+        for start, length in zip(rows.item_tables.tolist(), rows.item_lens.tolist(), strict=True)
+    ] == [[3, 4, 5], [9], [9], []]
+    tiles = rows.tiles.T.tolist()
+    assert [tile[:3] for tile in tiles] == [[35, 1, 49], [19, 16, 33], [3, 16, 17]], "the longest first"
+    assert {tuple(pages_of(rows, start, 50)) for *_, start in tiles} == {(1, 2, 6, 7)}
+    assert rows.work[0].tolist() == [0, 1, 2, 3, 4]
+    assert {rows.work[0].dtype, *(t.dtype for t in (rows.block_table, rows.item_rows, rows.tiles))} == {torch.int32}
+    assert (rows.page_tokens, rows.max_splits) == (16, 1)
+
+
+def test_rows_are_made_once_for_all_layers_and_their_work_for_each_window() -> None:
+    batch = AttentionBatch.build([list(range(1, 41))], [1], [600], CPU, 16)
+    rows = batch.rows(4, 0)
+    assert batch.rows(4, 300) is rows
+    assert {window: work.tolist() for window, work in rows.work.items()} == {0: [0, 3], 300: [0, 2]}
+    assert rows.max_splits == 3
+    counters = rows.counters(2)
+    assert (counters.tolist(), counters.dtype) == ([0, 0], torch.int32)
+    assert rows.counters(2) is counters
+    assert batch.rows(128, 0).tiles.shape == (4, 0)
+    assert len(AttentionBatch.build([], [], [], CPU, 16).rows(1, 0).block_table) == 1
+
+
+def test_an_item_is_split_by_what_it_sees_alone() -> None:
+    lens = np.array([0, 1, 255, 256, 257, 511, 512, 513, 64 * 256, 64 * 256 + 1, 64 * 512 + 1, 131_072, -1])
+    assert num_splits(lens, 0).tolist() == [1, 1, 1, 1, 2, 2, 2, 3, 64, 33, 33, 64, 0]
+    assert num_splits(lens, 500).tolist() == [1, 1, 1, 1, *[2] * 8, 0]
+    assert split_starts(lens[[2, -1, 4, 7]], 0).tolist() == [0, 1, 1, 3, 6]
+    assert split_starts(lens[:0], 0).tolist() == [0]
+    assert split_starts(lens, 0).dtype == np.int32
+
+
+@pytest.mark.parametrize("longest", [1, 256, 257, 5_000, 64 * 256, 40_000, 131_072])
+def test_no_item_has_more_splits_than_there_is_room_for(longest: int) -> None:
+    splits = num_splits(np.arange(longest + 1), 0)
+    assert splits.max() == most_splits(longest) <= MAX_SPLITS
+
+
+def test_tiles_cover_each_row_of_a_chunk_once_and_the_longest_come_first() -> None:
+    chunks = [(2, 70, 5, 0), (80, 9, 1000, 40)]
+    tiles = chunk_tiles(chunks, 4).T.tolist()
+    assert tiles == [[80, 9, 1000, 40], [66, 6, 69, 0], [34, 32, 37, 0], [2, 32, 5, 0]]
+    assert chunk_tiles([], 4).shape == (4, 0)
+    assert [chunk_tile_rows(group) for group in (1, 7, 128, 200)] == [128, 18, 1, 1]
+
+
+@needs_compiler
+def test_what_is_on_a_device_is_taken_as_it_is_and_refused_on_a_cpu() -> None:
+    operands = ScatteredKv(AttentionCase(((1, 20),)))
+    rows = operands.batch.rows(2, 0)
+    operands.batch = AttentionBatch.of_rows(rows, 1)
+    assert operands.batch.rows(2, 0) is rows
+    assert (operands.batch.num_rows, operands.batch.page_tokens, operands.batch.device) == (1, 16, CPU)
+    with pytest.raises(ValueError, match=r"window: expected one of \[0\], whose work is known, got 7"):
+        operands.batch.rows(2, 7)
+    for kernels in (TORCH.kernels, NATIVE[0].kernels):
+        with pytest.raises(ValueError, match="batch: expected one made of lists, got one of rows on a device"):
+            operands.attend(kernels.paged_attention)
 
 
 def test_impossible_requests_are_refused() -> None:

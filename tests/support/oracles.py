@@ -91,7 +91,7 @@ def paged_attention(
             end = context - rows + index + 1
             start = max(0, end - sliding_window) if sliding_window else 0
             positions = torch.arange(start, end, device=q.device)
-            pages = batch.block_table[request, positions // batch.page_tokens].long()
+            pages = batch.block_table[request].to(q.device)[positions // batch.page_tokens].long()
             offsets = positions % batch.page_tokens
             keys = k_pages[pages, :, offsets].double().repeat_interleave(group, 1)  # [n, Hq, D]
             values = v_pages[pages, :, offsets].double().repeat_interleave(group, 1)

@@ -63,7 +63,7 @@ def ptx_of(
 
 FLOATS = (*"xyqkv", "out", "arena", "k_pages", "v_pages", "residual", "new_residual", "weight", "gate_up")
 WIDE = ("planes", "scalings", "cos", "sin", "logits", "temperatures", "top_ps", "min_ps", "uniforms")
-TABLES = ("offsets", "ranks", "block_table", "query_indptr", "context_lens", "top_ks", "words", "listed")
+TABLES = ("offsets", "ranks", "block_table", "tiles", "top_ks", "words", "listed")
 LONGS = ("positions", "slot_mapping", "tokens")
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 MAX_ITEM_ROWS = 8
 """Requests with at most this many query rows are computed row by row."""
 SPLIT_TOKENS = 256
-"""Keys of a split. Where more than `MAX_SPLITS` would be needed, splits are twice as large, or four times, and so on."""
+"""Keys of a split. Where these are too few for `MAX_SPLITS`, splits are twice as large, or four times, and so on."""
 MAX_SPLITS = 64
 TILE_HEADS = 128
 """Query rows of a tile, times the heads of a KV group."""

@@ -233,7 +233,8 @@ class EngineCore:
 
     def _execute(self, plan: StepPlan) -> list[ChunkResult]:
         matchers = self._scheduler.matchers(plan)
-        return self._runner.execute(plan, self._masks.begin(matchers)) if matchers else self._runner.execute(plan)
+        masks = self._masks.begin(matchers) if matchers else None
+        return self._runner.collect(self._runner.launch(plan, masks))
 
     def _note_failure(self, error: Exception) -> None:
         """Count a plan or step that failed, and give up where the next one would fail too."""

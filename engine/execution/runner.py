@@ -1,10 +1,15 @@
-"""Carries out a step plan: build the batch, move pages, run the decoder, sample. Asks neither scheduler nor pool."""
+"""Carries out a step plan: build the batch, move pages, run the decoder, sample. Asks neither scheduler nor pool.
+
+`launch` starts a step, and `collect` waits for it and returns its results. A step may be launched before the one before
+it is collected. The steps run one after another, in the order in which they were launched.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,6 +27,16 @@ from weft.memory.host_slab import HostSlab
 
 LOGPROB_ROWS = 64
 """Prompt rows whose logits are held at once."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LaunchedStep:
+    """A step that was launched."""
+
+    results: list[ChunkResult]
+    """One per chunk, in the order of the plan."""
+    moved: torch.cuda.Event | None
+    """Host pages that the step copies may be used by others after it; None where they may be at once."""
 
 
 class ModelRunner:
@@ -54,17 +69,19 @@ class ModelRunner:
         self._lora = lora
         self._check_lease = check_lease
         self._sampler = sampler
+        self._sampled: list[int | None] = []
+        """Tokens of the step that was launched last, by chunk."""
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, masks: Future[StepMasks] | None = None) -> list[ChunkResult]:
-        """Run one step.
+    def launch(self, plan: StepPlan, masks: Future[StepMasks] | None = None) -> LaunchedStep:
+        """Start a step. A CPU computes all of it here.
 
         Args:
             plan: The step.
             masks: Of the chunks that have a grammar; awaited after the forward pass.
 
         Returns:
-            One result per chunk, in the order of the plan.
+            What `collect` takes. Where this raises, nothing of the step goes on.
 
         Raises:
             StaleSlotError: An adapter slot has been reused since the plan was made.
@@ -73,6 +90,7 @@ class ModelRunner:
         if plan.is_empty:
             raise EngineError(f"step {plan.step} has nothing to do")
         self._check_pages(plan)
+        plan = self._with_tokens(plan)
         batch = (
             build_batch(plan, self._arena.geometry, self._arena.num_pages, self._decoder.device)
             if plan.chunks
@@ -82,15 +100,44 @@ class ModelRunner:
             self._check_lease(adapter)
         moved = self.move_pages(plan)
         try:
-            return self._compute(plan, batch, masks) if batch is not None else []
-        finally:
-            # Also where the step fails: its host pages then go to others, who do not know of these copies.
+            results = self._compute(plan, batch, masks) if batch is not None else []
+        except BaseException:
+            # Its host pages then go to others, who do not know of these copies.
             if moved is not None:
                 moved.synchronize()
+            raise
+        self._sampled = [result.token_id for result in results]
+        return LaunchedStep(results=results, moved=moved)
+
+    def collect(self, launched: LaunchedStep) -> list[ChunkResult]:
+        """Wait until a step is complete. Call it once for each, in the order in which they were launched.
+
+        Returns:
+            One result per chunk, in the order of the plan.
+        """
+        if launched.moved is not None:
+            launched.moved.synchronize()
+        return launched.results
 
     def close(self) -> None:
         """Let go of what the runner holds of the device; it must not be used afterwards."""
         self._kv = KvViews((), (), ())
+
+    def _with_tokens(self, plan: StepPlan) -> StepPlan:
+        """The plan, with the tokens that the step before it sampled."""
+        if all(chunk.token_source is None for chunk in plan.chunks):
+            return plan
+        chunks = [
+            chunk if (source := chunk.token_source) is None else replace(chunk, token_ids=[self._token_of(source)])
+            for chunk in plan.chunks
+        ]
+        return replace(plan, chunks=chunks)
+
+    def _token_of(self, source: int) -> int:
+        if not 0 <= source < len(self._sampled):
+            raise EngineError(f"a chunk takes the token of chunk {source} of a step with {len(self._sampled)} chunks")
+        # A row without a token ends its request, and what is computed for it in this step is dropped.
+        return self._sampled[source] or 0
 
     def _compute(self, plan: StepPlan, batch: Batch, masks: Future[StepMasks] | None) -> list[ChunkResult]:
         lora = self._lora.prepare(batch.row_slots) if batch.adapters else None

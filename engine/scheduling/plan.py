@@ -63,6 +63,9 @@ class Chunk:
     """For prompt logprobs: the token that follows each position of the chunk (shorter by one where the prompt ends)."""
     num_prompt_logprobs: int = 0
     """Alternatives per prompt position."""
+    token_source: int | None = None
+    """Place in the plan of the step before: the chunk whose sampled token is the one token of this chunk. `token_ids`
+    is a 0 then, because the token is not known yet. None: `token_ids` has the tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

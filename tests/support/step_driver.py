@@ -141,12 +141,16 @@ class StepDriver:
 
     def run(self, requests: Sequence[DrivenRequest], num_tokens: int | None = None) -> list[ChunkResult]:
         """One step of the runner over the next tokens of each request; sampled tokens are appended."""
-        plan = self._plan_of(requests, num_tokens)
-        results = self.runner.execute(plan)
+        plan = self.plan_of(requests, num_tokens)
+        results = self.execute(plan)
         for request, result in zip(requests, results, strict=True):
             if result.token_id is not None:
                 request.token_ids.append(result.token_id)
         return results
+
+    def execute(self, plan: StepPlan) -> list[ChunkResult]:
+        """Launch a step and wait for it."""
+        return self.runner.collect(self.runner.launch(plan))
 
     def generate(self, requests: Sequence[DrivenRequest], num_tokens: int) -> list[list[int]]:
         """Prefill and decode together; the new tokens of each request."""
@@ -156,7 +160,7 @@ class StepDriver:
 
     def logits(self, requests: Sequence[DrivenRequest], num_tokens: int | None = None) -> list[torch.Tensor]:
         """One step of the decoder alone: scores [chunk tokens, vocab_size] at every token of each request's chunk."""
-        plan = self._plan_of(requests, num_tokens)
+        plan = self.plan_of(requests, num_tokens)
         with torch.inference_mode():
             batch = build_batch(plan, self.geometry, self.arena.num_pages, CPU)
             self.arena.zero(plan.zero_pages)
@@ -171,7 +175,8 @@ class StepDriver:
         """Scores [len(token_ids), vocab_size] of one sequence in one chunk."""
         return self.logits([self.request(token_ids, adapter)])[0]
 
-    def _plan_of(self, requests: Sequence[DrivenRequest], num_tokens: int | None) -> StepPlan:
+    def plan_of(self, requests: Sequence[DrivenRequest], num_tokens: int | None = None) -> StepPlan:
+        """The next step over the next tokens of each request."""
         chunks = [self.chunk(request, num_tokens) for request in requests]
         zero_pages = [page for request in requests for page in request.new_pages]
         for request in requests:

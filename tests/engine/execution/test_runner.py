@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -13,10 +14,10 @@ import torch
 
 from step_driver import StepDriver
 from tiny_models import ALL_LINEAR, make_adapter, make_model
-from weft.engine.execution.runner import ModelRunner
+from weft.engine.execution.runner import LaunchedStep, ModelRunner
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduling.plan import PageCopy, PageMove, StepPlan
-from weft.errors import PageAccountingError, StaleSlotError
+from weft.errors import EngineError, PageAccountingError, StaleSlotError
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -58,7 +59,7 @@ def test_logprobs_of_prompt_and_output_are_those_of_the_logits(model: Path) -> N
     expected = driver.logits_alone(tokens).log_softmax(-1)
     request = driver.request(tokens, params=SamplingParams(temperature=0.0, logprobs=2, max_tokens=99))
     chunk = driver.chunk(request, prompt_logprobs=3)
-    (result,) = driver.runner.execute(driver.plan([chunk], request.new_pages))
+    (result,) = driver.execute(driver.plan([chunk], request.new_pages))
     assert len(result.prompt_logprobs) == 149
     assert [entry.token_id for entry in result.prompt_logprobs] == tokens[1:]
     found = torch.tensor([entry.logprob for entry in result.prompt_logprobs])
@@ -77,7 +78,7 @@ def test_a_slot_that_was_reused_is_refused_before_anything_is_computed(model: Pa
     before = driver.arena.bytes.clone()
     driver.slots[0] = type(old)(slot=0, generation=2, digest="another")
     with pytest.raises(StaleSlotError):
-        driver.runner.execute(driver.plan([chunk], request.new_pages))
+        driver.execute(driver.plan([chunk], request.new_pages))
     assert torch.equal(driver.arena.bytes, before)
 
 
@@ -106,7 +107,7 @@ def test_prompt_scores_that_overflow_are_told(model: Path, tmp_path: Path) -> No
     driver.tables.host_scalings[wild.slot] = 1e30
     request = driver.request(prompt(6), wild)
     chunk = driver.chunk(request, 4, prompt_logprobs=2)
-    (result,) = driver.runner.execute(driver.plan([chunk], request.new_pages))
+    (result,) = driver.execute(driver.plan([chunk], request.new_pages))
     assert result.is_non_finite
 
 
@@ -121,13 +122,13 @@ def test_tokens_do_not_depend_on_pages_that_were_swapped_out_and_in_to_others(mo
     first = driver.generate([request], 3)[0]
     old = request.table.by_block()
     host_pages = range(len(old))
-    driver.runner.execute(StepPlan(step=98, chunks=[], swap_out=moves(old, host_pages)))
+    driver.execute(StepPlan(step=98, chunks=[], swap_out=moves(old, host_pages)))
     driver.arena.poison(old)
     new = driver.pool.allocate(len(old), "kv")
     assert new is not None
     request.table.pages[0][:] = new
     chunk = driver.chunk(request)
-    (result,) = driver.runner.execute(StepPlan(step=99, chunks=[chunk], swap_in=moves(new, host_pages)))
+    (result,) = driver.execute(StepPlan(step=99, chunks=[chunk], swap_in=moves(new, host_pages)))
     assert result.token_id is not None
     request.token_ids.append(result.token_id)
     driver.generate([request], 2)
@@ -148,7 +149,7 @@ def test_a_copied_page_goes_on_by_itself(model: Path) -> None:
     chunk = driver.chunk(fork)
     copies = [PageCopy(source=leader.table.pages[0][1], target=copied[0])]
     before = driver.arena.bytes[leader.table.pages[0]].clone()
-    (result,) = driver.runner.execute(StepPlan(step=99, chunks=[chunk], copies=copies))
+    (result,) = driver.execute(StepPlan(step=99, chunks=[chunk], copies=copies))
     assert result.token_id is not None
     fork.token_ids.append(result.token_id)
     driver.generate([fork], 5)
@@ -169,7 +170,7 @@ def test_pages_move_in_the_order_of_the_plan(model: Path) -> None:
         swap_in=moves([2], [3]),
         copies=[PageCopy(source=2, target=4)],
     )
-    assert driver.runner.execute(plan) == []
+    assert driver.execute(plan) == []
     assert [int(driver.slab.pages[0][0]), *(int(driver.arena.bytes[page][-1]) for page in (1, 2, 4))] == [1, 0, 3, 3]
 
 
@@ -210,5 +211,40 @@ def test_pages_that_do_not_exist_are_refused_before_any_is_moved(model: Path, wr
     before = driver.arena.bytes.clone()
     fields: dict[str, Any] = {"swap_out": moves([2], [2]), "zero_pages": [3], **wrong}
     with pytest.raises(PageAccountingError):
-        driver.runner.execute(StepPlan(step=1, chunks=[], **fields))
+        driver.execute(StepPlan(step=1, chunks=[], **fields))
     assert torch.equal(driver.arena.bytes, before)
+
+
+def test_a_token_of_the_step_before_is_taken_before_anybody_reads_it(model: Path, adapter: Path) -> None:
+    """Two requests at depth 1, in other places in each step, say what they say when each token is read first."""
+    driver = StepDriver(model)
+    slot = driver.load_adapter(adapter)
+    wanted = driver.generate([driver.request(prompt(6)), driver.request(prompt(9, 1), slot)], 4)
+    requests = [driver.request(prompt(6)), driver.request(prompt(9, 1), slot)]
+    before: tuple[list[int], LaunchedStep] | None = None
+    found: list[list[int | None]] = [[], []]
+    for step in range(4):
+        order = [0, 1] if step % 2 == 0 else [1, 0]
+        plan = driver.plan_of([requests[index] for index in order])
+        for place, chunk in enumerate(plan.chunks if step else ()):
+            chunk.token_ids, chunk.token_source = [0], 1 - place
+        launched = driver.runner.launch(plan)
+        if before is not None:
+            for index, result in zip(before[0], driver.runner.collect(before[1]), strict=True):
+                found[index].append(result.token_id)
+        for request in requests:
+            request.token_ids.append(0)  # the token is on the device alone
+        before = order, launched
+    assert before is not None
+    for index, result in zip(before[0], driver.runner.collect(before[1]), strict=True):
+        found[index].append(result.token_id)
+    assert found == wanted
+
+
+def test_a_token_of_no_chunk_is_refused(model: Path) -> None:
+    driver = StepDriver(model)
+    driver.run([driver.request(prompt(3))])
+    request = driver.request(prompt(1))
+    chunk = replace(driver.chunk(request), token_ids=[0], token_source=1)
+    with pytest.raises(EngineError, match="takes the token of chunk 1 of a step with 1 chunks"):
+        driver.runner.launch(driver.plan([chunk], request.new_pages))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simulation.adapters import image_of
+from simulation.at_once import AtOnce
 from simulation.pages import SimulatedSlab
 from simulation.virtual_time import VirtualTime
 from weft.adapters.ref import AdapterRef
@@ -39,7 +40,7 @@ class CostModel:
         return PageCosts(copy_s=self.page_copy_s, load_s=self.page_copy_s, token_s=self.token_s)
 
 
-class CostedRunner:
+class CostedRunner(AtOnce):
     """Lets time pass for each plan; the tokens that it returns mean nothing.
 
     Args:

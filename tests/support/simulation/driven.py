@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from simulation.adapters import adapter as adapter
 from simulation.adapters import image_of
+from simulation.at_once import AtOnce
 from simulation.build import SimulatedEngine, small_geometry
 from simulation.pages import SimulatedSlab
 from weft.adapters.ref import AdapterRef
@@ -76,7 +77,7 @@ def kv_entries(digest: str | None, tokens: list[int]) -> list[KvEntry]:
 
 
 @dataclass
-class DrivenRunner:
+class DrivenRunner(AtOnce):
     """Keeps what every page holds, so that a token computed from wrong, freed or foreign pages is an error."""
 
     num_groups: int

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping
 
 from simulation.adapters import PlannedError
+from simulation.at_once import AtOnce
 from simulation.build import SimulatedEngine
 from simulation.pages import DevicePages, Fail, Keys, weights_of
 from simulation.scenario import Scenario
@@ -17,7 +18,7 @@ from weft.engine.request import TokenLogprobs
 from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
 
 
-class SimulatedRunner:
+class SimulatedRunner(AtOnce):
     """Carries out plans on `DevicePages`.
 
     Args:

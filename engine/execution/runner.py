@@ -128,7 +128,9 @@ class ModelRunner:
         if all(chunk.token_source is None for chunk in plan.chunks):
             return plan
         chunks = [
-            chunk if (source := chunk.token_source) is None else replace(chunk, token_ids=[self._token_of(source)])
+            chunk
+            if (source := chunk.token_source) is None
+            else replace(chunk, token_ids=[self._token_of(source)], token_source=None)
             for chunk in plan.chunks
         ]
         return replace(plan, chunks=chunks)

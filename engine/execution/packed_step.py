@@ -1,0 +1,185 @@
+"""A step plan as arrays on the host: a row for each token, in the order of adapter slots, the base first.
+
+A row is what a kernel knows: its token, its position, and where its key and value go. All pages and slots are in the
+plan. They are checked here, before a kernel reads or writes by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.adapters.residency.slots import SlotLease
+from weft.engine.scheduling.plan import Chunk, StepPlan
+from weft.errors import EngineError, PageAccountingError
+from weft.kernels.attention_batch import MAX_ITEM_ROWS, chunk_tiles
+from weft.memory.geometry import PageGeometry
+
+BASE_SLOT = -1
+Int32Array = npt.NDArray[np.int32]
+
+
+class Items(NamedTuple):
+    """Rows that attend on their own, [I]."""
+
+    rows: Int32Array
+    tables: Int32Array
+    """Where the pages of each begin in `PackedStep.tables`."""
+    lens: Int32Array
+    """KV tokens that each sees, itself included."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PackedStep:
+    """T rows of R chunks. All arrays are int32."""
+
+    order: list[int]
+    """Place in the plan of each chunk, in the order of the rows. The arrays [R] are in this order, too."""
+    lengths: Int32Array
+    """[R]: rows of each chunk."""
+    starts: Int32Array
+    """[R]: position of its first row."""
+    first_rows: Int32Array
+    """[R]: its first row."""
+    first_blocks: Int32Array
+    """[R]: where its pages begin in `tables`."""
+    slots: Int32Array
+    """[R]: its adapter slot, ascending; -1 is the base model."""
+    adapters: dict[int, SlotLease]
+    """The adapters of the step by slot."""
+    samples: list[int]
+    """Chunks that yield a token, as places in `order`."""
+    tokens: Int32Array
+    """[T]: token ids; -1 - p is the token that the step before put at place p."""
+    positions: Int32Array
+    """[T]."""
+    kv_slots: Int32Array
+    """[groups, T]: page * page_tokens + offset of each row's key and value."""
+    tables: Int32Array
+    """[groups, N]: pages of all chunks, one after another."""
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return len(self.tokens)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each row is a chunk of its own that yields a token."""
+        return len(self.samples) == self.num_rows
+
+    @property
+    def row_slots(self) -> Int32Array:
+        """[T]: adapter slot of each row."""
+        return np.repeat(self.slots, self.lengths)
+
+    def last_rows(self) -> Int32Array:
+        """The row of the last token of each chunk in `samples`."""
+        return (self.first_rows + self.lengths - 1)[self.samples]
+
+    def items(self) -> Items:
+        """Rows of chunks that are too short for tiles."""
+        is_item = self.lengths <= MAX_ITEM_ROWS
+        rows = np.flatnonzero(np.repeat(is_item, self.lengths)).astype(np.int32)
+        return Items(
+            rows, np.repeat(self.first_blocks[is_item], self.lengths[is_item]), self.positions[rows] + np.int32(1)
+        )
+
+    def tiles(self, head_group: int) -> Int32Array:
+        """The other rows, as `AttentionRows.tiles`, where so many heads share a KV head."""
+        columns = (self.first_rows, self.lengths, self.starts, self.first_blocks)
+        return chunk_tiles(np.stack(columns, axis=1)[self.lengths > MAX_ITEM_ROWS].tolist(), head_group)
+
+
+def pack_step(
+    plan: StepPlan, geometry: PageGeometry, num_pages: int, sampled_places: Sequence[int | None] = ()
+) -> PackedStep:
+    """Lay out a step.
+
+    Args:
+        plan: At least one chunk, each with at least one token.
+        geometry: Of the arena's pages.
+        num_pages: Pages of the arena, the zero page included.
+        sampled_places: Of each chunk of the step before, the place of its token; None where it yielded none.
+
+    Raises:
+        EngineError: The plan has no chunk or an empty one, two digests in one adapter slot, or a token that the step
+            before did not yield.
+        PageAccountingError: A block table is too short, or names a page that does not exist.
+    """
+    if not plan.chunks or not all(chunk.token_ids for chunk in plan.chunks):
+        raise EngineError(f"step {plan.step} has no chunk, or one without tokens")
+    slots = [BASE_SLOT if chunk.adapter is None else chunk.adapter.slot for chunk in plan.chunks]
+    order = sorted(range(len(slots)), key=slots.__getitem__)
+    chunks = [plan.chunks[place] for place in order]
+    lengths = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int32)
+    starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
+    ends = np.cumsum(lengths, dtype=np.int32)
+    first_rows = ends - lengths
+    num_blocks = -(-(starts + lengths) // np.int32(geometry.page_tokens))
+    block_ends = np.cumsum(num_blocks, dtype=np.int32)
+    first_blocks = block_ends - num_blocks
+    tables = _tables(chunks, num_blocks.tolist(), num_pages)
+    positions = np.arange(ends[-1], dtype=np.int32) + np.repeat(starts - first_rows, lengths)
+    written = tables[:, np.repeat(first_blocks, lengths) + positions // geometry.page_tokens]
+    if written.min() < 1:
+        raise PageAccountingError(f"step {plan.step} would write to the zero page")
+    return PackedStep(
+        order=order,
+        lengths=lengths,
+        starts=starts,
+        first_rows=first_rows,
+        first_blocks=first_blocks,
+        slots=np.array([slots[place] for place in order], dtype=np.int32),
+        adapters=_adapters(chunks),
+        samples=[index for index, chunk in enumerate(chunks) if chunk.sample is not None],
+        tokens=_tokens(chunks, int(ends[-1]), sampled_places),
+        positions=positions,
+        kv_slots=written * np.int32(geometry.page_tokens) + positions % np.int32(geometry.page_tokens),
+        tables=tables,
+    )
+
+
+def _tokens(chunks: Sequence[Chunk], num_rows: int, sampled_places: Sequence[int | None]) -> Int32Array:
+    tokens = np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int32, num_rows)
+    if all(chunk.token_source is None for chunk in chunks):
+        return tokens
+    row = 0
+    for chunk in chunks:
+        source = chunk.token_source
+        if source is not None:
+            place = sampled_places[source] if 0 <= source < len(sampled_places) else None
+            if place is None or len(chunk.token_ids) != 1:
+                raise EngineError(f"{chunk.request_id} goes on from a token that the step before does not yield")
+            tokens[row] = -1 - place
+        row += len(chunk.token_ids)
+    return tokens
+
+
+def _tables(chunks: Sequence[Chunk], num_blocks: Sequence[int], num_pages: int) -> Int32Array:
+    """Pages of all chunks by layer group, [groups, N]."""
+    tables = [
+        np.concatenate([chunk.block_table[group][:count] for chunk, count in zip(chunks, num_blocks, strict=True)])
+        for group in range(len(chunks[0].block_table))
+    ]
+    if any(len(table) != sum(num_blocks) for table in tables):
+        raise PageAccountingError("a block table is too short for its chunk")
+    joined = np.stack(tables).astype(np.int32, copy=False)
+    if joined.min() < 0 or joined.max() >= num_pages:
+        raise PageAccountingError(f"a block table names a page outside 0 to {num_pages - 1}")
+    return joined
+
+
+def _adapters(chunks: Sequence[Chunk]) -> dict[int, SlotLease]:
+    adapters: dict[int, SlotLease] = {}
+    for chunk in chunks:
+        if chunk.adapter is not None:
+            known = adapters.setdefault(chunk.adapter.slot, chunk.adapter)
+            if known != chunk.adapter:
+                raise EngineError(f"adapter slot {known.slot} has two owners in one step: {known} and {chunk.adapter}")
+    return adapters

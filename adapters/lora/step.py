@@ -16,8 +16,8 @@ import torch
 
 from weft.adapters.base_shape import SITES, BaseShape
 from weft.adapters.lora.tables import AdapterTables
-from weft.kernels.dispatch import Sgmv, kernels_for
-from weft.kernels.sgmv import SgmvSite, SgmvTables, Tiles
+from weft.kernels.dispatch import Kernels, Linear, kernels_for
+from weft.kernels.sgmv import LoraDelta, SgmvSite, SgmvTables, Tiles
 from weft.memory.arena import Arena
 
 DECODE_TILE_ROWS = 16
@@ -33,14 +33,15 @@ class PagedLora:
         arena: Holds the adapters' pages.
         tables: Say where in it they are.
         base: Shape of the base model.
-        sgmv: The operation; that of the arena's device when None.
+        kernels: The operations; those of the arena's device when None.
     """
 
-    def __init__(self, arena: Arena, tables: AdapterTables, base: BaseShape, sgmv: Sgmv | None = None) -> None:
+    def __init__(self, arena: Arena, tables: AdapterTables, base: BaseShape, kernels: Kernels | None = None) -> None:
         self.arena = arena
         self.tables = tables
         self.operands = SgmvTables(tables.offsets, tables.ranks, tables.scalings)
-        self.sgmv = sgmv or kernels_for(arena.device, arena.dtype).sgmv
+        kernels = kernels or kernels_for(arena.device, arena.dtype)
+        self.sgmv, self.shrink = kernels.sgmv, kernels.shrink
         self.sites = [
             SgmvSite(base.modules[site.modules[0]].in_features, site.modules, base.site_widths(index))
             for index, site in enumerate(SITES)
@@ -79,6 +80,27 @@ class LoraStep:
         self._lora = lora
         self._tiles = tiles
         self._touched = touched
+
+    def project(self, layer: int, site: int, linear: Linear, x: torch.Tensor) -> tuple[torch.Tensor, LoraDelta | None]:
+        """The base's linear layer, and what the adapters add to it.
+
+        Args:
+            layer: Decoder layer.
+            site: Index into `SITES`.
+            linear: The base's layer at the site.
+            x: [T, in_features], its input.
+
+        Returns:
+            [T, sum of the site's widths], and what the next operation is to add to it; None where nothing is left to
+            be added.
+        """
+        y, lora = linear(x), self._lora
+        if lora.shrink is None:
+            self.apply(layer, site, x, y)
+        elif self._touched[layer][site]:
+            operands = lora.arena.elements, lora.operands, self._tiles, lora.sites[site], layer
+            return y, lora.shrink(x, *operands)
+        return y, None
 
     def apply(self, layer: int, site: int, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the adapters' deltas at one site, in place.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,18 +12,14 @@ from hypothesis import strategies as st
 from lora_arena import BASE, BATCHES, fill
 from weft.adapters.lora.layout import LoraLayout
 from weft.adapters.lora.step import PagedLora, Segment, build_segments, build_tiles
-from weft.kernels.dispatch import Sgmv
-from weft.kernels.native import sgmv as sgmv_native
-from weft.kernels.plain import sgmv as sgmv_cpu
-
-OPERATIONS = {"native": sgmv_native.sgmv, "torch": sgmv_cpu.sgmv}
+from weft.kernels.dispatch import Kernels, native_kernels, torch_kernels
 
 
-@pytest.mark.parametrize("sgmv", OPERATIONS.values(), ids=OPERATIONS.keys())
+@pytest.mark.parametrize("make_kernels", [native_kernels, torch_kernels], ids=["native", "torch"])
 @pytest.mark.parametrize("row_slots", BATCHES.values(), ids=BATCHES.keys())
-def test_a_step_equals_plain_products(row_slots: list[int], sgmv: Sgmv) -> None:
+def test_a_step_equals_plain_products(row_slots: list[int], make_kernels: Callable[[], Kernels]) -> None:
     lora_arena = fill()
-    lora_arena.check(PagedLora(lora_arena.arena, lora_arena.tables, BASE, sgmv), row_slots)
+    lora_arena.check(PagedLora(lora_arena.arena, lora_arena.tables, BASE, make_kernels()), row_slots)
 
 
 def test_a_step_equals_plain_products_in_bf16() -> None:

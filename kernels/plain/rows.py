@@ -22,7 +22,7 @@ def embed(tokens: Tensor, sampled: Tensor | None, table: Tensor) -> Tensor:
 
     Args:
         tokens: [T], int32 or int64, consecutive elements: a token, or -1 - the row of `sampled` that holds it.
-        sampled: [R], int32, consecutive elements: tokens, below 0 where a row has none. None where all tokens are known.
+        sampled: [R], int32, consecutive elements: tokens, below 0 where there is none. None where all tokens are known.
         table: [vocab_size, N], consecutive elements in a row.
 
     Returns:

@@ -15,6 +15,7 @@ from weft.kernels.checks import expect, expect_that
 from weft.kernels.kv_scales import KvScales
 from weft.kernels.plain import attention as attention_cpu
 from weft.kernels.plain import rows as rows_cpu
+from weft.kernels.plain.rows import both_halves
 
 if TYPE_CHECKING:
     from weft.kernels.dispatch import Kernels
@@ -31,12 +32,30 @@ class HeadNorms:
     eps: float
 
 
+@dataclass(slots=True, eq=False)
+class Rotation:
+    """The rotary embedding of a step's rows: a table by position, and the positions."""
+
+    cos: Tensor
+    """[P, D / 2], float32, contiguous: of every position, times the model's attention scaling."""
+    sin: Tensor
+    """Like cos."""
+    positions: Tensor
+    """Of the rows, [T], int32 or int64, below P."""
+    _factors: tuple[Tensor, Tensor] | None = None
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rows, two of [T, D], as `rope` takes them; made once for all layers."""
+        if self._factors is None:
+            self._factors = both_halves(*(table.index_select(0, self.positions) for table in (self.cos, self.sin)))
+        return self._factors
+
+
 def attend(
     kernels: Kernels,
     qkv: Tensor,
     norms: HeadNorms | None,
-    cos: Tensor,
-    sin: Tensor,
+    rotation: Rotation,
     k_pages: Tensor,
     v_pages: Tensor,
     slot_mapping: Tensor,
@@ -50,7 +69,7 @@ def attend(
     Semantics:
         q, k, v = split(qkv)                             # [T, Hq, D], [T, Hkv, D], [T, Hkv, D]
         if norms: q, k = rms_norm(q, norms.q), rms_norm(k, norms.k)
-        rope(q, k, cos, sin)
+        rope(q, k, *rotation.factors())
         kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
         return paged_attention(q, k_pages, v_pages, batch, scale, sliding_window, kv_scales)
 
@@ -58,8 +77,7 @@ def attend(
         kernels: The single operations.
         qkv: [T, (Hq + 2 * Hkv) * D], contiguous: heads of queries, keys and values. Mutated.
         norms: Of the heads; None for none.
-        cos: [T, D], float32, as `rope` takes it.
-        sin: Like cos.
+        rotation: Of the T rows.
         k_pages: The layer's keys in the arena, [num_pages, Hkv, page_tokens, D]. Mutated.
         v_pages: The same for values, the same strides. Mutated.
         slot_mapping: Where the keys and values of the T tokens go, as `kv_write` takes it.
@@ -79,7 +97,7 @@ def attend(
     q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
     if norms is not None:
         q, k = kernels.rms_norm(q, norms.q, norms.eps), kernels.rms_norm(k, norms.k, norms.eps)
-    kernels.rope(q, k, cos, sin)
+    kernels.rope(q, k, *rotation.factors())
     kernels.kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
     return kernels.paged_attention(q, k_pages, v_pages, batch, scale, sliding_window, kv_scales).flatten(1)
 

@@ -11,44 +11,33 @@ import torch
 from torch import Tensor
 
 from weft.errors import ConfigError
-from weft.kernels.attend import HeadNorms
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.kv_scales import KvScales
 from weft.kernels.native.library import NATIVE_DTYPES, native_library
 from weft.kernels.quantised import Int8Weight, QuantisedWeight
 from weft.kernels.sampling import RowSampling
-from weft.kernels.sgmv import SgmvSite, SgmvTables, Tiles
+from weft.kernels.sgmv import LoraDelta, SgmvSite, SgmvTables, Tiles
 
 PagedAttention = Callable[[Tensor, Tensor, Tensor, AttentionBatch, float, int | None, KvScales | None], Tensor]
-Attend = Callable[
-    [
-        Tensor,
-        HeadNorms | None,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        Tensor,
-        AttentionBatch,
-        float,
-        int | None,
-        KvScales | None,
-    ],
-    Tensor,
-]
 Sgmv = Callable[[Tensor, Tensor, Tensor, SgmvTables, Tiles, SgmvSite, int], None]
+Shrink = Callable[[Tensor, Tensor, SgmvTables, Tiles, SgmvSite, int], LoraDelta]
 Linear = Callable[[Tensor], Tensor]
 """x [rows, in_features] to a new, contiguous [rows, out_features] of x's dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """The operations of one kind of device. What each computes is stated in `weft.kernels.plain`."""
+    """The operations of one kind of device. What each computes is stated in `weft.kernels.plain`.
 
+    Where there is `shrink`, `fused_add_rms_norm`, `silu_and_mul` and `attend` take a `LoraDelta` as their last operand
+    and add it to the first before anything else: bit for bit what `sgmv` and then the operation yield.
+    """
+
+    embed: Callable[[Tensor, Tensor | None, Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    fused_add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    fused_add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     rope: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    silu_and_mul: Callable[[Tensor], Tensor]
+    silu_and_mul: Callable[..., Tensor]
     kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, KvScales | None], None]
     paged_attention: PagedAttention
     sgmv: Sgmv
@@ -56,8 +45,10 @@ class Kernels:
     logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
     mask_tokens: Callable[[Tensor, Tensor, Tensor], None]
     zero_pages: Callable[[Tensor, Tensor], None]
-    attend: Attend | None = None
+    attend: Callable[..., Tensor] | None = None
     """All of a layer between its projections in one call; None where `weft.kernels.attend` composes it."""
+    shrink: Shrink | None = None
+    """The first half of `sgmv`, whose second half is done by the next operation; None where `sgmv` does both."""
     quantised_linear: Callable[[QuantisedWeight, Tensor | None], Linear] | None = None
     """Makes a layer with weights in 8 or 4 bits; None where there are none."""
     quantised_head: Callable[[Int8Weight], Linear] | None = None
@@ -143,6 +134,7 @@ def _kernels_of(
 ) -> Kernels:
     """The operations by their names, which are the same in the modules of every kind."""
     return Kernels(
+        embed=rows.embed,
         rms_norm=rows.rms_norm,
         fused_add_rms_norm=rows.fused_add_rms_norm,
         rope=rows.rope,

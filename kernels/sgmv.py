@@ -62,6 +62,23 @@ class SgmvSite:
     """Output features of each slice."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraDelta:
+    """What the adapters of a step add to the output of one site, up to the product with B.
+
+    The operation that reads the output adds it, so the output itself is not written again. Its tiles cover all rows.
+    """
+
+    planes: Tensor
+    """[parts, T, slices * max_rank], float32: `x @ A.T` in parts that add up; past an adapter's rank undefined."""
+    arena_elements: Tensor
+    """The arena, [num_pages, page_elements]."""
+    tables: SgmvTables
+    tiles: Tiles
+    site: SgmvSite
+    layer: int
+
+
 def check_operands(
     x: Tensor, y: Tensor, arena_elements: Tensor, tables: SgmvTables, tiles: Tiles, site: SgmvSite, layer: int
 ) -> None:

@@ -16,10 +16,11 @@ import torch
 from weft.engine.model.linear import Linear
 from weft.engine.model.rope import RopeTable
 from weft.engine.model.spec import DecoderSpec
-from weft.kernels.attend import HeadNorms, attend
+from weft.kernels.attend import HeadNorms, Rotation, attend
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import Kernels
 from weft.kernels.kv_scales import KvScales
+from weft.kernels.sgmv import LoraDelta
 
 if TYPE_CHECKING:
     from weft.adapters.lora.step import LoraStep
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 QKV, OUT, GATE_UP, DOWN = range(4)
 """Indices of the sites in `weft.adapters.base_shape.SITES`."""
+Projected = tuple[torch.Tensor, tuple[LoraDelta, ...]]
+"""The output of a linear layer, and what the next operation is to add to it, if anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +72,15 @@ class StepRows:
     """The rows of one step, T of them, and where they read and write. All on the decoder's device."""
 
     tokens: torch.Tensor
-    """Token ids, [T], int64."""
+    """Token ids, [T], int32 or int64; below 0 where the step before has sampled it: -1 - its row of `sampled`."""
     positions: torch.Tensor
-    """Positions in their sequences, [T], int64."""
+    """Positions in their sequences, [T], int32 or int64."""
     slot_mapping: tuple[torch.Tensor, ...]
-    """KV slot of each row, [T], int64, per layer group; -1 is not stored."""
+    """KV slot of each row, [T], int32 or int64 (C++ kernels: int64), per layer group; -1 is not stored."""
     attention: tuple[AttentionBatch, ...]
     """What each row attends to, per layer group; rows that it does not cover are padding."""
+    sampled: torch.Tensor | None = None
+    """Tokens of the step before, [rows of that step], int32; a row that has none is below 0, and read as token 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +88,7 @@ class _Step:
     """What all layers of a step share."""
 
     rows: StepRows
-    cos: torch.Tensor
-    sin: torch.Tensor
+    rotation: Rotation
     kv: KvViews
     lora: LoraStep | None
 
@@ -141,46 +145,37 @@ class Decoder:
         """
         eps = self.spec.norm_eps
         add_norm = self._kernels.fused_add_rms_norm
-        residual = torch.nn.functional.embedding(rows.tokens, self._embedding)
+        residual = self._kernels.embed(rows.tokens, rows.sampled, self._embedding)
         x = self._kernels.rms_norm(residual, self._layers[0].input_norm, eps)
-        cos, sin = self._rope.at(rows.positions)  # once for all layers
-        step = _Step(rows, cos, sin, kv, lora)
+        step = _Step(rows, self._rope.at(rows.positions), kv, lora)
         for index, layer in enumerate(self._layers):
-            x = self._attend(index, layer, x, step)
-            x, residual = add_norm(x, residual, layer.post_norm, eps)
-            x = self._feed_forward(index, layer, x, lora)
-            x, residual = add_norm(x, residual, self._next_norms[index], eps)
+            y, delta = self._attend(index, layer, x, step)
+            x, residual = add_norm(y, residual, layer.post_norm, eps, *delta)
+            y, delta = self._feed_forward(index, layer, x, lora)
+            x, residual = add_norm(y, residual, self._next_norms[index], eps, *delta)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores of the next token, float32 [n, vocab_size], for hidden rows [n, hidden_size]."""
         return self._head(hidden).float()
 
-    def _attend(self, index: int, layer: DecoderLayer, x: torch.Tensor, step: _Step) -> torch.Tensor:
-        lora, group = step.lora, step.kv.groups[index]
-        k_pages, v_pages = step.kv.layers[index]
-
-        qkv = layer.qkv(x)
-        if lora is not None:
-            lora.apply(index, QKV, x, qkv)
+    def _attend(self, index: int, layer: DecoderLayer, x: torch.Tensor, step: _Step) -> Projected:
+        group = step.kv.groups[index]
+        qkv, delta = _project(step.lora, index, QKV, layer.qkv, x)
         seen = self._attend_heads(
-            *(qkv, layer.head_norms, step.cos, step.sin, k_pages, v_pages),
+            *(qkv, layer.head_norms, step.rotation, *step.kv.layers[index]),
             *(step.rows.slot_mapping[group], step.rows.attention[group], self._scale, self.spec.sliding_windows[index]),
-            step.kv.scales[index],
+            *(step.kv.scales[index], *delta),
         )
+        return _project(step.lora, index, OUT, layer.o, seen)
 
-        y = layer.o(seen)
-        if lora is not None:
-            lora.apply(index, OUT, seen, y)
-        return y
+    def _feed_forward(self, index: int, layer: DecoderLayer, x: torch.Tensor, lora: LoraStep | None) -> Projected:
+        gate_up, delta = _project(lora, index, GATE_UP, layer.gate_up, x)
+        return _project(lora, index, DOWN, layer.down, self._kernels.silu_and_mul(gate_up, *delta))
 
-    def _feed_forward(self, index: int, layer: DecoderLayer, x: torch.Tensor, lora: LoraStep | None) -> torch.Tensor:
-        gate_up = layer.gate_up(x)
-        if lora is not None:
-            lora.apply(index, GATE_UP, x, gate_up)
-        inner = self._kernels.silu_and_mul(gate_up)
 
-        y = layer.down(inner)
-        if lora is not None:
-            lora.apply(index, DOWN, inner, y)
-        return y
+def _project(lora: LoraStep | None, layer: int, site: int, linear: Linear, x: torch.Tensor) -> Projected:
+    if lora is None:
+        return linear(x), ()
+    y, delta = lora.project(layer, site, linear, x)
+    return y, () if delta is None else (delta,)

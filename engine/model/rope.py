@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.engine.model.rope_spec import RopeSpec
-from weft.kernels.plain.rows import both_halves
+from weft.kernels.attend import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class RopeTable:
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Factors of the positions [T], int64, as the rope kernels take them: two tensors [T, head_dim]."""
-        return both_halves(self.cos.index_select(0, positions), self.sin.index_select(0, positions))
+    def at(self, positions: torch.Tensor) -> Rotation:
+        """The rotation of rows at these positions, [T], int32 or int64."""
+        return Rotation(self.cos, self.sin, positions)
 
 
 def rope_table(spec: RopeSpec, head_dim: int, num_positions: int, device: torch.device) -> RopeTable:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from weft.kernels import attend as composed
-from weft.kernels.attend import HeadNorms
+from weft.kernels.attend import HeadNorms, Rotation
 from weft.kernels.attention_batch import AttentionBatch
+from weft.kernels.checks import expect
 from weft.kernels.kv_scales import KvScales
 from weft.kernels.native.library import native_function
 from weft.kernels.plain.attention import check_operands
@@ -54,8 +55,7 @@ def paged_attention(
 def attend(
     qkv: Tensor,
     norms: HeadNorms | None,
-    cos: Tensor,
-    sin: Tensor,
+    rotation: Rotation,
     k_pages: Tensor,
     v_pages: Tensor,
     slot_mapping: Tensor,
@@ -74,8 +74,10 @@ def attend(
         MemoryError: There is none left.
     """
     # Operands like those of an earlier layer were checked there, and a step is cold code: each check costs.
+    cos, sin = rotation.factors()
     key = (
-        *("attend", qkv.shape, qkv.stride(), qkv.dtype, sliding_window, slot_mapping.shape, slot_mapping.stride()),
+        *("attend", qkv.shape, qkv.stride(), qkv.dtype, sliding_window),
+        *(slot_mapping.shape, slot_mapping.stride(), slot_mapping.dtype),
         *(cos.shape, cos.stride(), cos.dtype, sin.shape, sin.stride(), sin.dtype),
         *(k_pages.shape, k_pages.stride(), k_pages.dtype, v_pages.shape, v_pages.stride(), v_pages.dtype),
         *((each.shape, each.stride(), each.dtype) for each in kv_scales or ()),
@@ -87,6 +89,7 @@ def attend(
 
     def prepare() -> tuple[np.ndarray, Tensor]:
         composed.check_operands(qkv, cos, sin, k_pages, v_pages, slot_mapping, batch, sliding_window, kv_scales)
+        expect("slot_mapping", slot_mapping, (len(qkv),), torch.int64)
         return _tasks(batch, num_heads, heads), qkv.new_zeros((len(qkv), num_heads * head_dim))
 
     prepared: tuple[np.ndarray, Tensor] = batch.keep(key, prepare)  # shared by the layers of a step

@@ -13,6 +13,51 @@ from weft.kernels.checks import expect, expect_that
 from weft.kernels.kv_scales import KvScales, check_pages, quantise
 
 
+def embed(tokens: Tensor, sampled: Tensor | None, table: Tensor) -> Tensor:
+    """Look up the embeddings of tokens, some of which the step before has sampled.
+
+    Semantics:
+        token = tokens[t] if tokens[t] >= 0 else max(sampled[-1 - tokens[t]], 0)
+        out[t] = table[token]
+
+    Args:
+        tokens: [T], int32 or int64, consecutive elements: a token, or -1 - the row of `sampled` that holds it.
+        sampled: [R], int32, consecutive elements: tokens, below 0 where there is none. None where all tokens are known.
+        table: [vocab_size, N], consecutive elements in a row.
+
+    Returns:
+        [T, N], dtype of table.
+
+    Raises:
+        ValueError: A shape, dtype, device or stride does not fit.
+    """
+    check_embed(tokens, sampled, table)
+    if sampled is not None:
+        known = sampled.index_select(0, (-1 - tokens).clamp_(min=0)).clamp_(min=0)
+        tokens = torch.where(tokens < 0, known, tokens)
+    return torch.nn.functional.embedding(tokens, table)
+
+
+def check_embed(tokens: Tensor, sampled: Tensor | None, table: Tensor) -> None:
+    """Check what a call to `embed` was given.
+
+    Raises:
+        ValueError: A shape, dtype, device or stride does not fit.
+    """
+    expect("table", table, (None, None))
+    expect_that("table", table.stride(1) == 1, "consecutive elements", table.stride())
+    _check_indices("tokens", tokens, None, table.device)
+    if sampled is not None:
+        expect("sampled", sampled, (None,), torch.int32, table.device)
+        expect_that("sampled", sampled.is_contiguous(), "consecutive elements", sampled.stride())
+
+
+def _check_indices(name: str, indices: Tensor, count: int | None, device: torch.device) -> None:
+    expect(name, indices, (count,), None, device)
+    expect_that(name, indices.dtype in (torch.int32, torch.int64), "dtype int32 or int64", indices.dtype)
+    expect_that(name, indices.is_contiguous(), "consecutive elements", indices.stride())
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale every vector of the last dimension to unit root mean square, then by `weight` (arXiv:1910.07467).
 
@@ -184,8 +229,8 @@ def kv_write(
         k_pages: The layer's keys in the arena, [num_pages, Hkv, page_tokens, D], any page, head and token stride; int8
             where there are scales, else of the dtype of k. Mutated.
         v_pages: The same for values, with the same strides. Mutated.
-        slot_mapping: [T], int64, consecutive elements: page * page_tokens + offset of each token, -1 is not stored.
-            No slot stands there twice.
+        slot_mapping: [T], int32 or int64, consecutive elements: page * page_tokens + offset of each token, -1 is not
+            stored. No slot stands there twice.
         kv_scales: The scales of int8 keys and values, any page and head stride. Mutated. None stores them as they are.
 
     Raises:
@@ -212,7 +257,6 @@ def check_kv_write(
     """
     num_tokens, heads, head_dim = k.shape
     expect("v", v, k.shape, k.dtype, k.device)
-    expect("slot_mapping", slot_mapping, (num_tokens,), torch.int64, k.device)
-    expect_that("slot_mapping", slot_mapping.is_contiguous(), "consecutive elements", slot_mapping.stride())
+    _check_indices("slot_mapping", slot_mapping, num_tokens, k.device)
     expect_that("k", k.stride(2) == 1 == v.stride(2), "consecutive elements", k.stride())
     check_pages(k_pages, v_pages, kv_scales, (None, heads, None, head_dim), k.dtype, k.device)

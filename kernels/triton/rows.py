@@ -8,10 +8,39 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.kv_scales import LARGEST, KvScales
-from weft.kernels.plain.rows import check_add_norm, check_kv_write, check_norm, check_rope, check_silu_and_mul
+from weft.kernels.plain.rows import (
+    check_add_norm,
+    check_embed,
+    check_kv_write,
+    check_norm,
+    check_rope,
+    check_silu_and_mul,
+)
 
-GATE_BLOCK = 1024
-"""Elements of a gate that one program computes."""
+ROW_BLOCK = 1024
+"""Elements of a row that one program copies or computes."""
+
+
+@triton.jit(do_not_specialize_on_alignment=["tokens", "sampled"])
+def embed_kernel(tokens, sampled, table, out, table_row: tl.int64, N: tl.constexpr, BLOCK: tl.constexpr):
+    """`out[row] = table[token of the row]`. Grid: (rows, cdiv(N, BLOCK))."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens + row).to(tl.int64)
+    if sampled is not None:
+        known = tl.load(sampled - 1 - token, mask=token < 0, other=0).to(tl.int64)
+        token = tl.where(token < 0, tl.maximum(known, 0), token)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + row * N + n, tl.load(table + token * table_row + n, mask=n < N), mask=n < N)
+
+
+def embed(tokens: Tensor, sampled: Tensor | None, table: Tensor) -> Tensor:
+    """See `weft.kernels.plain.rows.embed`."""
+    check_embed(tokens, sampled, table)
+    out = table.new_empty((len(tokens), table.shape[1]))
+    if out.numel():
+        grid = (len(tokens), triton.cdiv(table.shape[1], ROW_BLOCK))
+        embed_kernel[grid](tokens, sampled, table, out, table.stride(0), N=table.shape[1], BLOCK=ROW_BLOCK)
+    return out
 
 
 @triton.jit
@@ -143,7 +172,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, width))
     if out.numel():
-        silu_and_mul_kernel[(rows, triton.cdiv(width, GATE_BLOCK))](gate_up, out, N=width, BLOCK=GATE_BLOCK)
+        silu_and_mul_kernel[(rows, triton.cdiv(width, ROW_BLOCK))](gate_up, out, N=width, BLOCK=ROW_BLOCK)
     return out
 
 

@@ -18,6 +18,21 @@ NAN = torch.full((1, 32), -1, dtype=torch.int32).view(F32)
 """With all bits set: an instruction makes another NaN, 0x7FC00000."""
 
 
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("size", [24, 2050])
+def test_rows_of_tokens_are_those_of_the_table(
+    size: int, integers: torch.dtype, impl: Implementation, dtype: torch.dtype
+) -> None:
+    table = impl.randn((50, 2 * size), dtype)[:, :size]
+    known = torch.tensor([0, 49, 7, 7], dtype=integers, device=impl.device)
+    assert torch.equal(impl.kernels.embed(known, None, table), table[known.long()])
+    mixed = torch.tensor([[-3, 49, -1, -2, -4, 0]] * 2, dtype=integers, device=impl.device)[1]
+    sampled = torch.tensor([5, -1, 49, -2, 8], dtype=torch.int32, device=impl.device)
+    right = torch.tensor([49, 49, 5, 0, 0, 0], device=impl.device)
+    assert torch.equal(impl.kernels.embed(mixed, sampled, table), table[right])
+    assert impl.kernels.embed(known[:0], sampled, table).shape == (0, size)
+
+
 @SIZES
 def test_norms_equal_the_oracle_and_leave_their_inputs(size: int, impl: Implementation, dtype: torch.dtype) -> None:
     x, residual, weight = (impl.randn(shape, dtype, seed) for seed, shape in enumerate(((5, size), (5, size), (size,))))
@@ -107,7 +122,13 @@ def test_results_have_the_same_bits_alone_and_with_more_threads(impl: Implementa
 
 
 X, ONES = torch.randn((3, 128)), torch.ones(128)
+TOKENS = torch.tensor([2, 1])
 MISFITS: list[tuple[str, Callable[[], tuple[Any, ...]], str]] = [
+    ("embed", lambda: (TOKENS.short(), None, X), r"tokens: expected dtype int32 or int64, got torch\.int16"),
+    ("embed", lambda: (TOKENS.repeat(2)[::2], None, X), r"tokens: expected consecutive elements, got \(2,\)"),
+    ("embed", lambda: (TOKENS, TOKENS, X), r"sampled: expected dtype torch\.int32, got torch\.int64"),
+    ("embed", lambda: (TOKENS, TOKENS.int().repeat(2)[::2], X), "sampled: expected consecutive elements, got"),
+    ("embed", lambda: (TOKENS, None, turned(X)), "table: expected consecutive elements, got"),
     ("rms_norm", lambda: (X, ONES[1:], 1e-6), r"weight: expected shape \[128\], got \[127\]"),
     ("rms_norm", lambda: (X, ONES.bfloat16(), 1e-6), r"weight: expected dtype torch\.float32, got torch\.bfloat16"),
     ("rms_norm", lambda: (X, torch.ones(256)[::2], 1e-6), r"weight: expected consecutive elements, got \(2,\)"),

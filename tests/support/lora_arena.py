@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from adapters_factory import Q_AND_V, RandomLora, packed, random_lora, tiny_base
 from numerics import assert_close
 from residency_parts import tiny_geometry
 from weft.adapters.base_shape import SITES
-from weft.adapters.lora.step import PagedLora
+from weft.adapters.lora.step import LoraStep, PagedLora
 from weft.adapters.lora.tables import AdapterTables
 from weft.memory.arena import Arena
 
@@ -56,17 +56,21 @@ class LoraArena:
 
     def check(self, lora: PagedLora, row_slots: Sequence[int]) -> None:
         """Compare a step with plain products at all sites; rows of the base must not change in a single bit."""
-        step = lora.prepare(row_slots)
+        self.check_step(lora.prepare(row_slots), row_slots)
+
+    def check_step(self, step: LoraStep | None, row_slots: Sequence[int]) -> None:
+        """The same for a step that was prepared; slots without an adapter are like the base."""
         for (layer, site), (x, y) in self._inputs(len(row_slots)).items():
             output = y.clone()
             if step is not None:
-                step.apply(layer, site, x, output)
+                output, delta = step.project(layer, site, _always(y), x)
+                assert delta is None
             expected = y.clone()
-            for slot in sorted(set(row_slots) - {-1}):
+            for slot in sorted(set(row_slots) & set(self.loras)):
                 rows = [row for row, row_slot in enumerate(row_slots) if row_slot == slot]
                 expected[rows] = (y[rows].double() + self.loras[slot].delta(layer, site, x[rows])).to(y.dtype)
             assert_close(output, expected)
-            base_rows = [row for row, row_slot in enumerate(row_slots) if row_slot == -1]
+            base_rows = [row for row, row_slot in enumerate(row_slots) if row_slot not in self.loras]
             assert torch.equal(output[base_rows], y[base_rows])
 
     def _inputs(self, num_rows: int) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
@@ -78,6 +82,10 @@ class LoraArena:
                 y = torch.randn(num_rows, sum(BASE.site_widths(site)), generator=generator)
                 inputs[layer, site] = (x.to(self.arena.dtype), y.to(self.arena.dtype))
         return inputs
+
+
+def _always(y: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda _: y.clone()
 
 
 def mixed_loras() -> list[RandomLora]:

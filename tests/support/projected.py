@@ -6,9 +6,8 @@ import torch
 
 from scattered_kv import LAYER, AttentionCase, ScatteredKv
 from weft.kernels import attend as composed
-from weft.kernels.attend import HeadNorms
+from weft.kernels.attend import HeadNorms, Rotation
 from weft.kernels.dispatch import Kernels
-from weft.kernels.plain.rows import both_halves
 
 
 class Projected:
@@ -21,8 +20,9 @@ class Projected:
         self.qkv = torch.randn((num_rows, width), generator=generator).to(case.dtype)
         weights = torch.rand((2, case.head_dim), generator=generator).to(case.dtype)
         self.norms = HeadNorms(weights[0], weights[1], 1e-6) if has_norms else None
-        angles = torch.arange(num_rows)[:, None] * torch.logspace(0, -3, case.head_dim // 2)
-        self.cos, self.sin = both_halves(angles.cos(), angles.sin())
+        angles = torch.arange(num_rows + 3)[:, None] * torch.logspace(0, -3, case.head_dim // 2)
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.positions = torch.randperm(num_rows + 3, generator=generator)[:num_rows]
         mapping = []
         for table, (rows, context) in zip(kv.block_tables, case.requests, strict=True):
             positions = range(context - rows, context) if context else [None] * rows
@@ -38,7 +38,8 @@ class Projected:
     def call_with_scales(self, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same and the scales, which only int8 changes."""
         arena, scales = self.arena.clone(), self.scales.clone()
-        operands = (self.qkv.clone(), self.norms, self.cos, self.sin, arena[:, LAYER, 0], arena[:, LAYER, 1])
+        rotation = Rotation(self.cos, self.sin, self.positions)
+        operands = (self.qkv.clone(), self.norms, rotation, arena[:, LAYER, 0], arena[:, LAYER, 1])
         kv_scales = (scales[:, LAYER, 0], scales[:, LAYER, 1]) if self.is_int8 else None
         rest = (self.slots, self.batch, self.scale, self.window, kv_scales)
         attend = kernels.attend

@@ -18,6 +18,23 @@ have started go on to their end first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReservedBytes:
+    """Memory of a GPU that is neither for weights nor for pages; a CPU reserves none."""
+
+    graphs: int = 0
+    """For CUDA graphs."""
+    workspaces: int = 0
+    """For matrix products, partial results of attention, and the code of kernels."""
+    activations: int = 0
+    """For what the largest step computes, and the tables of positions."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all."""
+        return self.graphs + self.workspaces + self.activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """How the device's memory was divided; the machine decides it, so it is a result and not a setting."""
 
@@ -25,6 +42,7 @@ class MemoryPlan:
     """Bytes of the base model."""
     weights: WeightFormat = "bf16"
     """What its linear layers are kept in; bf16 is the dtype of the engine, whatever that is."""
+    reserved: ReservedBytes = ReservedBytes()
     arena_bytes: int
     num_pages: int
     """Pages that can be handed out (the zero page is not among them)."""

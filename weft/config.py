@@ -103,11 +103,11 @@ class MemoryConfig:
     """The memory of KV cache and adapters."""
 
     gib: float | None = None
-    """Size of the page pool in GiB; when not set, a quarter of the free memory but at most 4 on a CPU, and 85% of what
-    the weights leave free on a GPU."""
+    """Size of the page pool in GiB; when not set, a quarter of the free memory but at most 4 on a CPU, and on a GPU
+    what is free beside weights, CUDA graphs, workspaces and the largest step; `weft fit` shows how much each takes."""
     host_gib: float | None = None
     """Host memory in GiB for adapters ready to be copied to the device and for swapped KV cache; when not set, an
-    eighth of the free memory, at most 2."""
+    eighth of the free memory but at most 2 on a CPU, and with a GPU, which pins it, a quarter but at most 64."""
     kv_dtype: KvDtype = "auto"
     """Number format of keys and values: auto takes that of `model.dtype`. int8 holds about twice the tokens in the same
     memory, with a scale per token and head; answers may change a little."""

@@ -17,7 +17,7 @@ from weft.adapters.lora.layout import adapter_pages, slot_bytes
 from weft.config import GIB, MAX_SLOTS, MIB, Config, SchedulerConfig
 from weft.engine.model.spec import DecoderSpec
 from weft.engine.model.weight_bytes import choose_weights, model_bytes
-from weft.engine.status import EngineReady, MemoryPlan
+from weft.engine.status import EngineReady, MemoryPlan, ReservedBytes
 from weft.errors import ConfigError
 from weft.memory.geometry import PageGeometry
 
@@ -25,9 +25,15 @@ if TYPE_CHECKING:
     import torch
 
 MAX_CPU_ARENA_BYTES = 4 * GIB
-MAX_HOST_SLAB_BYTES = 2 * GIB
-GPU_ARENA_FRACTION = 0.85
-"""Of what the weights leave free; the rest is for activations and the allocator."""
+MAX_CPU_SLAB_BYTES = 2 * GIB
+MAX_GPU_SLAB_BYTES = 64 * GIB
+GRAPH_BYTES = GIB
+WORKSPACE_BYTES = GIB // 2
+LOGIT_COPIES = 3
+"""Logits in float32 that a step may hold at once: those that are sampled from, those before penalties, and what
+log-probabilities are made of."""
+LOGPROB_ROWS = 64
+"""Prompt rows whose logits are held at once."""
 CPU_STEP_TOKENS = 512
 GPU_STEP_TOKENS = 2048
 """With these, a GPU computes a step of prompts for longer than the host takes to launch it."""
@@ -78,29 +84,42 @@ def plan_memory(
         on_cpu: Whether the model runs on the CPU.
 
     Raises:
-        ConfigError: The model and the arena do not fit, or the arena does not hold one request of
-            `model.max_model_len` tokens; with the numbers. Or the device does not compute `model.weights`.
+        ConfigError: The model and the arena do not fit, the arena does not hold one request of `model.max_model_len`
+            tokens, or there is less host memory than is asked for; with the numbers. Or the device does not compute
+            `model.weights`.
     """
     weights = choose_weights(config.model.weights, spec, on_cpu=on_cpu)
     weight_bytes = model_bytes(spec, weights, geometry.dtype_bytes, on_cpu=on_cpu)
-    left = free.device - weight_bytes
+    step_tokens = _step_tokens(config.scheduler, on_cpu=on_cpu)
+    reserved = ReservedBytes() if on_cpu else _reserved(config, spec, step_tokens, geometry.dtype_bytes)
+    base_text = f"weights of {_gib(weight_bytes)}"
+    if reserved.total:
+        base_text += f" and a reserve of {format_reserved(reserved, step_tokens)}"
+    left = free.device - weight_bytes - reserved.total
     if left <= 0:
         raise ConfigError(
-            f"model.path: the weights take {_gib(weight_bytes)}, but only {_gib(free.device)} are free on the device"
+            f"model.path: {base_text} take {_gib(weight_bytes + reserved.total)}, but only {_gib(free.device)} are "
+            "free on the device",
+            param="model.path",
         )
-    host_left = free.host - (weight_bytes if on_cpu else 0)
-    arena_bytes = _wanted_bytes(config.memory.gib, min(MAX_CPU_ARENA_BYTES, left // 4) if on_cpu else None, left)
-    host_bytes = _wanted_bytes(config.memory.host_gib, min(MAX_HOST_SLAB_BYTES, host_left // 8), host_left)
-    num_pages = arena_bytes // geometry.page_bytes - 1  # the zero page is not handed out
     row_bytes = slot_bytes(base, config.adapter.max_rank)
-    slots = config.adapter.slots or _slots(num_pages, arena_bytes // TABLE_DIVISOR // row_bytes, base, geometry)
+    asked_slots, arena_bytes = config.adapter.slots, _asked_bytes(config.memory.gib)
+    if arena_bytes is None and on_cpu:
+        arena_bytes = min(MAX_CPU_ARENA_BYTES, left // 4)
+    elif arena_bytes is None:
+        arena_bytes = max(left - (asked_slots or _slots(left, row_bytes, base, geometry)) * row_bytes, 0)
+    slots = asked_slots or _slots(arena_bytes, row_bytes, base, geometry)
     table_bytes = slots * row_bytes
-    _check_free(arena_bytes + table_bytes + (host_bytes if on_cpu else 0), weight_bytes, free.device)
+    default = min(MAX_CPU_SLAB_BYTES, left // 8) if on_cpu else min(MAX_GPU_SLAB_BYTES, free.host // 4)
+    host_bytes = _host_bytes(_asked_bytes(config.memory.host_gib), default, free.host)
+    _check_free(arena_bytes + table_bytes + (host_bytes if on_cpu else 0), left, base_text, free.device)
+    num_pages = arena_bytes // geometry.page_bytes - 1  # the zero page is not handed out
 
     rank16_pages = adapter_pages(_ranks(base, REFERENCE_RANK), base, geometry)
     plan = MemoryPlan(
         weight_bytes=weight_bytes,
         weights=weights,
+        reserved=reserved,
         arena_bytes=arena_bytes // geometry.page_bytes * geometry.page_bytes,
         num_pages=num_pages,
         kv_tokens=max(num_pages, 0) // geometry.num_groups * geometry.page_tokens,
@@ -109,7 +128,7 @@ def plan_memory(
         slots=slots,
         table_bytes=table_bytes,
         host_pages=host_bytes // geometry.page_bytes,
-        step_tokens=_step_tokens(config.scheduler, on_cpu=on_cpu),
+        step_tokens=step_tokens,
     )
     _check_room(plan, geometry, config.model.max_model_len)
     return plan
@@ -143,11 +162,13 @@ def format_plan(plan: MemoryPlan, ready: EngineReady) -> str:
     """The plan in a few lines for people."""
     geometry = ready.geometry
     layers = f" of {geometry.layers_per_group} layers" if geometry.num_groups > 1 else ""
+    reserve = (f"  reserve  {format_reserved(plan.reserved, plan.step_tokens)}",) if plan.reserved.total else ()
     return "\n".join(
         (
             f"{ready.model_path} on {ready.device} in {ready.number_format}, "
             f"at most {ready.max_model_len:,} tokens a request",
             f"  weights  {_gib(plan.weight_bytes)}",
+            *reserve,
             f"  pool     {_gib(plan.arena_bytes)}: {plan.num_pages:,} pages of {geometry.page_bytes / 1024:,.0f} KiB, "
             f"each {geometry.page_tokens} tokens of KV cache{layers}",
             f"           room for {plan.kv_tokens:,} tokens, or {plan.rank16_adapters:,} adapters of rank "
@@ -159,10 +180,30 @@ def format_plan(plan: MemoryPlan, ready: EngineReady) -> str:
     )
 
 
-def _wanted_bytes(gib: float | None, default: int | None, left: int) -> int:
-    if gib is not None:
-        return int(gib * GIB)
-    return int(left * GPU_ARENA_FRACTION) if default is None else default
+def format_reserved(reserved: ReservedBytes, step_tokens: int) -> str:
+    """What a GPU reserves, for people."""
+    return (
+        f"{_gib(reserved.total)} ({_gib(reserved.graphs)} for CUDA graphs, {_gib(reserved.workspaces)} for workspaces, "
+        f"{_gib(reserved.activations)} for a step of {step_tokens:,} tokens)"
+    )
+
+
+def _reserved(config: Config, spec: DecoderSpec, step_tokens: int, dtype_bytes: int) -> ReservedBytes:
+    """What a GPU needs beside weights and pages."""
+    # Up to four tensors of hidden rows are in use at once: residual, normed, and what attention and feed-forward yield.
+    attention = 2 * spec.q_features + 2 * spec.kv_features  # queries, keys and values, and what the queries see
+    row = 4 * spec.hidden_size + attention + 3 * spec.intermediate_size  # gate, up, and their product
+    logits = max(config.scheduler.max_running, LOGPROB_ROWS) * spec.vocab_size
+    positions = (config.model.max_model_len or spec.max_positions) * spec.head_dim
+    return ReservedBytes(
+        graphs=GRAPH_BYTES if config.model.cuda_graphs else 0,
+        workspaces=WORKSPACE_BYTES,
+        activations=step_tokens * row * dtype_bytes + logits * (dtype_bytes + 4 * LOGIT_COPIES) + 4 * positions,
+    )
+
+
+def _asked_bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * GIB)
 
 
 def _step_tokens(scheduler: SchedulerConfig, *, on_cpu: bool) -> int:
@@ -170,11 +211,20 @@ def _step_tokens(scheduler: SchedulerConfig, *, on_cpu: bool) -> int:
     return scheduler.step_tokens or max(usual, scheduler.max_running)
 
 
-def _check_free(pool_bytes: int, weight_bytes: int, free_bytes: int) -> None:
-    if pool_bytes + weight_bytes > free_bytes:
+def _host_bytes(asked: int | None, default: int, free: int) -> int:
+    if asked is not None and asked > free:
         raise ConfigError(
-            f"memory.gib: weights of {_gib(weight_bytes)} and pages and buffers of {_gib(pool_bytes)} need "
-            f"{_gib(weight_bytes + pool_bytes)}, but only {_gib(free_bytes)} are free",
+            f"memory.host_gib: {_gib(asked)} are asked for, but only {_gib(free)} are free on the host",
+            param="memory.host_gib",
+        )
+    return default if asked is None else asked
+
+
+def _check_free(pool_bytes: int, left: int, base_text: str, free_bytes: int) -> None:
+    if pool_bytes > left:
+        raise ConfigError(
+            f"memory.gib: {base_text} and pages and buffers of {_gib(pool_bytes)} need "
+            f"{_gib(free_bytes - left + pool_bytes)}, but only {_gib(free_bytes)} are free",
             param="memory.gib",
         )
 
@@ -196,10 +246,11 @@ def _ranks(base: BaseShape, rank: int, only: Sequence[str] = ()) -> dict[tuple[i
     return {(layer, index): rank for layer in range(base.num_layers) for index in modules}
 
 
-def _slots(num_pages: int, affordable: int, base: BaseShape, geometry: PageGeometry) -> int:
+def _slots(arena_bytes: int, row_bytes: int, base: BaseShape, geometry: PageGeometry) -> int:
     """As many as the pool may hold small adapters, as far as their tables cost little."""
-    small_pages = adapter_pages(_ranks(base, SMALL_RANK, SMALL_MODULES), base, geometry)
-    return min(max(min(num_pages // small_pages, affordable), MIN_SLOTS), MAX_SLOTS)
+    small_bytes = adapter_pages(_ranks(base, SMALL_RANK, SMALL_MODULES), base, geometry) * geometry.page_bytes
+    small, affordable = (arena_bytes - geometry.page_bytes) // small_bytes, arena_bytes // TABLE_DIVISOR // row_bytes
+    return min(max(min(small, affordable), MIN_SLOTS), MAX_SLOTS)
 
 
 def _free_host_bytes() -> int:

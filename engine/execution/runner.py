@@ -16,6 +16,7 @@ import torch
 from weft.adapters.lora.step import PagedLora
 from weft.adapters.residency.slots import SlotLease
 from weft.engine.execution.batch import Batch, build_batch
+from weft.engine.execution.memory_plan import LOGPROB_ROWS
 from weft.engine.execution.sampler import RowMasks, Sampler
 from weft.engine.grammar.masks import StepMasks
 from weft.engine.model.decoder import Decoder, KvViews
@@ -24,9 +25,6 @@ from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
 from weft.errors import EngineError, PageAccountingError
 from weft.memory.arena import Arena, mark
 from weft.memory.host_slab import HostSlab
-
-LOGPROB_ROWS = 64
-"""Prompt rows whose logits are held at once."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 from dataclasses import replace
@@ -172,7 +171,12 @@ def test_another_machine_is_planned_from_a_config_alone(tmp_path: Path, monkeypa
     assert planned["pages"] in (40, 41)
     assert planned["waste"] <= 0.05
     weights = 2 * (128256 * 4096 * 2 + 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336 + 2 * 4096) + 4096)
-    assert body["pages"]["total"] == math.floor((80 * GIB - weights) * 0.85) // (2 << 20) - 1
+    reserved = plan_room(Config(model=ModelConfig(path=str(tmp_path), device="cuda")), 80).memory.reserved.total
+    tables = 4 * body["slots"]["total"] * 32 * 7 * (2 * 64 // 8 + 2)  # int32 for each row group, and rank and scaling
+    pages = (80 * GIB - weights - reserved - tables) // (2 << 20) - 1
+    assert 0.9999 * pages < body["pages"]["total"] <= pages
+    text = run(*("--rank", "16", "--device", "cuda", "--free-gib", "80"), model=tmp_path).output
+    assert re.search(r"^reserved 1\.\d\d GiB \(1\.00 GiB for CUDA graphs, .*2,048 tokens\)$", text, re.MULTILINE)
     assert body["kv_tokens_left"] == 16 * (body["pages"]["total"] - 100 * planned["pages"])
 
 

@@ -110,6 +110,7 @@ def _to_come(rank: int, modules: list[str], count: int, planned: PlannedRoom) ->
 
 
 def _show(found: AdapterFitView, planned: PlannedRoom, as_json: bool) -> None:
+    from weft.engine.execution.memory_plan import format_reserved
 
     advice = None if found.fits else _advice(found, planned)
     if as_json:
@@ -121,6 +122,8 @@ def _show(found: AdapterFitView, planned: PlannedRoom, as_json: bool) -> None:
     name = number_format(str(planned.dtype).removeprefix("torch."), memory.weights, planned.room.geometry.is_kv_int8)
     about = f"{planned.config.model.path} on {planned.device.type} in {name}"
     typer.echo(f"\n{about}, weights {_size(memory.weight_bytes)}")
+    if memory.reserved.total:
+        typer.echo(f"reserved {format_reserved(memory.reserved, memory.step_tokens)}")
     pages = f"{memory.num_pages:,} of {page_bytes / 1024:,.0f} KiB ({_size(memory.arena_bytes)})"
     typer.echo(f"pages  {pages}: {found.pages.needed:,} needed, {found.pages.left:,} left")
     typer.echo(f"slots  {planned.room.slots:,}: {found.slots.needed:,} needed, {found.slots.left:,} left")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fake_engine import DEMO_MODEL, demo_ready
+from real_models import real_config
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.lora.layout import adapter_pages, slot_bytes
 from weft.adapters.lora.tables import AdapterTables
@@ -62,12 +63,22 @@ def plan(
     weights: Weights = "auto",
     adapter: AdapterConfig = AdapterConfig(),  # noqa: B008 - it is frozen
     scheduler: SchedulerConfig = SchedulerConfig(),  # noqa: B008 - it is frozen
+    cuda_graphs: bool = True,
     **memory: float,
 ) -> MemoryPlan:
-    model = ModelConfig(path="m", weights=weights, max_model_len=max_len)
+    model = ModelConfig(path="m", weights=weights, max_model_len=max_len, cuda_graphs=cuda_graphs)
     config = Config(model=model, memory=MemoryConfig(**memory), adapter=adapter, scheduler=scheduler)  # type: ignore[arg-type]
     free = FreeMemory(int(free_gib * GIB), int(free_gib * GIB))
     return plan_memory(config, SPEC, BASE, GEOMETRY, free, on_cpu=device.type == "cpu")
+
+
+def plan_llama_8b(free_gib: float, gib: float | None = None) -> MemoryPlan:
+    """The plan of a GPU with the model that most people would try first."""
+    spec = decoder_spec(real_config("Llama-3-8B"))
+    base = base_shape(spec, "")
+    config = Config(model=ModelConfig(path="m"), memory=MemoryConfig(gib=gib))
+    free = FreeMemory(int(free_gib * GIB), 64 * GIB)
+    return plan_memory(config, spec, base, model_geometry(spec, base, 2, "auto"), free, on_cpu=False)
 
 
 def test_a_cpu_gives_a_quarter_of_what_the_weights_leave() -> None:
@@ -115,10 +126,61 @@ def test_a_large_cpu_gives_no_more_than_the_cap() -> None:
     assert planned.host_pages == 2 * GIB // GEOMETRY.page_bytes
 
 
-def test_a_gpu_gives_most_of_what_the_weights_leave() -> None:
+def test_a_gpu_gives_what_weights_reserve_and_tables_leave() -> None:
     planned = plan(CUDA, 80)
     assert planned.weight_bytes == WEIGHT_BYTES
-    assert planned.arena_bytes == pytest.approx(0.85 * (80 * GIB - WEIGHT_BYTES), rel=1e-4)
+    left = 80 * GIB - WEIGHT_BYTES - planned.reserved.total - planned.table_bytes
+    assert 0.9999 * left < planned.arena_bytes <= left
+    assert planned.host_pages == 80 * GIB // 4 // GEOMETRY.page_bytes
+    assert plan(CUDA, 1000).host_pages == 64 * GIB // GEOMETRY.page_bytes
+    assert plan(CPU, 80).reserved.total == 0
+
+
+def test_a_gpu_reserves_what_graphs_workspaces_and_the_largest_step_take() -> None:
+    reserved = plan(CUDA, 80).reserved
+    assert (reserved.graphs, reserved.workspaces) == (GIB, GIB // 2)
+    row = 4 * 896 + (14 + 2 + 2 + 14) * 64 + 3 * 4864  # hidden rows, attention, feed-forward
+    logits, positions = 64 * 32_000 * (2 + 3 * 4), 32_768 * 64 * 4
+    assert reserved.activations == 2048 * row * 2 + logits + positions
+    fewer = SchedulerConfig(step_tokens=128, max_running=128)
+    assert plan(CUDA, 80, scheduler=fewer).reserved.activations == 128 * row * 2 + 2 * logits + positions
+    assert plan(CUDA, 80, cuda_graphs=False).reserved.graphs == 0
+    assert plan(CUDA, 80, cuda_graphs=False).arena_bytes == pytest.approx(plan(CUDA, 80).arena_bytes + GIB, rel=1e-3)
+
+
+@pytest.mark.parametrize("free_gib", [23.5, 17.2])
+def test_a_model_of_8b_fits_on_a_small_gpu(free_gib: float) -> None:
+    planned = plan_llama_8b(free_gib)
+    assert planned.weight_bytes + planned.reserved.total + planned.arena_bytes + planned.table_bytes <= free_gib * GIB
+    assert planned.kv_tokens >= (40_000 if free_gib > 20 else 1_000)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "gib", "said"),
+    [
+        (
+            15.7,
+            None,
+            r"model\.path: weights of 14\.96 GiB and a reserve of 1\.88 GiB \(1\.00 GiB for CUDA graphs, 0\.50 GiB "
+            r"for workspaces, 0\.38 GiB for a step of 2,048 tokens\) take 16\.83 GiB, but only 15\.70 GiB are free",
+        ),
+        (
+            23.5,
+            8,
+            r"memory\.gib: weights of .* pages and buffers of 8\.\d\d GiB need 24\.\d\d GiB, but only 23\.50 GiB",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_beside_the_reserve_is_refused_with_the_numbers(
+    free_gib: float, gib: float | None, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        plan_llama_8b(free_gib, gib)
+
+
+def test_more_host_memory_than_is_free_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"memory\.host_gib: 90\.00 GiB are asked for, but only 80\.00 GiB are free"):
+        plan(CUDA, 80, host_gib=90)
 
 
 @pytest.mark.parametrize(("weights", "share"), [("int8", 0.54), ("int4", 0.34)])
@@ -153,7 +215,7 @@ def test_what_is_asked_for_is_given() -> None:
 @pytest.mark.parametrize(
     ("free_gib", "asked", "said"),
     [
-        (0.25, {}, r"weights take 0\.\d\d GiB, but only 0\.25 GiB"),
+        (0.25, {}, r"weights of 0\.\d\d GiB take 0\.\d\d GiB, but only 0\.25 GiB"),
         (8, {"gib": 9}, r"memory\.gib.*only 8\.00 GiB are free"),
         (8, {"gib": 0.1, "max_len": 32_768}, "one request of 32,768 tokens needs"),
         (8, {"gib": 0.0001}, "are the least"),
@@ -205,6 +267,9 @@ def test_the_plan_is_told_in_numbers_that_people_ask_for() -> None:
     assert "layers" not in text
     grouped = dataclasses.replace(ready, geometry=dataclasses.replace(GEOMETRY, num_groups=2, layers_per_group=12))
     assert "of 12 layers" in format_plan(planned, grouped)
+    assert "reserve" not in text
+    parts = "1.00 GiB for CUDA graphs, 0.50 GiB for workspaces, 0.11 GiB for a step of 2,048 tokens"
+    assert f"  reserve  1.61 GiB ({parts})\n" in format_plan(plan(CUDA, 80), ready)
 
 
 def test_int8_holds_about_twice_the_tokens_in_the_same_memory_and_the_plan_says_so() -> None:

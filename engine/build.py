@@ -29,6 +29,8 @@ from weft.engine.execution.costs import StartMeasures
 from weft.engine.execution.memory_plan import REFERENCE_RANK, format_plan, free_memory, max_model_len, plan_memory
 from weft.engine.execution.runner import ModelRunner
 from weft.engine.execution.sampler import Sampler
+from weft.engine.execution.step_program import StepDevice
+from weft.engine.execution.step_programs import StepPrograms, bucket_rows, cuda_graphs
 from weft.engine.grammar.compiler import Grammars
 from weft.engine.grammar.matcher import GrammarTokens
 from weft.engine.model.decoder import Decoder
@@ -38,7 +40,7 @@ from weft.engine.model.weights import base_digest, load_decoder
 from weft.engine.scheduling.kv_pages import KvPages, prefix_seed
 from weft.engine.scheduling.request_limits import ModelLimits
 from weft.engine.scheduling.scheduler import Scheduler
-from weft.engine.status import EngineReady
+from weft.engine.status import EngineReady, MemoryPlan
 from weft.engine.text.tokenizer import read_eos_token_ids
 from weft.kernels.dispatch import kernels_for
 from weft.kernels.triton.compiles import CompileWatch
@@ -156,13 +158,16 @@ def build_engine(
         is_sharing=config.memory.prefix_cache,
     )
     limits = ModelLimits(max_model_len=longest, vocab_size=spec.vocab_size, eos_token_ids=read_eos_token_ids(folder))
+    lora = PagedLora(arena, tables, base)
+    sampler = Sampler(kernels_for(device, torch.float32), limits.eos_token_ids)
     runner = ModelRunner(
         decoder=decoder,
         arena=arena,
         slab=slab,
-        lora=PagedLora(arena, tables, base),
+        lora=lora,
         check_lease=residency.slots.check_lease,
-        sampler=Sampler(kernels_for(device, torch.float32), limits.eos_token_ids),
+        sampler=sampler,
+        programs=_programs(config, decoder, arena, lora, sampler, plan, longest) if device.type == "cuda" else None,
     )
     grammar_tokens = GrammarTokens(folder, limits.eos_token_ids)
     grammars = Grammars(
@@ -198,6 +203,31 @@ def _load(
         digest = hashing.submit(base_digest, folder)
         decoder = load_decoder(folder, spec, dtype, device, weights=weights, num_positions=num_positions)
         return decoder, replace(shape, digest=digest.result())
+
+
+def _programs(
+    config: Config,
+    decoder: Decoder,
+    arena: Arena,
+    lora: PagedLora,
+    sampler: Sampler,
+    plan: MemoryPlan,
+    max_model_len: int,
+) -> StepPrograms:
+    """Step programs for a device that runs beside the host, with all kernels compiled."""
+    device = StepDevice(
+        decoder=decoder,
+        arena=arena,
+        lora=lora,
+        sampler=sampler,
+        max_samples=bucket_rows(config.scheduler.max_running),
+        max_rows=bucket_rows(plan.step_tokens),
+        max_model_len=max_model_len,
+    )
+    capture = cuda_graphs() if config.model.cuda_graphs else None
+    programs = StepPrograms(device, max_running=config.scheduler.max_running, capture=capture)
+    programs.prepare()
+    return programs
 
 
 def _adapter_loader(

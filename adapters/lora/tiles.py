@@ -10,8 +10,8 @@ import numpy.typing as npt
 DECODE_TILE_ROWS = 16
 PREFILL_TILE_ROWS = 64
 PREFILL_MIN_ROWS = 128
-"""Batches with at least this many rows use the larger tile, which reads an adapter's weights once for four times as many
-rows of a prompt. Nothing but the number of rows decides: sums are cut by the kind of tile, and a row's result must not
+"""Batches with at least this many rows use the larger tile, which reads an adapter's weights once for four times as
+many rows of a prompt. Nothing but the number of rows decides: sums are cut by the kind of tile, and a row's result must not
 depend on who else is in the batch."""
 
 
@@ -32,7 +32,7 @@ def tile_capacity(num_rows: int, num_slots: int, rows_per_tile: int) -> int:
     return runs + (num_rows - runs) // rows_per_tile
 
 
-def fill_tiles(out: npt.NDArray[np.int32], row_slots: Sequence[int], rows_per_tile: int) -> int:
+def fill_tiles(out: npt.NDArray[np.int32], row_slots: Sequence[int] | npt.NDArray[np.int32], rows_per_tile: int) -> int:
     """Cut all rows of a batch into tiles.
 
     Args:
@@ -48,14 +48,7 @@ def fill_tiles(out: npt.NDArray[np.int32], row_slots: Sequence[int], rows_per_ti
         ValueError: The rows are not sorted by slot, or have more tiles than there is room for.
     """
     slots = np.asarray(row_slots, dtype=np.int32)
-    steps = slots[1:] - slots[:-1]
-    if (steps < 0).any():
-        row = int(np.argmax(steps < 0))
-        raise ValueError(
-            f"rows must be sorted by adapter slot: slot {slots[row + 1]} comes after slot {slots[row]} in row {row + 1}"
-        )
-    firsts = np.concatenate(([0], np.flatnonzero(steps) + 1)) if len(slots) else np.zeros(0, np.int64)
-    lengths = np.concatenate((firsts[1:], [len(slots)])) - firsts if len(slots) else firsts
+    firsts, lengths = _runs(slots)
     counts = -(-lengths // rows_per_tile)
     ends = counts.cumsum()
     live = int(ends[-1]) if len(ends) else 0
@@ -67,3 +60,21 @@ def fill_tiles(out: npt.NDArray[np.int32], row_slots: Sequence[int], rows_per_ti
     out[2, :live] = np.minimum(np.repeat(lengths, counts) - offsets, rows_per_tile)
     out[0, live:], out[1:, live:] = -1, 0
     return live
+
+
+def count_tiles(row_slots: Sequence[int] | npt.NDArray[np.int32], rows_per_tile: int) -> int:
+    """How many tiles `fill_tiles` cuts rows into."""
+    return int((-(-_runs(np.asarray(row_slots, dtype=np.int32))[1] // rows_per_tile)).sum())
+
+
+def _runs(slots: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """First row and length of each run of rows with one slot."""
+    steps = slots[1:] - slots[:-1]
+    if (steps < 0).any():
+        row = int(np.argmax(steps < 0))
+        raise ValueError(
+            f"rows must be sorted by adapter slot: slot {slots[row + 1]} comes after slot {slots[row]} in row {row + 1}"
+        )
+    firsts = np.concatenate(([0], np.flatnonzero(steps) + 1)) if len(slots) else np.zeros(0, np.int64)
+    lengths = np.concatenate((firsts[1:], [len(slots)])) - firsts if len(slots) else firsts
+    return firsts, lengths

@@ -63,6 +63,19 @@ class PackedStep:
     tables: Int32Array
     """[groups, N]: pages of all chunks, one after another."""
 
+    @classmethod
+    def nothing(cls, num_groups: int) -> PackedStep:
+        """No chunk. A program that computes it computes padding alone."""
+        none = np.zeros(0, dtype=np.int32)
+        return cls(
+            **dict.fromkeys(("lengths", "starts", "first_rows", "first_blocks", "slots", "tokens", "positions"), none),
+            order=[],
+            adapters={},
+            samples=[],
+            kv_slots=np.zeros((num_groups, 0), dtype=np.int32),
+            tables=np.zeros((num_groups, 1), dtype=np.int32),
+        )
+
     @property
     def num_rows(self) -> int:
         """T."""

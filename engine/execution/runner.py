@@ -7,17 +7,22 @@ it is collected. The steps run one after another, in the order in which they wer
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
+import numpy as np
 import torch
 
 from weft.adapters.lora.step import PagedLora
 from weft.adapters.residency.slots import SlotLease
 from weft.engine.execution.batch import Batch, build_batch
 from weft.engine.execution.memory_plan import LOGPROB_ROWS
+from weft.engine.execution.packed_step import pack_step
 from weft.engine.execution.sampler import RowMasks, Sampler
+from weft.engine.execution.step_programs import StepPrograms
 from weft.engine.grammar.masks import StepMasks
 from weft.engine.model.decoder import Decoder, KvViews
 from weft.engine.request import GRAMMAR_DEAD_END, RequestError, TokenLogprobs
@@ -31,8 +36,8 @@ from weft.memory.host_slab import HostSlab
 class LaunchedStep:
     """A step that was launched."""
 
-    results: list[ChunkResult]
-    """One per chunk, in the order of the plan."""
+    results: Callable[[], list[ChunkResult]]
+    """Waits for the results, one per chunk, in the order of the plan."""
     moved: torch.cuda.Event | None
     """Host pages that the step copies may be used by others after it; None where they may be at once."""
 
@@ -47,6 +52,7 @@ class ModelRunner:
         lora: The adapters.
         check_lease: Called for every adapter of a step before it runs; raises StaleSlotError for a stale slot.
         sampler: Chooses tokens.
+        programs: Compute the steps of a GPU, which runs beside the host; None computes each step in `launch`.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class ModelRunner:
         lora: PagedLora,
         check_lease: Callable[[SlotLease], None],
         sampler: Sampler,
+        programs: StepPrograms | None = None,
     ) -> None:
         self._decoder = decoder
         self._arena = arena
@@ -67,8 +74,9 @@ class ModelRunner:
         self._lora = lora
         self._check_lease = check_lease
         self._sampler = sampler
+        self._programs = programs
         self._sampled: list[int | None] = []
-        """Tokens of the step that was launched last, by chunk."""
+        """By chunk of the step that was launched last: its token, or with programs the place of that."""
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, masks: Future[StepMasks] | None = None) -> LaunchedStep:
@@ -88,24 +96,9 @@ class ModelRunner:
         if plan.is_empty:
             raise EngineError(f"step {plan.step} has nothing to do")
         self._check_pages(plan)
-        plan = self._with_tokens(plan)
-        batch = (
-            build_batch(plan, self._arena.geometry, self._arena.num_pages, self._decoder.device)
-            if plan.chunks
-            else None
-        )
-        for adapter in batch.adapters.values() if batch is not None else ():
-            self._check_lease(adapter)
-        moved = self.move_pages(plan)
-        try:
-            results = self._compute(plan, batch, masks) if batch is not None else []
-        except BaseException:
-            # Its host pages then go to others, who do not know of these copies.
-            if moved is not None:
-                moved.synchronize()
-            raise
-        self._sampled = [result.token_id for result in results]
-        return LaunchedStep(results=results, moved=moved)
+        if not plan.chunks:
+            return LaunchedStep(results=list, moved=self.move_pages(plan))
+        return self._launch_program(self._programs, plan, masks) if self._programs else self._launch_batch(plan, masks)
 
     def collect(self, launched: LaunchedStep) -> list[ChunkResult]:
         """Wait until a step is complete. Call it once for each, in the order in which they were launched.
@@ -115,7 +108,7 @@ class ModelRunner:
         """
         if launched.moved is not None:
             launched.moved.synchronize()
-        return launched.results
+        return launched.results()
 
     def close(self) -> None:
         """Let go of what the runner holds of the device; it must not be used afterwards."""
@@ -139,14 +132,60 @@ class ModelRunner:
         # A row without a token ends its request, and what is computed for it in this step is dropped.
         return self._sampled[source] or 0
 
-    def _compute(self, plan: StepPlan, batch: Batch, masks: Future[StepMasks] | None) -> list[ChunkResult]:
-        lora = self._lora.prepare(batch.row_slots) if batch.adapters else None
-        hidden = self._decoder.forward(batch.rows, self._kv, lora)
-        sampled, failures = self._sample(plan.chunks, batch, hidden, masks)
+    def _launch_batch(self, plan: StepPlan, masks: Future[StepMasks] | None) -> LaunchedStep:
+        """Compute a step."""
+        plan = self._with_tokens(plan)
+        batch = build_batch(plan, self._arena.geometry, self._arena.num_pages, self._decoder.device)
+        self._check_leases(batch.adapters)
+        moved = self.move_pages(plan)
+        with _waiting_if_it_fails(moved):
+            lora = self._lora.prepare(batch.row_slots) if batch.adapters else None
+            hidden = self._decoder.forward(batch.rows, self._kv, lora)
+            sampled, failures = self._sample(plan.chunks, batch, hidden, masks)
+            results = self._results(plan.chunks, sampled, failures, batch.first_rows, hidden)
+        self._sampled = [result.token_id for result in results]
+        return LaunchedStep(results=lambda: results, moved=moved)
+
+    def _launch_program(self, programs: StepPrograms, plan: StepPlan, masks: Future[StepMasks] | None) -> LaunchedStep:
+        """Have the device compute a step."""
+        step = pack_step(plan, self._arena.geometry, self._arena.num_pages, self._sampled)
+        self._check_leases(step.adapters)
+        program = programs.program(step)
+        wanted = [step.order[index] for index in step.samples]
+        specs = [plan.chunks[place].sample for place in wanted]
+        row_masks = None if masks is None else partial(_row_masks, masks, wanted)
+        program.load(step, [spec for spec in specs if spec is not None], row_masks, plan.zero_pages)
+        moved = self.move_pages(plan, program.zero_pages)
+        with _waiting_if_it_fails(moved):
+            program.run()
+        place_of = {place: row for row, place in enumerate(wanted)}
+        self._sampled = [place_of.get(place) for place in range(len(plan.chunks))]
+        hidden, first_rows = program.hidden, step.first_rows[np.argsort(step.order)].tolist()
+
+        @torch.inference_mode()
+        def results() -> list[ChunkResult]:
+            tokens, used_masks = program.collect()
+            failures = {} if masks is None or used_masks is None else _failures(masks, used_masks, wanted)
+            return self._results(plan.chunks, dict(zip(wanted, tokens, strict=True)), failures, first_rows, hidden)
+
+        return LaunchedStep(results=results, moved=moved)
+
+    def _check_leases(self, adapters: Mapping[int, SlotLease]) -> None:
+        for adapter in adapters.values():
+            self._check_lease(adapter)
+
+    def _results(
+        self,
+        chunks: Sequence[Chunk],
+        sampled: Mapping[int, tuple[int | None, TokenLogprobs | None]],
+        failures: Mapping[int, RequestError],
+        first_rows: Sequence[int],
+        hidden: torch.Tensor,
+    ) -> list[ChunkResult]:
         results = []
-        for index, chunk in enumerate(plan.chunks):
+        for index, chunk in enumerate(chunks):
             token_id, logprobs = sampled.get(index, (None, None))
-            prompt_logprobs = self._prompt_logprobs(chunk, batch.first_rows[index], hidden)
+            prompt_logprobs = self._prompt_logprobs(chunk, first_rows[index], hidden)
             failure = failures.get(index)
             is_non_finite = token_id is None and chunk.sample is not None and failure is None
             results.append(
@@ -165,20 +204,14 @@ class ModelRunner:
         self, chunks: Sequence[Chunk], batch: Batch, hidden: torch.Tensor, masks: Future[StepMasks] | None
     ) -> tuple[dict[int, tuple[int | None, TokenLogprobs | None]], dict[int, RequestError]]:
         """By places in the plan: the sampled token of each chunk that wants one, and why its grammar leaves none."""
-        wanted = [(index, chunk.sample) for index, chunk in enumerate(chunks) if chunk.sample is not None]
+        wanted = [index for index, chunk in enumerate(chunks) if chunk.sample is not None]
         if not wanted:
             return {}, {}
-        rows = [batch.last_row(index, chunks[index]) for index, _ in wanted]
-        specs, logits = [spec for _, spec in wanted], self._logits(hidden, rows)
-        if masks is None:
-            tokens = self._sampler.sample(logits, specs)
-            return {index: token for (index, _), token in zip(wanted, tokens, strict=True)}, {}
-        filled = masks.result()
-        row_of = {index: row for row, (index, _) in enumerate(wanted)}
-        row_masks = RowMasks([row_of[index] for index in filled.chunks], filled.bits)
-        tokens = self._sampler.sample(logits, specs, row_masks)
-        dead = {wanted[row][0]: GRAMMAR_DEAD_END for row in row_masks.dead}
-        return {index: token for (index, _), token in zip(wanted, tokens, strict=True)}, dead | filled.failures
+        specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
+        logits = self._logits(hidden, [batch.last_row(index, chunks[index]) for index in wanted])
+        row_masks = None if masks is None else _row_masks(masks, wanted)
+        tokens = dict(zip(wanted, self._sampler.sample(logits, specs, row_masks), strict=True))
+        return tokens, {} if masks is None or row_masks is None else _failures(masks, row_masks, wanted)
 
     def _prompt_logprobs(self, chunk: Chunk, first_row: int, hidden: torch.Tensor) -> list[TokenLogprobs]:
         targets = chunk.prompt_targets or []
@@ -208,8 +241,12 @@ class ModelRunner:
         _check(plan.zero_pages + device_pages, 1, self._arena.num_pages, "page")
         _check((move.host_page for move in moves), 0, self._slab.num_pages, "host page")
 
-    def move_pages(self, plan: StepPlan) -> torch.cuda.Event | None:
+    def move_pages(self, plan: StepPlan, zero: Callable[[], None] | None = None) -> torch.cuda.Event | None:
         """Move the pages.
+
+        Args:
+            plan: Says which.
+            zero: Zeroes its `zero_pages`; None has the arena do it.
 
         Returns:
             What to wait for before host pages are used by anybody else; None when they can be at once.
@@ -217,7 +254,10 @@ class ModelRunner:
         device, host = self._arena.bytes, self._slab.pages
         for move in plan.swap_out:
             host[move.host_page].copy_(device[move.device_page], non_blocking=self._is_gpu)
-        self._arena.zero(plan.zero_pages)
+        if zero is None:
+            self._arena.zero(plan.zero_pages)
+        else:
+            zero()
         for move in plan.swap_in:
             device[move.device_page].copy_(host[move.host_page], non_blocking=self._is_gpu)
         for copy in plan.copies:
@@ -225,6 +265,29 @@ class ModelRunner:
         if not self._is_gpu or not (plan.swap_out or plan.swap_in):
             return None
         return mark(self._arena.device)
+
+
+@contextmanager
+def _waiting_if_it_fails(moved: torch.cuda.Event | None) -> Iterator[None]:
+    """Where a step fails, its host pages go to others, who do not know of its copies."""
+    try:
+        yield
+    except BaseException:
+        if moved is not None:
+            moved.synchronize()
+        raise
+
+
+def _row_masks(masks: Future[StepMasks], wanted: Sequence[int]) -> RowMasks:
+    """Wait for the masks of a step, by the rows of the logits of the chunks `wanted`."""
+    filled = masks.result()
+    row_of = {place: row for row, place in enumerate(wanted)}
+    return RowMasks([row_of[place] for place in filled.chunks], filled.bits)
+
+
+def _failures(masks: Future[StepMasks], used: RowMasks, wanted: Sequence[int]) -> dict[int, RequestError]:
+    """By places in the plan, why grammars leave no token."""
+    return {wanted[row]: GRAMMAR_DEAD_END for row in used.dead} | masks.result().failures
 
 
 def _check(pages: Iterable[int], first: int, end: int, name: str) -> None:

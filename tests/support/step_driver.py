@@ -1,27 +1,35 @@
-"""A model with pages and adapters but no scheduler: plans are made by hand, pages handed out as they are needed."""
+"""A model with pages and adapters but no scheduler: plans are made by hand, pages handed out as they are needed.
+
+In a process that interprets Triton, all steps are those of step programs with interpreted kernels.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 from adapters_factory import packed
+from implementations import INTERPRETS
 from weft.adapters.lora.step import PagedLora
 from weft.adapters.lora.tables import AdapterTables
 from weft.adapters.residency.slots import SlotLease
 from weft.engine.execution.batch import build_batch
 from weft.engine.execution.runner import ModelRunner
 from weft.engine.execution.sampler import Sampler
+from weft.engine.execution.step_program import StepDevice
+from weft.engine.execution.step_programs import StepPrograms
+from weft.engine.model import weights as model_weights
 from weft.engine.model.decoder import KvViews
 from weft.engine.model.spec import base_shape, read_spec
 from weft.engine.model.weights import load_decoder
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduling.plan import Chunk, ChunkResult, SampleSpec, StepPlan
 from weft.errors import StaleSlotError
-from weft.kernels.dispatch import kernels_for
+from weft.kernels.dispatch import kernels_for, triton_kernels
 from weft.kernels.weight_format import WeightFormat
 from weft.memory.arena import Arena
 from weft.memory.block_table import BlockTable
@@ -72,25 +80,41 @@ class StepDriver:
             largest_row_features=self.base.largest_row_features,
             is_kv_int8=is_kv_int8,
         )
-        self.decoder = load_decoder(folder, self.spec, dtype, CPU, weights=weights)
+        self.kernels = triton_kernels() if INTERPRETS else kernels_for(CPU, dtype)
+        with patch.object(model_weights, "kernels_for", lambda *_: self.kernels):
+            self.decoder = load_decoder(folder, self.spec, dtype, CPU, weights=weights)
         self.arena = Arena(self.geometry, num_pages, CPU, dtype)
         self.pool = PagePool(num_pages)
         self.slab = HostSlab(8, self.geometry.page_bytes, pinned=False)
         self.tables = AdapterTables(slots, self.base, max_rank, self.geometry, CPU)
-        self.lora = PagedLora(self.arena, self.tables, self.base)
+        self.lora = PagedLora(self.arena, self.tables, self.base, self.kernels)
         self.max_rank = max_rank
         self.slots: list[SlotLease] = []
         self.arena.poison(range(1, num_pages))
+        self.sampler = Sampler(self.kernels if INTERPRETS else kernels_for(CPU, torch.float32))
         self.runner = ModelRunner(
             decoder=self.decoder,
             arena=self.arena,
             slab=self.slab,
             lora=self.lora,
             check_lease=self.check_lease,
-            sampler=Sampler(kernels_for(CPU, torch.float32)),
+            sampler=self.sampler,
+            programs=StepPrograms(self.step_device(), max_running=16, capture=None) if INTERPRETS else None,
         )
         self._num_steps = 0
         self._num_requests = 0
+
+    def step_device(self) -> StepDevice:
+        """What step programs share."""
+        return StepDevice(
+            decoder=self.decoder,
+            arena=self.arena,
+            lora=self.lora,
+            sampler=self.sampler,
+            max_samples=16,
+            max_rows=512,
+            max_model_len=512,
+        )
 
     def check_lease(self, lease: SlotLease) -> None:
         """As the residency does it."""

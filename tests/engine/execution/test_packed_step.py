@@ -29,7 +29,7 @@ GEOMETRY = PageGeometry(
 
 
 def a_plan(rng: random.Random) -> StepPlan:
-    chunks = []
+    chunks: list[Chunk] = []
     for _ in range(rng.randrange(1, 7)):
         count = rng.choice((1, 1, MAX_ITEM_ROWS, MAX_ITEM_ROWS + 1, 3 * chunk_tile_rows(HEAD_GROUP) + 1))
         start, slot = rng.randrange(30), rng.randrange(-1, 3)
@@ -94,7 +94,7 @@ def test_every_token_is_in_one_row_with_its_pages_and_in_one_item_or_tile(seed: 
                 page = pages[position // PAGE_TOKENS]
                 assert step.kv_slots[group, row] == page * PAGE_TOKENS + position % PAGE_TOKENS
                 blocks = GEOMETRY.blocks(position + 1)
-                assert step.tables[group, table : table + blocks].tolist() == pages[:blocks].tolist()
+                assert step.tables[group, table : table + blocks].tolist() == list(pages[:blocks])
             row += 1
         if chunk.sample is not None:
             samples.append((index, row - 1))

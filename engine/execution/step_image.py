@@ -1,0 +1,104 @@
+"""All numbers of one step in one piece of memory: filled on the host, copied to the device once, read there in place.
+
+What a step has at a fixed place are fields, each at a multiple of 64 bytes, so that kernels see the same alignment in
+every step. What grows with contexts, block tables above all, comes after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+ALIGN_BYTES = 64
+RING = 3
+"""Host images. One is filled while the copies of others may still run."""
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class ImageLayout:
+    """Where the fields of a step lie. All are int32; some hold the bits of float32.
+
+    Args:
+        shapes: Shape of each field, by name.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._fields: dict[str, tuple[int, int, tuple[int, ...]]] = {}
+        end = 0
+        for name, shape in shapes.items():
+            size = 4 * int(np.prod(shape, dtype=np.int64))
+            self._fields[name] = (end, end + size, shape)
+            end = aligned(end + size)
+        self.num_bytes = end
+        """Bytes of all fields; what grows starts here."""
+
+    def on_host(self, image: npt.NDArray[np.uint8]) -> dict[str, Int32Array]:
+        """The fields as views of a host image."""
+        return {
+            name: image[start:end].view(np.int32).reshape(shape) for name, (start, end, shape) in self._fields.items()
+        }
+
+    def on_device(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The fields as views of the device's image, uint8 [bytes]."""
+        return {
+            name: image[start:end].view(torch.int32).view(shape) for name, (start, end, shape) in self._fields.items()
+        }
+
+
+class StepImages:
+    """The image on the device, whose address stays the same, and a ring of host images that are copied to it.
+
+    Args:
+        num_bytes: The most that a step has.
+        device: Where the steps run.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.device = torch.zeros(aligned(num_bytes), dtype=torch.uint8, device=device)
+        """uint8 [bytes]."""
+        self._is_async = device.type == "cuda"
+        self.hosts = [torch.zeros(len(self.device), dtype=torch.uint8, pin_memory=self._is_async) for _ in range(RING)]
+        self._arrays = [host.numpy() for host in self.hosts]
+        self._copied: list[torch.cuda.Event | None] = [None] * RING
+        self._place = 0
+        self._end = 0
+
+    def begin(self, layout: ImageLayout) -> dict[str, Int32Array]:
+        """The fields of the next host image, to be filled. Waits until its copy of `RING` steps ago has ended."""
+        self._place = (self._place + 1) % RING
+        copied = self._copied[self._place]
+        if copied is not None:
+            copied.synchronize()
+        self._end = layout.num_bytes
+        return layout.on_host(self._arrays[self._place])
+
+    def append(self, numbers: Int32Array) -> slice:
+        """Put int32 numbers after what the image has; returns their bytes in it.
+
+        Raises:
+            ValueError: The image has no room for them.
+        """
+        start, end = self._end, self._end + numbers.nbytes
+        if end > len(self.device):
+            raise ValueError(f"a step has {end} bytes of numbers, its image has room for {len(self.device)}")
+        self._arrays[self._place][start:end].view(np.int32)[:] = numbers.reshape(-1)
+        self._end = aligned(end)
+        return slice(start, end)
+
+    def send(self) -> None:
+        """Copy the image to the device, as far as it was filled. On a GPU this is in the order of the steps."""
+        end = min(self._end, len(self.device))
+        self.device[:end].copy_(self.hosts[self._place][:end], non_blocking=self._is_async)
+        if self._is_async:
+            event = self._copied[self._place] or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._copied[self._place] = event
+
+
+def aligned(num_bytes: int) -> int:
+    """The next multiple of `ALIGN_BYTES`."""
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -1,0 +1,306 @@
+"""One kind of step on buffers whose addresses never change, so that it can be recorded once and replayed.
+
+`load` puts a step into the image, `run` launches what computes it and takes no arguments, `collect` reads what it
+chose. In between nothing is asked of the device. A decode step is padded to the next of a few numbers of rows, its
+bucket, whether it is replayed as a CUDA graph or launched anew: a row's numbers depend on the bucket, and on nothing
+else of the batch. A step with rows of prompts has a program of its own sizes, which is never recorded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from weft.adapters.lora.step import PagedLora
+from weft.adapters.lora.tiles import fill_tiles
+from weft.engine.execution.packed_step import Int32Array, PackedStep
+from weft.engine.execution.sampler import RowMasks, Sampler, num_top_logprobs
+from weft.engine.execution.step_image import RING, ImageLayout, StepImages
+from weft.engine.model.decoder import Decoder, KvViews, StepRows
+from weft.engine.request import TokenLogprobs
+from weft.engine.scheduling.plan import SampleSpec
+from weft.kernels.attention_batch import AttentionBatch, AttentionRows, most_splits, split_starts
+from weft.kernels.sampling import NUM_COLUMNS, SamplingColumns
+from weft.memory.arena import Arena, mark
+
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Calls a function once, records what it launches, and returns a function that launches the same again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """Sizes of a program; real steps have as many rows or fewer."""
+
+    rows: int
+    items: int
+    """Rows that attend on their own, and padding."""
+    samples: int
+    """Rows of logits."""
+    is_decode: bool = False
+    """Whether all rows have logits, in the same order."""
+    tiles: int = 0
+    """Tiles of prompts."""
+    lora_tiles: int = 0
+    """0 where no row has an adapter."""
+    lora_tile_rows: int = 16
+
+    def layout(self, num_groups: int, windows: Sequence[int]) -> ImageLayout:
+        """The image of a step of these sizes."""
+        return ImageLayout(
+            {
+                "tokens": (self.rows,),
+                "positions": (self.rows,),
+                "kv_slots": (num_groups, self.rows),
+                "item_rows": (self.items,),
+                "item_tables": (num_groups, self.items),
+                "item_lens": (self.items,),
+                "work": (len(windows), self.items + 1),
+                "tiles": (num_groups, 4, self.tiles),
+                "lora_tiles": (3, self.lora_tiles),
+                "sample_rows": (self.samples,),
+                "sampling": (NUM_COLUMNS, self.samples),
+            }
+        )
+
+
+@dataclass(kw_only=True)
+class StepDevice:
+    """What all programs of an engine share."""
+
+    decoder: Decoder
+    arena: Arena
+    lora: PagedLora
+    sampler: Sampler
+    max_samples: int
+    """Most rows of logits in a step, padding included."""
+    max_rows: int
+    """Most rows of a step, padding included."""
+    max_model_len: int
+    kv: KvViews = field(init=False)
+    images: StepImages = field(init=False)
+    sampled: torch.Tensor = field(init=False)
+    """[max_samples], int32, on the device: what the last step chose. The next one may take its tokens from here."""
+    results: list[torch.Tensor] = field(init=False)
+    """A ring of tensors like `sampled` on the host, where it is copied to."""
+    windows: list[int] = field(init=False)
+    """The sliding windows of the layers; 0 is none."""
+    head_group: int = field(init=False)
+    """Query heads that share a KV head."""
+
+    def __post_init__(self) -> None:
+        geometry, device = self.arena.geometry, self.arena.device
+        spec = self.decoder.spec
+        self.windows = sorted({window or 0 for window in spec.sliding_windows})
+        self.kv = KvViews.of(self.arena)
+        self.head_group = spec.num_heads // spec.num_kv_heads
+        largest = StepShape(
+            rows=self.max_rows,
+            items=self.max_rows,
+            samples=self.max_samples,
+            tiles=self.max_rows,
+            lora_tiles=2 * self.max_rows,
+        ).layout(geometry.num_groups, self.windows)
+        num_pages = geometry.pages(self.max_model_len) * self.max_samples + self.arena.num_pages
+        self.images = StepImages(largest.num_bytes + 4 * num_pages + 128, device)
+        self.sampled = torch.zeros(self.max_samples, dtype=torch.int32, device=device)
+        self.results = [self.on_host(self.sampled.shape) for _ in range(RING)]
+
+    def on_host(self, shape: Sequence[int]) -> torch.Tensor:
+        """An int32 tensor that the device copies to while the host goes on."""
+        return torch.zeros(shape, dtype=torch.int32, pin_memory=self.arena.device.type == "cuda")
+
+    def read(self, numbers: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Start to copy int32 numbers to the host, after what was launched before."""
+        return target[: len(numbers)].copy_(numbers, non_blocking=self.arena.device.type == "cuda")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Loaded:
+    """What a step needs besides its image."""
+
+    specs: Sequence[SampleSpec]
+    masks: Callable[[], RowMasks] | None
+    reported: torch.Tensor
+    """On the device, int32: places of the samples whose log-probabilities are asked for."""
+    zeroed: torch.Tensor
+    """On the device, int32: pages."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Launched:
+    """A step that was run and not collected yet; its tensors are on the host."""
+
+    specs: Sequence[SampleSpec]
+    masks: RowMasks | None
+    codes: torch.Tensor
+    logprob_words: torch.Tensor | None
+    done: torch.cuda.Event | None
+
+
+class StepProgram:
+    """Steps of one shape.
+
+    Args:
+        device: Shared with the other programs.
+        shape: Its sizes.
+    """
+
+    def __init__(self, device: StepDevice, shape: StepShape) -> None:
+        self.shape = shape
+        self._device = device
+        geometry, images = device.arena.geometry, device.images
+        self._layout = shape.layout(geometry.num_groups, device.windows)
+        fields = self._layout.on_device(images.device)
+        attention = [
+            AttentionRows(
+                block_table=images.device[self._layout.num_bytes :].view(torch.int32),
+                item_rows=fields["item_rows"],
+                item_tables=fields["item_tables"][group],
+                item_lens=fields["item_lens"],
+                work=dict(zip(device.windows, fields["work"], strict=True)),
+                tiles=fields["tiles"][group],
+                page_tokens=geometry.page_tokens,
+                max_splits=most_splits(device.max_model_len),
+            )
+            for group in range(geometry.num_groups)
+        ]
+        self._rows = StepRows(
+            tokens=fields["tokens"],
+            positions=fields["positions"],
+            slot_mapping=tuple(fields["kv_slots"]),
+            attention=tuple(AttentionBatch.of_rows(rows, shape.rows) for rows in attention),
+            sampled=device.sampled,
+        )
+        self._lora = device.lora.static_step(fields["lora_tiles"], shape.lora_tile_rows) if shape.lora_tiles else None
+        self._sample_rows = fields["sample_rows"]
+        self._columns = SamplingColumns.of_words(fields["sampling"])
+        self._replays: tuple[Callable[[], None], Callable[[], None]] | None = None
+        self._loaded = _Loaded(specs=(), masks=None, reported=device.sampled[:0], zeroed=device.sampled[:0])
+        self._launched: deque[_Launched] = deque()
+        self.hidden = self.logits = device.sampled[:0]
+        """What the last run computed: rows after the last norm, and scores, float32 [samples, vocab_size]."""
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether `run` replays."""
+        return self._replays is not None
+
+    def load(
+        self,
+        step: PackedStep,
+        specs: Sequence[SampleSpec] = (),
+        masks: Callable[[], RowMasks] | None = None,
+        zero_pages: Sequence[int] = (),
+    ) -> None:
+        """Put a step into the image and copy that to the device, after the steps before it.
+
+        Args:
+            step: The rows, at most as many as the shape has.
+            specs: How the tokens of `step.samples` are chosen.
+            masks: Waits for what grammars leave of the logits; None where no row has a grammar.
+            zero_pages: Pages to be zeroed before the step, by `zero_pages`.
+        """
+        images, sampler = self._device.images, self._device.sampler
+        fields = images.begin(self._layout)
+        self._fill(fields, step)
+        _put(fields["sampling"], sampler.columns(specs), 0)
+        images.append(step.tables)
+        reported = images.append(sampler.reported_rows(specs).astype(np.int32))
+        zeroed = images.append(np.array(zero_pages, dtype=np.int32))
+        images.send()
+        self._loaded = _Loaded(
+            specs=specs,
+            masks=masks,
+            reported=images.device[reported].view(torch.int32),
+            zeroed=images.device[zeroed].view(torch.int32),
+        )
+
+    def zero_pages(self) -> None:
+        """Zero the pages that `load` was told of."""
+        self._device.sampler.kernels.zero_pages(self._device.arena.bytes, self._loaded.zeroed)
+
+    def run(self) -> None:
+        """Compute the step that was loaded, and start to copy what it chose to the host."""
+        device, sampler, loaded = self._device, self._device.sampler, self._loaded
+        forward, sample = self._replays or (self._forward, self._sample)
+        forward()
+        is_reported = len(loaded.reported) > 0
+        original = self.logits.index_select(0, loaded.reported) if is_reported else self.logits
+        masks = loaded.masks() if loaded.masks is not None else None
+        if sampler.needs_edit(loaded.specs, masks):
+            sampler.edit(self.logits, loaded.specs, masks)
+        sample()
+        words = None
+        if is_reported:
+            codes = device.sampled.index_select(0, loaded.reported)
+            found = sampler.logprob_words(original, codes, num_top_logprobs(loaded.specs))
+            words = device.read(found, device.on_host(found.shape))
+        device.results.append(device.results.pop(0))
+        self._launched.append(
+            _Launched(
+                specs=loaded.specs,
+                masks=masks,
+                codes=device.read(device.sampled[: len(loaded.specs)], device.results[0]),
+                logprob_words=words,
+                done=mark(device.arena.device) if device.arena.device.type == "cuda" else None,
+            )
+        )
+
+    def collect(self) -> tuple[list[tuple[int | None, TokenLogprobs | None]], RowMasks | None]:
+        """Wait for the oldest run that was not collected.
+
+        Returns:
+            For each of its `specs` what `Sampler.sample` returns, and its masks.
+        """
+        launched = self._launched.popleft()
+        if launched.done is not None:
+            launched.done.synchronize()
+        codes = launched.codes.tolist()
+        found = self._device.sampler.results(codes, launched.specs, launched.masks, launched.logprob_words)
+        return found, launched.masks
+
+    def record(self, capture: Capture) -> None:
+        """Record what `run` launches, to be replayed from now on. The image must hold a step."""
+        self._replays = capture(self._forward), capture(self._sample)
+
+    def _fill(self, fields: dict[str, Int32Array], step: PackedStep) -> None:
+        rows, tables, lens = step.items()
+        tiles = step.tiles(self._device.head_group)
+        num_items = len(rows)
+        fields["item_rows"][:num_items] = rows
+        fields["item_rows"][num_items:] = np.arange(step.num_rows, self.shape.rows)  # padding
+        _put(fields["item_lens"], lens, 0)
+        _put(fields["tokens"], step.tokens, 0)
+        _put(fields["positions"], step.positions, 0)
+        _put(fields["kv_slots"], step.kv_slots, -1)
+        _put(fields["tiles"], tiles, 0)
+        for group, begin in enumerate(range(0, step.tables.size, step.tables.shape[1])):
+            _put(fields["item_tables"][group], tables + begin, 0)
+            fields["tiles"][group, 3] += begin
+        for place, window in enumerate(self._device.windows):
+            fields["work"][place] = split_starts(fields["item_lens"], window)
+        if self.shape.lora_tiles:
+            fill_tiles(fields["lora_tiles"], step.row_slots, self.shape.lora_tile_rows)
+        _put(fields["sample_rows"], step.last_rows(), 0)
+
+    def _forward(self) -> None:
+        self.hidden = self._device.decoder.forward(self._rows, self._device.kv, self._lora)
+        if self.shape.samples:
+            is_all = self.shape.is_decode
+            rows = self.hidden if is_all else self.hidden.index_select(0, self._sample_rows)
+            self.logits = self._device.decoder.logits(rows)
+
+    def _sample(self) -> None:
+        if self.shape.samples:
+            self._device.sampler.kernels.sample(self.logits, self._columns, self._device.sampled[: self.shape.samples])
+
+
+def _put(field: Int32Array, numbers: Int32Array, rest: int) -> None:
+    """Write numbers to the front of a field, along its last axis, and `rest` after them."""
+    count = numbers.shape[-1]
+    field[..., :count] = numbers
+    field[..., count:] = rest

@@ -1,0 +1,127 @@
+"""The programs of an engine: one for each bucket of decode steps, with and without adapters, and others as needed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from weft.adapters.lora.tiles import DECODE_TILE_ROWS, count_tiles, tile_capacity, tile_rows
+from weft.engine.execution.packed_step import PackedStep
+from weft.engine.execution.step_program import Capture, StepDevice, StepProgram, StepShape
+
+logger = logging.getLogger(__name__)
+
+
+def bucket_rows(num_rows: int) -> int:
+    """Rows that a step is padded to: 1, 2, 4, then multiples of 8 up to 64, of 32 up to 256, and of 64."""
+    if num_rows <= 4:
+        return 1 << max(num_rows - 1, 0).bit_length()
+    unit = 8 if num_rows <= 64 else 32 if num_rows <= 256 else 64
+    return -(-num_rows // unit) * unit
+
+
+class StepPrograms:
+    """Chooses the program of each step.
+
+    Args:
+        device: What they share.
+        max_running: Most rows of a decode step.
+        capture: Records programs of decode steps; None launches them anew in every step.
+    """
+
+    def __init__(self, device: StepDevice, *, max_running: int, capture: Capture | None) -> None:
+        self._device = device
+        self._max_running = max_running
+        self._capture = capture
+        self._decode: dict[StepShape, StepProgram] = {}
+
+    @property
+    def num_recorded(self) -> int:
+        """Programs that are replayed."""
+        return sum(program.is_recorded for program in self._decode.values())
+
+    def program(self, step: PackedStep) -> StepProgram:
+        """The program that computes a step."""
+        if not step.is_decode:
+            return StepProgram(self._device, self._prompt_shape(step))
+        shape = self._decode_shape(bucket_rows(step.num_rows), has_lora=bool(step.adapters))
+        if shape not in self._decode:
+            self._decode[shape] = StepProgram(self._device, shape)
+        return self._decode[shape]
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Have all kernels compiled, and record the programs of decode steps, the largest first."""
+        nothing = PackedStep.nothing(self._device.arena.geometry.num_groups)
+        for num_rows in (self._device.max_rows, 1):
+            for has_lora in (True, False):
+                shape = StepShape(
+                    rows=num_rows,
+                    items=num_rows,
+                    samples=1,
+                    tiles=1,
+                    lora_tiles=int(has_lora),
+                    lora_tile_rows=tile_rows(num_rows),
+                )
+                _run(StepProgram(self._device, shape), nothing)
+        buckets = sorted({bucket_rows(count) for count in range(1, self._max_running + 1)}, reverse=True)
+        for rows in buckets:
+            for has_lora in (True, False):
+                shape = self._decode_shape(rows, has_lora=has_lora)
+                program = self._decode[shape] = StepProgram(self._device, shape)
+                _run(program, nothing)
+                self._record(program)
+
+    def _record(self, program: StepProgram) -> None:
+        if self._capture is None:
+            return
+        try:
+            program.record(self._capture)
+        except RuntimeError as error:  # what torch raises where a launch cannot be recorded
+            logger.warning("decode steps are launched one kernel at a time, not as CUDA graphs: %s", error)
+            self._capture = None
+
+    def _decode_shape(self, rows: int, *, has_lora: bool) -> StepShape:
+        num_slots = self._device.lora.tables.slots
+        return StepShape(
+            rows=rows,
+            items=rows,
+            samples=rows,
+            is_decode=True,
+            lora_tiles=tile_capacity(rows, num_slots, DECODE_TILE_ROWS) if has_lora else 0,
+            lora_tile_rows=DECODE_TILE_ROWS,
+        )
+
+    def _prompt_shape(self, step: PackedStep) -> StepShape:
+        rows = bucket_rows(step.num_rows)
+        lora_tile_rows = tile_rows(rows)
+        return StepShape(
+            rows=rows,
+            items=len(step.items().rows) + rows - step.num_rows,
+            samples=bucket_rows(len(step.samples)) if step.samples else 0,
+            tiles=step.tiles(self._device.head_group).shape[1],
+            lora_tiles=count_tiles(step.row_slots, lora_tile_rows) if step.adapters else 0,
+            lora_tile_rows=lora_tile_rows,
+        )
+
+
+def _run(program: StepProgram, step: PackedStep) -> None:
+    program.load(step)
+    program.run()
+    program.collect()
+
+
+def cuda_graphs() -> Capture:
+    """Records CUDA graphs, which share one pool of memory."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(launch: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may allocate and copy meanwhile: that is not of this capture.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            launch()
+        return graph.replay
+
+    return capture

@@ -1,0 +1,108 @@
+"""A step of an 8B model as a GPU gets it: how much is launched and copied, and for how many variants of a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fake_triton import fake_triton
+from implementations import INTERPRETS
+from meta_step import LLAMA, NUM_PAGES, Watch, a_plan, meta_device
+from weft.engine.execution.packed_step import pack_step
+from weft.engine.execution.step_program import StepDevice, StepProgram
+from weft.engine.execution.step_programs import StepPrograms
+from weft.engine.sampling_params import SamplingParams
+from weft.engine.scheduling.plan import SampleSpec, StepPlan
+
+pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
+pytestmark = pytest.mark.skipif(INTERPRETS, reason="binds kernels that are to be compiled")
+
+TOP_P = SamplingParams(temperature=0.7, top_p=0.9)
+GREEDY = SamplingParams(temperature=0.0)
+LAUNCHES = {0: 310, 32: 440}
+"""The most kernels of a decode step of 32 rows, by its adapters."""
+
+
+@pytest.fixture(scope="module")
+def device() -> StepDevice:
+    return meta_device()
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def load(program_of: StepPrograms, plan: StepPlan) -> StepProgram:
+    step = pack_step(plan, LLAMA.geometry(), NUM_PAGES)
+    program = program_of.program(step)
+    program.load(step, specs_of(plan, step.order), zero_pages=plan.zero_pages)
+    return program
+
+
+def specs_of(plan: StepPlan, order: list[int]) -> list[SampleSpec]:
+    return [spec for place in order if (spec := plan.chunks[place].sample) is not None]
+
+
+@pytest.mark.parametrize("num_adapters", [0, 32])
+@pytest.mark.parametrize("params", [GREEDY, TOP_P], ids=["greedy", "top-p"])
+def test_a_decode_step_asks_nothing_and_is_one_copy_and_one_read(
+    device: StepDevice, num_adapters: int, params: SamplingParams
+) -> None:
+    programs = StepPrograms(device, max_running=64, capture=None)
+    plan = a_plan([1024] * 32, num_adapters, params)
+    with fake_triton() as triton:
+        load(programs, plan).run()  # makes what stays
+        triton.launches.clear()
+        with Watch() as loading:
+            program = load(programs, plan)
+        assert (loading.copies, loading.reads, loading.allocations) == (1, 0, 0)
+        assert not loading.operations
+        assert not triton.launches
+        with Watch() as running:
+            program.run()
+    assert running.copies == 0
+    assert running.reads == 1  # which `collect` waits for
+    num_launches = len(triton.launches) + running.operations.total()
+    print(num_launches, triton.counts, running.operations)
+    assert num_launches <= LAUNCHES[num_adapters], (triton.counts, running.operations)
+
+
+def test_one_replay_is_all_that_a_recorded_step_launches(device: StepDevice) -> None:
+    replays = []
+
+    def capture(launch: object) -> object:
+        launch()  # type: ignore[operator]
+        return lambda: replays.append(1)
+
+    programs = StepPrograms(device, max_running=32, capture=capture)  # type: ignore[arg-type]
+    with fake_triton() as triton:
+        programs.prepare()
+        triton.launches.clear()
+        program = load(programs, a_plan([1024] * 32, 8, TOP_P))
+        with Watch() as running:
+            program.run()
+    assert len(replays) == 2  # to the logits, and from there
+    assert not triton.launches
+    assert not running.operations
+    assert (running.copies, running.reads) == (0, 1)
+
+
+def test_no_kernel_is_compiled_after_the_start(device: StepDevice) -> None:
+    programs = StepPrograms(device, max_running=64, capture=None)
+    with fake_triton() as triton:
+        programs.prepare()
+        before = dict(triton.variants)
+        for num_rows in range(1, 65):
+            for context in (40, 300, 1500, 8000, 131_072):
+                contexts = [max(1, context - row % 30) for row in range(num_rows)]
+                load(programs, a_plan(contexts, num_rows % 3 * 5, TOP_P, seed=num_rows)).run()
+        for rows in (9, 65, 100, 129, 511, 512, 1024, 2048):
+            load(programs, a_plan([rows + 300], rows % 2, TOP_P, rows=rows)).run()
+        assert {
+            name: count - before.get(name, 0) for name, count in triton.variants.items() if count != before.get(name)
+        } == {}
+    print(before)

@@ -1,0 +1,208 @@
+"""Step programs with interpreted kernels: recorded once, they compute any step that their shape has room for.
+
+A process that interprets Triton cannot compile it, so one test runs this file, and that of the runner, in another
+process, where all steps of a `StepDriver` are step programs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from implementations import INTERPRETS
+from step_driver import CPU, DrivenRequest, StepDriver
+from tiny_models import ALL_LINEAR, make_adapter, make_model
+from weft.engine.execution.packed_step import PackedStep, pack_step
+from weft.engine.execution.step_image import ALIGN_BYTES, ImageLayout, StepImages
+from weft.engine.execution.step_program import StepDevice, StepProgram
+from weft.engine.execution.step_programs import StepPrograms, bucket_rows
+from weft.engine.sampling_params import SamplingParams
+from weft.engine.scheduling.plan import SampleSpec, StepPlan
+
+interpreted = pytest.mark.skipif(not INTERPRETS, reason="runs in a process that interprets Triton")
+RANKS = (8, 16, 3, 40)
+MIXED = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=11, max_tokens=1000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(580)
+@pytest.mark.skipif(INTERPRETS, reason="starts this file in the other kind of process")
+def test_programs_are_right_in_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}  # noqa: TID251
+    files = [__file__, str(Path(__file__).with_name("test_runner.py"))]
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
+        env={**inherited, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=570,
+    )
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "bucket"), [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (64, 64), (65, 96), (256, 256), (257, 320)]
+)
+def test_rows_are_padded_to_few_numbers(num_rows: int, bucket: int) -> None:
+    assert bucket_rows(num_rows) == bucket
+
+
+def test_fields_of_an_image_start_at_multiples_of_64_bytes_on_host_and_device() -> None:
+    layout = ImageLayout({"one": (1,), "none": (3, 0), "many": (2, 33)})
+    images = StepImages(layout.num_bytes + 64, CPU)
+    fields = images.begin(layout)
+    fields["one"][:], fields["many"][:] = 7, np.arange(66).reshape(2, 33)
+    tail = images.append(np.array([[1, 2], [3, 4]], dtype=np.int32))
+    images.send()
+    there = layout.on_device(images.device)
+    assert there["one"].tolist() == [7]
+    assert there["many"].flatten().tolist() == list(range(66))
+    assert images.device[tail].view(torch.int32).tolist() == [1, 2, 3, 4]
+    starts = [there[name].data_ptr() - images.device.data_ptr() for name in ("one", "many")]
+    assert starts == [0, ALIGN_BYTES]
+    assert tail.start % ALIGN_BYTES == 0
+
+
+def test_an_image_that_is_full_says_so() -> None:
+    images = StepImages(64, CPU)
+    images.begin(ImageLayout({"field": (8,)}))
+    with pytest.raises(ValueError, match="has room for 64"):
+        images.append(np.zeros(17, dtype=np.int32))
+
+
+def test_each_host_image_is_sent_before_it_is_filled_again() -> None:
+    images, layout = StepImages(64, CPU), ImageLayout({"field": (4,)})
+    for number in range(5):
+        images.begin(layout)["field"][:] = number
+        images.send()
+        assert layout.on_device(images.device)["field"].tolist() == [number] * 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return [
+        make_adapter(model, folder / str(rank), rank=rank, targets=ALL_LINEAR if rank != 3 else ("q_proj", "v_proj"))
+        for rank in RANKS
+    ]
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+class World:
+    """A driver whose requests have their prompts in the cache, and programs that are recorded."""
+
+    def __init__(self, model: Path, adapters: Sequence[Path]) -> None:
+        self.driver = StepDriver(model, num_pages=400)
+        self.leases = [self.driver.load_adapter(folder) for folder in adapters]
+        self.device = self.driver.step_device()
+
+    def requests(
+        self, lengths: Sequence[int], slots: Sequence[int | None], params: SamplingParams = MIXED
+    ) -> list[DrivenRequest]:
+        """Requests whose next step is that of one token."""
+        generator = torch.Generator().manual_seed(len(lengths))
+        found = []
+        for length, slot in zip(lengths, slots, strict=True):
+            tokens = torch.randint(0, 256, (length,), generator=generator).tolist()
+            found.append(self.driver.request(tokens, None if slot is None else self.leases[slot], params))
+        for request in found:
+            if len(request.token_ids) > 1:
+                self.driver.runner.collect(self.driver.runner.launch(self._prompt(request)))
+        return found
+
+    def _prompt(self, request: DrivenRequest) -> StepPlan:
+        chunk = self.driver.chunk(request, len(request.token_ids) - 1)
+        chunk.sample = None
+        plan = self.driver.plan([chunk], request.new_pages)
+        request.new_pages = []
+        return plan
+
+    def step(self, requests: Sequence[DrivenRequest]) -> tuple[PackedStep, list[SampleSpec], list[int]]:
+        """The next token of each, as programs load it."""
+        plan = self.driver.plan([self.driver.chunk(request) for request in requests], [])
+        zeroed = [page for request in requests for page in request.new_pages]
+        for request in requests:
+            request.num_computed -= 1  # so that it can be computed again
+        step = pack_step(plan, self.driver.geometry, self.driver.arena.num_pages)
+        specs = [spec for place in step.order if (spec := plan.chunks[place].sample) is not None]
+        return step, specs, zeroed
+
+
+def run(program: StepProgram, step: tuple[PackedStep, list[SampleSpec], list[int]]) -> tuple[torch.Tensor, list[object]]:
+    """Logits and tokens of a step."""
+    packed, specs, zeroed = step
+    program.load(packed, specs, zero_pages=zeroed)
+    program.zero_pages()
+    program.run()
+    logits = program.logits[: packed.num_rows].clone()
+    return logits, [token for token, _ in program.collect()[0]]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("lengths", "slots"),
+    [
+        ((5,), (None,)),
+        ((5, 9, 3), (0, None, 1)),
+        ((5, 9, 3, 31, 32, 33, 40, 7), (0, 1, 2, 3, None, 0, 1, 3)),
+        ((255, 256, 257, 300), (3, 3, 0, 2)),
+        ((64, 64, 64, 64, 64), (2, 2, 2, 2, 2)),
+        ((17, 18), (None, None)),
+    ],
+    ids=["one row", "fewer rows", "more adapters", "across splits", "q and v alone", "no adapters"],
+)
+def test_a_recorded_program_computes_steps_that_it_did_not_see(
+    model: Path, adapters: list[Path], lengths: tuple[int, ...], slots: tuple[int | None, ...]
+) -> None:
+    from recorded_graph import capture
+
+    world = World(model, adapters)
+    seen = world.step(world.requests((11, 12, 13, 14, 15), (1, 1, None, 1, 1)))
+    programs = StepPrograms(world.device, max_running=8, capture=None)
+    program = programs.program(seen[0])
+    assert program.shape.rows == 8
+    run(program, seen)
+    program.load(seen[0], seen[1])
+    program.record(capture)
+    forget(seen[0], world.device)
+    requests = world.requests(lengths, slots)
+    step = world.step(requests)
+    before = world.driver.arena.bytes.clone()
+    logits, tokens = run(program, step)
+    pages = world.driver.arena.bytes.clone()
+    world.driver.arena.bytes.copy_(before)
+    expected_logits, expected_tokens = run(StepProgram(world.device, program.shape), step)
+    assert torch.equal(logits, expected_logits)
+    assert tokens == expected_tokens
+    assert torch.equal(world.driver.arena.bytes, pages)
+    assert None not in tokens
+
+
+def forget(step: PackedStep, device: StepDevice) -> None:
+    """Overwrite all that the host has of a step."""
+    for name in step.__slots__:
+        value = getattr(step, name)
+        if isinstance(value, np.ndarray):
+            value.fill(1 << 20)
+    for image in device.images.hosts:
+        image.fill_(0x7F)

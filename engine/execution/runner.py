@@ -89,6 +89,7 @@ class ModelRunner:
     def close(self) -> None:
         """Let go of what the runner holds of the device; it must not be used afterwards."""
         self._kv = KvViews((), (), ())
+        self._slab.close()
 
     def _compute(self, plan: StepPlan, batch: Batch, masks: Future[StepMasks] | None) -> list[ChunkResult]:
         lora = self._lora.prepare(batch.row_slots) if batch.adapters else None

@@ -126,7 +126,15 @@ class EngineCore:
             EngineError: The device is lost, plans or steps failed `MAX_FAILURES` times in a row, or pages were lost.
                 This engine cannot go on; its requests get no further output.
         """
-        self._take_in_loads()
+        try:
+            return self._pump()
+        except Exception as error:
+            _give_up_if_lost(error)  # a kernel's error may show in whatever is called after it
+            raise
+
+    def _pump(self) -> list[RequestOutput]:
+        for failure in self._residency.tick(self._completed_step):
+            self._scheduler.fail_adapter(failure.digest, failure.error)
         self._scheduler.take_in_grammars()
         plan = self._plan()
         self._set_stepping(0 if plan is None else max(self._table.num_rows, 1), self._scheduler.num_held_up)
@@ -194,15 +202,6 @@ class EngineCore:
         self._scheduler.close()
         self._masks.close()
         self._runner.close()
-
-    def _take_in_loads(self) -> None:
-        try:
-            failures = self._residency.tick(self._completed_step)
-        except Exception as error:
-            _give_up_if_lost(error)
-            raise
-        for failure in failures:
-            self._scheduler.fail_adapter(failure.digest, failure.error)
 
     def _plan(self) -> StepPlan | None:
         try:

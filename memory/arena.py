@@ -15,12 +15,16 @@ from weft.memory.geometry import SCALE_BYTES, PageGeometry
 POISON_BYTE = 0xFF
 """As bf16, fp16 or fp32, and so as the scale of int8, these bytes are NaN: a read of freed memory shows."""
 
-DEVICE_LOST = ("CUDA error", "Triton Error [CUDA]")
+DEVICE_LOST = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]")
 """What errors of a lost device say that are not of the class `torch.AcceleratorError`."""
+OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What errors say after which the device works on, whatever their class."""
 
 
 def is_device_lost(error: Exception) -> bool:
     """Whether an error says that the device failed for good: every later call of it in this process fails too."""
+    if any(words in str(error) for words in OUT_OF_MEMORY):
+        return False
     return isinstance(error, torch.AcceleratorError) or any(words in str(error) for words in DEVICE_LOST)
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import mmap
 import threading
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
-from weft.errors import PageAccountingError
+from weft.config import GIB
+from weft.errors import ConfigError, PageAccountingError
+
+logger = logging.getLogger(__name__)
 
 
 class HostSlab:
@@ -17,15 +24,26 @@ class HostSlab:
         num_pages: Pages; may be 0, then nothing is ever handed out.
         page_bytes: Bytes of a page, as in the arena.
         pinned: Whether the memory is page-locked, which CUDA copies need to run asynchronously.
+
+    Raises:
+        ConfigError: The system does not let so much memory be page-locked.
     """
 
     def __init__(self, num_pages: int, page_bytes: int, pinned: bool) -> None:
         self.num_pages = num_pages
-        self.pages = torch.empty((num_pages, page_bytes), dtype=torch.uint8, pin_memory=pinned)
+        size = num_pages * page_bytes
+        flat = _own_mapping(size) if pinned and size else torch.empty(size, dtype=torch.uint8)
+        self.pages = flat.view(num_pages, page_bytes)
         """uint8 [num_pages, page_bytes], not initialised."""
+        self._unpin = _pin(self, flat.data_ptr(), size) if pinned and size else None
         self._lock = threading.Lock()
         self._free = list(range(num_pages - 1, -1, -1))
         self._used: set[int] = set()
+
+    def close(self) -> None:
+        """End the page-locking, after the last copy. The pages stay readable; a second call does nothing."""
+        if self._unpin is not None:
+            self._unpin()
 
     @property
     def num_free(self) -> int:
@@ -68,6 +86,48 @@ class HostSlab:
                 raise PageAccountingError(
                     f"host slab of {self.num_pages} pages: {len(self._free)} free, {len(self._used)} in use"
                 )
+
+
+def _own_mapping(size: int) -> torch.Tensor:
+    """Memory of exactly so many bytes, aligned to pages: torch's allocator of pinned memory rounds to powers of two.
+
+    Raises:
+        ConfigError: There is not so much.
+    """
+    try:
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise _refusal(size, str(error)) from error
+    with suppress(OSError):  # a kernel without them takes longer to page-lock
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _pin(owner: HostSlab, address: int, size: int) -> Callable[[], object]:
+    """Page-lock memory until the result is called, or its owner or the process ends.
+
+    Raises:
+        ConfigError: The system refuses.
+    """
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = cudart.cudaHostRegister(address, size, 0)
+    if int(status) != 0:
+        raise _refusal(size, cudart.cudaGetErrorString(status))
+
+    def unregister() -> None:
+        status = cudart.cudaHostUnregister(address)
+        if int(status) != 0:  # where the device is lost; the system frees the memory when the process ends
+            logger.warning("host memory stays page-locked: %s", cudart.cudaGetErrorString(status))
+
+    return weakref.finalize(owner, unregister)
+
+
+def _refusal(size: int, reason: str) -> ConfigError:
+    return ConfigError(
+        f"memory.host_gib: {size / GIB:.2f} GiB of host memory cannot be page-locked for the GPU: {reason}; "
+        "take less, or raise the process's limits on memory and locked memory (ulimit -l, docker --ulimit memlock=-1)",
+        param="memory.host_gib",
+    )
 
 
 class SwapSpace:

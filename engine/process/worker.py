@@ -67,7 +67,10 @@ MAX_STEPS_AHEAD = 4
 next ones are computed. Without a bound, outputs pile up before the client, and the first token of a tenant that asks
 for little stands behind all of them."""
 EXIT_GRACE_S = 5.0
-"""How long the end of standard input waits for a step or a model load before the process ends hard."""
+"""How long the process may take to end, after its standard input ended or the engine failed, before it ends hard."""
+GPU_SWITCH_INTERVAL_S = 5e-4
+"""How long a thread that loads adapters may keep the interpreter while the engine's thread waits for it. Python's 5 ms
+are a whole step of a GPU; on a CPU steps take longer, and the C++ kernels do without the interpreter."""
 
 
 @dataclass(eq=False)
@@ -218,15 +221,32 @@ def _serve(launch: messages.Launch, socket: zmq.Socket[bytes], wakeup: Wakeup, p
         socket.send(messages.encode(failed))
         return 2
     parts.grammar_tokens.prepare()  # later, all requests would wait for it
-    gc.freeze()  # a full collection would look at all that torch and transformers made, for 0.3 s
-    gc.set_threshold(10_000, 20)  # few of its objects are in cycles
+    _tune_interpreter(parts.ready.device)
     ready = messages.Ready(ready=parts.ready, memory_plan=format_plan(parts.ready.memory, parts.ready))
     socket.send(messages.encode(ready))
     try:
         EngineLoop(parts.core, parts.memory, socket, wakeup, parent_gone).run()
+    except Exception:
+        logger.exception("the engine ends")
+        # A lost device may never answer what closing asks of it, and the parent waits for the end of this process.
+        threading.Thread(target=_end_hard, name="end-hard", daemon=True).start()
+        return 1
     finally:
         parts.core.close()
     return 0
+
+
+def _tune_interpreter(device: str) -> None:
+    gc.freeze()  # a full collection would look at all that torch and transformers made, for 0.3 s
+    gc.set_threshold(10_000, 20)  # few of its objects are in cycles
+    if device.startswith("cuda"):
+        sys.setswitchinterval(GPU_SWITCH_INTERVAL_S)
+
+
+def _end_hard() -> None:
+    """End the process when a soft end had its time."""
+    threading.Event().wait(EXIT_GRACE_S)
+    os._exit(1)
 
 
 def _remove_socket(address: str) -> None:
@@ -243,8 +263,7 @@ def _watch_parent(wakeup: Wakeup, parent_gone: threading.Event) -> None:
         pass
     parent_gone.set()
     wakeup.wake()
-    threading.Event().wait(EXIT_GRACE_S)
-    os._exit(1)
+    _end_hard()
 
 
 if __name__ == "__main__":

@@ -123,6 +123,8 @@ LOST = torch.AcceleratorError("an illegal memory access was encountered", 700)
     [
         LOST,
         RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(handle)`"),
+        RuntimeError("CUDA driver error: an illegal instruction was encountered"),
         RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
     ],
 )
@@ -132,6 +134,53 @@ def test_an_engine_that_has_lost_its_device_gives_up_at_once(error: Exception, m
     simulator.submit(request("one"))
     with pytest.raises(EngineError, match="the device is lost; the engine must be started again"):
         simulator.pump()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+        torch.AcceleratorError("CUDA error: out of memory", 2),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+)
+def test_a_step_for_which_the_device_lacks_memory_is_a_failed_step(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulator = Simulator()
+    simulator.submit(request("one"))
+    with monkeypatch.context() as lacking:
+        lacking.setattr(simulator.runner, "execute", Mock(side_effect=error))
+        simulator.pump()
+    assert simulator.last("one").finish_reason == "error"
+    simulator.submit(request("two"))
+    simulator.run()
+    assert simulator.last("two").finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["tick", "fence", "copy", "table", "plan", "commit", "fail_step", "complete", "note_step", "pages of a step"],
+)
+def test_the_error_of_a_kernel_ends_the_engine_wherever_it_shows(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulator = Simulator(load_ticks=0)
+    owners = {
+        "tick": (simulator.residency, "tick"),
+        "fence": (simulator.store, "fence"),
+        "copy": (simulator.store, "copy"),
+        "table": (simulator.residency.tables, "write"),
+        "pages of a step": (simulator.pool, "complete"),
+    }
+    owner, name = owners.get(part, (simulator.scheduler, part))
+    for copier_part, value in (("pages_at_once", 0), ("fence", lambda: None), ("copy", Mock())):
+        monkeypatch.setattr(simulator.store, copier_part, value, raising=False)
+    monkeypatch.setattr(owner, name, Mock(side_effect=LOST))
+    if part == "fail_step":
+        monkeypatch.setattr(simulator.runner, "execute", Mock(side_effect=ValueError("a bug")))
+    simulator.submit(request("one", ref=adapter("x")))
+    with pytest.raises(EngineError, match="the device is lost; the engine must be started again"):
+        simulator.pump(5)
 
 
 @pytest.mark.parametrize("pages_at_once", [0, 1 << 30], ids=["copier's thread", "engine's thread"])

@@ -3,16 +3,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import zmq
 
+from fake_engine import demo_ready
 from simulation.driven import Simulator, adapter, expected_tokens, request
 from weft.adapters.blobs.memory import MemoryBlobs
-from weft.engine.process import messages
+from weft.config import Config, ModelConfig
+from weft.engine.process import messages, worker
 from weft.engine.process.worker import MAX_STEPS_AHEAD, EngineLoop, Wakeup
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.status import EngineLoad
+from weft.errors import EngineError
 
 
 class Process:
@@ -166,3 +170,52 @@ def test_a_wakeup_outlives_many_wakes() -> None:
     assert poller.poll(0)
     wakeup.clear()
     assert not poller.poll(0)
+
+
+class DyingCore:
+    """Loses its device in the first step, and then does not let itself be closed."""
+
+    def __init__(self) -> None:
+        self.ended_hard = threading.Event()
+        self.num_steps = 0
+
+    def pump(self) -> list[RequestOutput]:
+        raise EngineError("the device is lost; the engine must be started again")
+
+    def close(self) -> None:
+        assert self.ended_hard.wait(60)
+
+
+def test_an_engine_that_lost_its_device_ends_even_where_closing_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    core, exits = DyingCore(), list[int]()
+
+    def end(code: int) -> None:
+        exits.append(code)
+        core.ended_hard.set()
+
+    parts = Mock(core=core, ready=demo_ready())
+    monkeypatch.setattr(worker, "build_engine", lambda *_, **__: parts)
+    monkeypatch.setattr(worker, "_tune_interpreter", lambda _: None)
+    monkeypatch.setattr(worker, "EXIT_GRACE_S", 0.01)
+    monkeypatch.setattr("os._exit", end)
+    launch = messages.Launch(Config(model=ModelConfig(path="m")), f"ipc://{tmp_path}/s")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.set(zmq.LINGER, 0)
+        socket.connect(launch.address)
+        assert worker._serve(launch, socket, Wakeup(), threading.Event()) == 1
+    assert exits == [1]
+    assert "the device is lost" in caplog.text
+
+
+@pytest.mark.parametrize(("device", "interval_s"), [("cpu", None), ("cuda:0", 5e-4)])
+def test_beside_a_gpu_loading_threads_hand_the_interpreter_over_sooner(
+    device: str, interval_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_interval = Mock()
+    monkeypatch.setattr("gc.freeze", Mock())
+    monkeypatch.setattr("gc.set_threshold", Mock())
+    monkeypatch.setattr("sys.setswitchinterval", set_interval)
+    worker._tune_interpreter(device)
+    assert [call.args for call in set_interval.call_args_list] == ([] if interval_s is None else [(interval_s,)])

@@ -11,10 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adapters_factory import tiny_base
 from residency_parts import tiny_geometry
-from weft.adapters.lora import staging
+from weft.adapters.lora import tables as tables_module
 from weft.adapters.lora.layout import plan_layout
-from weft.adapters.lora.staging import NUM_ROWS, StagingRing
-from weft.adapters.lora.tables import AdapterTables
+from weft.adapters.lora.tables import NUM_STAGED, AdapterTables, StagingRing
 from weft.memory.arena import mark
 
 BASE = tiny_base()
@@ -66,7 +65,7 @@ class DeviceRow:
 
 def test_each_copy_gets_what_was_staged_for_it_however_long_the_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, empty = Stream(), torch.empty
-    monkeypatch.setattr(staging, "mark", stream.mark)
+    monkeypatch.setattr(tables_module, "mark", stream.mark)
     are_pinned: list[bool] = []
 
     def unpinned(*shape: Any, pin_memory: bool, **named: Any) -> torch.Tensor:
@@ -77,14 +76,14 @@ def test_each_copy_gets_what_was_staged_for_it_however_long_the_step_runs(monkey
     ring = StagingRing(6, torch.device("cuda"))
     assert are_pinned == [True]
     published: list[tuple[Any, list[torch.Tensor]]] = []
-    for number in range(NUM_ROWS * 5 // 2):
+    for number in range(NUM_STAGED * 5 // 2):
         numbers = torch.full((2, 2), number, dtype=torch.int32), torch.full((2,), number / 2)
         rows: Any = DeviceRow(stream), DeviceRow(stream)
         ring.copy(list(zip(rows, numbers, strict=True)))
         published.append((rows, [each.clone() for each in numbers]))
         for each in numbers:
             each.zero_()
-        assert stream.num_waits == max(number + 1 - NUM_ROWS, 0), "nobody waits before the ring is full"
+        assert stream.num_waits == max(number + 1 - NUM_STAGED, 0), "nobody waits before the ring is full"
     stream.run_until(len(stream.launched))
     for copied, wanted in published:
         for row, each in zip(copied, wanted, strict=True):

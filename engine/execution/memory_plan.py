@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.lora.layout import adapter_pages, slot_bytes
-from weft.config import GIB, MAX_SLOTS, MIB, Config, SchedulerConfig
+from weft.config import GIB, MAX_SLOTS, MIB, Config
 from weft.engine.model.spec import DecoderSpec
 from weft.engine.model.weight_bytes import choose_weights, model_bytes
 from weft.engine.status import EngineReady, MemoryPlan, ReservedBytes
@@ -90,29 +90,35 @@ def plan_memory(
     """
     weights = choose_weights(config.model.weights, spec, on_cpu=on_cpu)
     weight_bytes = model_bytes(spec, weights, geometry.dtype_bytes, on_cpu=on_cpu)
-    step_tokens = _step_tokens(config.scheduler, on_cpu=on_cpu)
+    usual_tokens = CPU_STEP_TOKENS if on_cpu else GPU_STEP_TOKENS
+    step_tokens = config.scheduler.step_tokens or max(usual_tokens, config.scheduler.max_running)
     reserved = ReservedBytes() if on_cpu else _reserved(config, spec, step_tokens, geometry.dtype_bytes)
-    base_text = f"weights of {_gib(weight_bytes)}"
-    if reserved.total:
-        base_text += f" and a reserve of {format_reserved(reserved, step_tokens)}"
-    left = free.device - weight_bytes - reserved.total
-    if left <= 0:
-        raise ConfigError(
-            f"model.path: {base_text} take {_gib(weight_bytes + reserved.total)}, but only {_gib(free.device)} are "
-            "free on the device",
-            param="model.path",
-        )
-    row_bytes = slot_bytes(base, config.adapter.max_rank)
-    asked_slots, arena_bytes = config.adapter.slots, _asked_bytes(config.memory.gib)
-    if arena_bytes is None and on_cpu:
-        arena_bytes = min(MAX_CPU_ARENA_BYTES, left // 4)
-    elif arena_bytes is None:
-        arena_bytes = max(left - (asked_slots or _slots(left, row_bytes, base, geometry)) * row_bytes, 0)
+    fixed_bytes = weight_bytes + reserved.total
+    left = max(free.device - fixed_bytes, 0)
+
+    # More pages may hold more adapters, whose tables leave fewer pages: room is kept for the tables of a pool of all.
+    row_bytes, asked_slots = slot_bytes(base, config.adapter.max_rank), config.adapter.slots
+    largest_tables = (asked_slots or _slots(left, row_bytes, base, geometry)) * row_bytes
+    arena_default = min(MAX_CPU_ARENA_BYTES, left // 4) if on_cpu else max(left - largest_tables, 0)
+    arena_bytes = _wanted_bytes(config.memory.gib, arena_default)
     slots = asked_slots or _slots(arena_bytes, row_bytes, base, geometry)
     table_bytes = slots * row_bytes
-    default = min(MAX_CPU_SLAB_BYTES, left // 8) if on_cpu else min(MAX_GPU_SLAB_BYTES, free.host // 4)
-    host_bytes = _host_bytes(_asked_bytes(config.memory.host_gib), default, free.host)
-    _check_free(arena_bytes + table_bytes + (host_bytes if on_cpu else 0), left, base_text, free.device)
+    host_default = min(MAX_CPU_SLAB_BYTES, left // 8) if on_cpu else min(MAX_GPU_SLAB_BYTES, free.host // 4)
+    host_bytes = _wanted_bytes(config.memory.host_gib, host_default)
+    pool_bytes = arena_bytes + table_bytes + (host_bytes if on_cpu else 0)
+    if fixed_bytes + pool_bytes > free.device:
+        setting = "memory.gib" if left else "model.path"
+        reserve = f", a reserve of {format_reserved(reserved, step_tokens)}" if reserved.total else ""
+        raise ConfigError(
+            f"{setting}: weights of {_gib(weight_bytes)}{reserve} and pages and buffers of {_gib(pool_bytes)} need "
+            f"{_gib(fixed_bytes + pool_bytes)}, but only {_gib(free.device)} are free on the device",
+            param=setting,
+        )
+    if host_bytes > free.host:
+        raise ConfigError(
+            f"memory.host_gib: {_gib(host_bytes)} are asked for, but only {_gib(free.host)} are free on the host",
+            param="memory.host_gib",
+        )
     num_pages = arena_bytes // geometry.page_bytes - 1  # the zero page is not handed out
 
     rank16_pages = adapter_pages(_ranks(base, REFERENCE_RANK), base, geometry)
@@ -202,31 +208,8 @@ def _reserved(config: Config, spec: DecoderSpec, step_tokens: int, dtype_bytes: 
     )
 
 
-def _asked_bytes(gib: float | None) -> int | None:
-    return None if gib is None else int(gib * GIB)
-
-
-def _step_tokens(scheduler: SchedulerConfig, *, on_cpu: bool) -> int:
-    usual = CPU_STEP_TOKENS if on_cpu else GPU_STEP_TOKENS
-    return scheduler.step_tokens or max(usual, scheduler.max_running)
-
-
-def _host_bytes(asked: int | None, default: int, free: int) -> int:
-    if asked is not None and asked > free:
-        raise ConfigError(
-            f"memory.host_gib: {_gib(asked)} are asked for, but only {_gib(free)} are free on the host",
-            param="memory.host_gib",
-        )
-    return default if asked is None else asked
-
-
-def _check_free(pool_bytes: int, left: int, base_text: str, free_bytes: int) -> None:
-    if pool_bytes > left:
-        raise ConfigError(
-            f"memory.gib: {base_text} and pages and buffers of {_gib(pool_bytes)} need "
-            f"{_gib(free_bytes - left + pool_bytes)}, but only {_gib(free_bytes)} are free",
-            param="memory.gib",
-        )
+def _wanted_bytes(gib: float | None, default: int) -> int:
+    return default if gib is None else int(gib * GIB)
 
 
 def _check_room(plan: MemoryPlan, geometry: PageGeometry, asked: int | None) -> None:

@@ -35,21 +35,21 @@ class StepPrograms:
         self._device = device
         self._max_running = max_running
         self._capture = capture
-        self._decode: dict[StepShape, StepProgram] = {}
+        self.decode: dict[StepShape, StepProgram] = {}
 
     @property
     def num_recorded(self) -> int:
         """Programs that are replayed."""
-        return sum(program.is_recorded for program in self._decode.values())
+        return sum(program.is_recorded for program in self.decode.values())
 
     def program(self, step: PackedStep) -> StepProgram:
         """The program that computes a step."""
         if not step.is_decode:
             return StepProgram(self._device, self._prompt_shape(step))
         shape = self._decode_shape(bucket_rows(step.num_rows), has_lora=bool(step.adapters))
-        if shape not in self._decode:
-            self._decode[shape] = StepProgram(self._device, shape)
-        return self._decode[shape]
+        if shape not in self.decode:
+            self.decode[shape] = StepProgram(self._device, shape)
+        return self.decode[shape]
 
     @torch.inference_mode()
     def prepare(self) -> None:
@@ -70,7 +70,7 @@ class StepPrograms:
         for rows in buckets:
             for has_lora in (True, False):
                 shape = self._decode_shape(rows, has_lora=has_lora)
-                program = self._decode[shape] = StepProgram(self._device, shape)
+                program = self.decode[shape] = StepProgram(self._device, shape)
                 _run(program, nothing)
                 self._record(program)
 

@@ -44,39 +44,39 @@ FREE = {
 """Operations of torch that launch nothing."""
 
 
-def meta_device(max_rows: int = 2048, max_samples: int = 64) -> StepDevice:
-    """The 8B shape, with rank 16 on all linear layers in 64 adapter slots."""
+def step_device(device: torch.device = META, max_rows: int = 2048, max_samples: int = 64) -> StepDevice:
+    """The 8B shape, with rank 16 on all linear layers in 64 adapter slots. Linear layers compute nothing on a CPU."""
     spec, geometry, base, kernels = LLAMA.spec(), LLAMA.geometry(), LLAMA.base(), triton_kernels()
-    arena = Arena(geometry, NUM_PAGES, META, BF16)
-    tables = AdapterTables(SLOTS, base, 64, geometry, META)
+    arena = Arena(geometry, NUM_PAGES if device == META else 4001, device, BF16)
+    tables = AdapterTables(SLOTS, base, 64, geometry, device)
     ranks = {(layer, module): RANK for layer in range(LLAMA.num_layers) for module in range(len(MODULE_PATHS))}
     layout = plan_layout(ranks, base, geometry)
     for slot in range(64):
         pages = [1 + (slot * layout.num_pages + page) % (NUM_PAGES - 1) for page in range(layout.num_pages)]
         tables.write(slot, layout, pages, ranks, dict.fromkeys(ranks, 0.5))
     half = LLAMA.head_dim // 2
-    table = torch.zeros(MAX_MODEL_LEN, half, device=META)
-    hidden, norm = LLAMA.hidden, torch.empty(LLAMA.hidden, dtype=BF16, device=META)
+    table = torch.zeros(MAX_MODEL_LEN if device == META else 8192, half, device=device)
+    hidden, norm = LLAMA.hidden, torch.empty(LLAMA.hidden, dtype=BF16, device=device)
     kv_width = LLAMA.num_kv_heads * LLAMA.head_dim
     layers = [
         DecoderLayer(
             input_norm=norm,
-            qkv=_linear(hidden + 2 * kv_width, hidden),
+            qkv=_linear(hidden + 2 * kv_width, hidden, device),
             head_norms=None,
-            o=_linear(hidden, hidden),
+            o=_linear(hidden, hidden, device),
             post_norm=norm,
-            gate_up=_linear(2 * LLAMA.intermediate, hidden),
-            down=_linear(hidden, LLAMA.intermediate),
+            gate_up=_linear(2 * LLAMA.intermediate, hidden, device),
+            down=_linear(hidden, LLAMA.intermediate, device),
         )
         for _ in range(LLAMA.num_layers)
     ]
     decoder = Decoder(
         spec=spec,
         kernels=kernels,
-        embedding=torch.empty(VOCAB_SIZE, hidden, dtype=BF16, device=META),
+        embedding=torch.empty(VOCAB_SIZE, hidden, dtype=BF16, device=device),
         layers=layers,
         norm=norm,
-        head=_linear(VOCAB_SIZE, hidden),
+        head=_linear(VOCAB_SIZE, hidden, device),
         rope=RopeTable(table, table),
     )
     return StepDevice(
@@ -90,9 +90,11 @@ def meta_device(max_rows: int = 2048, max_samples: int = 64) -> StepDevice:
     )
 
 
-def _linear(out_features: int, in_features: int) -> Linear:
-    weight = torch.empty(out_features, in_features, dtype=BF16, device=META)
-    return partial(torch.nn.functional.linear, weight=weight)
+def _linear(out_features: int, in_features: int, device: torch.device) -> Linear:
+    if device == META:
+        weight = torch.empty(out_features, in_features, dtype=BF16, device=META)
+        return partial(torch.nn.functional.linear, weight=weight)
+    return lambda x: torch.empty((len(x), out_features), dtype=BF16)
 
 
 def a_plan(
@@ -103,7 +105,7 @@ def a_plan(
     chunks = []
     for index, context in enumerate(contexts):
         table = BlockTable(geometry)
-        table.append([rng.randrange(1, NUM_PAGES) for _ in range(geometry.blocks(context) * geometry.num_groups)])
+        table.append([rng.randrange(1, 4001) for _ in range(geometry.blocks(context) * geometry.num_groups)])
         slot = index * 7 % num_adapters if num_adapters else None
         chunks.append(
             Chunk(

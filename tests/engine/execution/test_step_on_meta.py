@@ -9,7 +9,7 @@ import torch
 
 from fake_triton import fake_triton
 from implementations import INTERPRETS
-from meta_step import LLAMA, NUM_PAGES, Watch, a_plan, meta_device
+from meta_step import LLAMA, NUM_PAGES, Watch, a_plan, step_device
 from weft.engine.execution.packed_step import pack_step
 from weft.engine.execution.step_program import StepDevice, StepProgram
 from weft.engine.execution.step_programs import StepPrograms
@@ -27,7 +27,7 @@ LAUNCHES = {0: 310, 32: 440}
 
 @pytest.fixture(scope="module")
 def device() -> StepDevice:
-    return meta_device()
+    return step_device()
 
 
 @pytest.fixture(autouse=True)

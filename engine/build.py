@@ -170,7 +170,13 @@ def build_engine(
         notify,
     )
     scheduler = Scheduler(config.scheduler, kv, residency, limits, prices=prices, grammars=grammars)
-    core = EngineCore(scheduler, runner, boot_id=ready.boot_id, set_stepping=pace.set_stepping)
+    core = EngineCore(
+        scheduler,
+        runner,
+        boot_id=ready.boot_id,
+        overlaps=config.scheduler.overlap == "on" or (config.scheduler.overlap == "auto" and device.type == "cuda"),
+        set_stepping=pace.set_stepping,
+    )
     logger.debug("%s", format_plan(plan, ready))
     return EngineParts(core, ready, folder, residency, pool, loader.memory, grammar_tokens)
 

@@ -182,6 +182,7 @@ def build_engine(
         scheduler,
         runner,
         boot_id=ready.boot_id,
+        overlaps=config.scheduler.overlap == "on" or (config.scheduler.overlap == "auto" and device.type == "cuda"),
         set_stepping=pace.set_stepping,
         compiles=CompileWatch().begin(),
     )

@@ -1,5 +1,8 @@
 """The engine's loop: one call of `pump` is one step. It runs in the engine process, in `weft.LLM`, and in tests.
 
+With overlap, `pump` launches a step before it takes in the results of the step before it, so that the device need not
+wait for the plan. docs/scheduling.md says what that changes.
+
 Knows neither transport nor text. One request or step that fails does not end the engine. Where the device is lost, or
 plans or steps fail several times in a row, `pump` raises, and the supervisor starts a fresh engine.
 """
@@ -8,14 +11,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from weft.adapters.ref import AdapterRef
-from weft.engine.execution.runner import ModelRunner
+from weft.engine.execution.runner import LaunchedStep, ModelRunner
 from weft.engine.execution.step_history import StepHistory
 from weft.engine.grammar.masks import Masks
 from weft.engine.request import PAUSED, GenerationRequest, RequestOutput
-from weft.engine.scheduling.plan import ChunkResult, StepPlan
+from weft.engine.scheduling.plan import StepPlan
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.status import EngineLoad, EngineStatus, PauseMode
 from weft.errors import EngineError
@@ -28,8 +33,19 @@ logger = logging.getLogger(__name__)
 NUM_KEPT_TENANTS = 256
 MAX_FAILURES = 3
 """The engine gives up when this many plans or steps failed with no good step between them."""
+STEP_FAILED = "step %d failed; its %d requests end with an error"
 CHECK_DIVISOR = 100
 """An idle engine verifies its page counts for at most one second in so many, since a request may come meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A step that was launched and whose results were not taken in."""
+
+    plan: StepPlan
+    launched: LaunchedStep
+    started_s: float
+    """When it was planned."""
 
 
 class EngineCore:
@@ -39,6 +55,7 @@ class EngineCore:
         scheduler: Decides what to compute. The engine's pages, caches and adapters are those of its table.
         runner: Computes it.
         boot_id: Id of this start of the engine.
+        overlaps: Whether a step is launched before the results of the one before it are taken in.
         set_stepping: Called with how many requests run in steps and how many more could; loads give way to steps.
         compiles: Watches for kernels that are compiled while requests are served; ended by `close`.
         clock: Monotonic seconds.
@@ -50,6 +67,7 @@ class EngineCore:
         runner: ModelRunner,
         *,
         boot_id: str,
+        overlaps: bool = False,
         set_stepping: Callable[[int, int], None] = lambda _running, _held_up: None,
         compiles: CompileWatch | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -61,9 +79,13 @@ class EngineCore:
         self._kv = scheduler.table.kv
         self._residency = scheduler.table.residency
         self._boot_id = boot_id
+        self._overlaps = overlaps
         self._set_stepping = set_stepping
         self._compiles = compiles or CompileWatch()
         self._clock = clock
+        self._in_flight: deque[StepInFlight] = deque()
+        """Oldest first. Between two pumps it is one step at most."""
+        self._num_steps = 0
         self._status_seq = 0
         self._completed_step = 0
         self._num_failures = 0
@@ -71,6 +93,7 @@ class EngineCore:
         self._next_check_s = 0.0
         self._history = StepHistory()
         self._last_step_s: float | None = None
+        """When the last step was complete."""
 
     def submit(self, request: GenerationRequest) -> None:
         """Take a request in.
@@ -112,15 +135,17 @@ class EngineCore:
 
     @property
     def num_steps(self) -> int:
-        """Steps computed since start."""
-        return self._history.num_steps
+        """Steps launched since start."""
+        return self._num_steps
 
     def has_work(self) -> bool:
         """Whether `pump` has something to do besides finishing loads."""
-        return self._scheduler.has_work()
+        return self._scheduler.has_work() or bool(self._in_flight)
 
     def pump(self) -> list[RequestOutput]:
-        """Take in finished loads, plan a step, compute it, and return its outputs; a step may have nothing to compute.
+        """Take in finished loads, plan a step, launch it, and return outputs; there may be nothing to compute.
+
+        The outputs are those of this step, or with overlap of the one before it.
 
         Raises:
             EngineError: The device is lost, plans or steps failed `MAX_FAILURES` times in a row, or pages were lost.
@@ -137,16 +162,21 @@ class EngineCore:
             self._scheduler.fail_adapter(failure.digest, failure.error)
         self._scheduler.take_in_grammars()
         plan = self._plan()
+        if plan is None and self._in_flight:
+            self._settle()
+            plan = self._plan()
         self._set_stepping(0 if plan is None else max(self._table.num_rows, 1), self._scheduler.num_held_up)
         if plan is None:
             outputs = self._scheduler.take_outputs()
             self._check_when_idle()
             return outputs
         self._is_checked = False
-        return self._run(plan)
+        self._run(plan)
+        return self._scheduler.take_outputs()
 
     def status(self, *, is_detailed: bool = False) -> EngineStatus:
-        """A snapshot, with `page_map` and `batches` if it is to be detailed."""
+        """A snapshot, with `page_map` and `batches` if it is to be detailed. Takes in the step in flight first."""
+        self._settle()
         table, kv = self._table, self._kv
         self._status_seq += 1
         age = None if self._last_step_s is None else self._clock() - self._last_step_s
@@ -163,7 +193,7 @@ class EngineCore:
             residents=list(self._residency.residents()),
             last_steps=self._history.stats(),
             last_step_age_s=age,
-            num_steps=self.num_steps,
+            num_steps=self._num_steps,
             preemptions=dict(table.preemptions),
             loads=dict(self._residency.loads),
             load_seconds=self._residency.load_seconds,
@@ -195,8 +225,9 @@ class EngineCore:
         self._residency.check(self._kv.swap.num_used)
 
     def close(self) -> None:
-        """End background loads and give the memory back; requests that still live are dropped."""
+        """Wait for the step in flight, end background loads and give the memory back; all requests are dropped."""
         self._compiles.end()
+        self._drop_steps()
         self._set_stepping(0, 0)
         self._residency.close()
         self._scheduler.close()
@@ -208,32 +239,68 @@ class EngineCore:
             return self._scheduler.plan()
         except Exception as error:
             logger.exception("planning a step failed")
+            self._settle()  # what it yields is good
             self._note_failure(error)
             self._scheduler.fail_running()
             self.check()
             return None
 
-    def _run(self, plan: StepPlan) -> list[RequestOutput]:
+    def _run(self, plan: StepPlan) -> None:
+        """Launch a step, and take in the results of the one before it, and of this one where nothing may overlap it."""
         started_s = self._clock()
+        self._num_steps += 1
         try:
-            outputs = self._scheduler.commit(plan, self._execute(plan))
-            self._num_failures = 0
+            matchers = self._scheduler.matchers(plan)
+            launched = self._runner.launch(plan, self._masks.begin(matchers) if matchers else None)
         except Exception as error:
-            logger.exception("step %d failed; its %d requests end with an error", plan.step, len(plan.chunks))
-            self._note_failure(error)
-            self._scheduler.fail_step(plan)
-            outputs = self._scheduler.take_outputs()
+            logger.exception(STEP_FAILED, plan.step, len(plan.chunks))
+            self._settle()  # what it yields is good
+            self._fail(plan, error)
+            self._end_step(plan, started_s)
+            return
+        self._in_flight.append(StepInFlight(plan, launched, started_s))
+        self._settle(1 if self._overlaps and not self._scheduler.needs_results(plan) else 0)
+
+    def _settle(self, num_left: int = 0) -> None:
+        """Take in the results of the oldest steps in flight, until `num_left` are left."""
+        while len(self._in_flight) > num_left:
+            step = self._in_flight.popleft()
+            try:
+                self._scheduler.commit(step.plan, self._runner.collect(step.launched))
+                self._num_failures = 0
+            except Exception as error:
+                logger.exception(STEP_FAILED, step.plan.step, len(step.plan.chunks))
+                self._fail(step.plan, error)
+                self._end_step(step.plan, step.started_s)
+                self._drop_steps()  # they go on from what this step should have computed
+                return
+            self._end_step(step.plan, step.started_s)
+
+    def _drop_steps(self) -> None:
+        """Wait for the steps in flight, and end their requests with an error."""
+        while self._in_flight:
+            step = self._in_flight.popleft()
+            try:
+                self._runner.collect(step.launched)
+            except Exception as error:
+                logger.exception("step %d failed, after the step before it", step.plan.step)
+                _give_up_if_lost(error)
+            self._scheduler.fail_step(step.plan)
+            self._end_step(step.plan, step.started_s)
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        self._note_failure(error)
+        self._scheduler.fail_step(plan)
+
+    def _end_step(self, plan: StepPlan, started_s: float) -> None:
+        """A step is complete, or failed: what it used is free."""
         self._completed_step = plan.step
         self._scheduler.complete(plan.step)
-        self._last_step_s = self._clock()
-        self._scheduler.note_step(self._last_step_s - started_s)
-        self._history.record(plan, self._last_step_s - started_s)
-        return outputs
-
-    def _execute(self, plan: StepPlan) -> list[ChunkResult]:
-        matchers = self._scheduler.matchers(plan)
-        masks = self._masks.begin(matchers) if matchers else None
-        return self._runner.collect(self._runner.launch(plan, masks))
+        before_s, self._last_step_s = self._last_step_s, self._clock()
+        # With overlap the device begins a step when it has ended the one before.
+        seconds = self._last_step_s - (started_s if before_s is None else max(started_s, before_s))
+        self._scheduler.note_step(plan, seconds)
+        self._history.record(plan, seconds)
 
     def _note_failure(self, error: Exception) -> None:
         """Count a plan or step that failed, and give up where the next one would fail too."""

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 
 from simulation.engine import Simulation, SimulationError, simulate
 from simulation.scenario import Scenario, draw
@@ -17,19 +18,19 @@ BATCH = 50
 MAX_SHOWN = 5
 
 
-def play(first: int, count: int) -> tuple[Counter[str], list[str]]:
+def play(first: int, count: int, overlaps: bool) -> tuple[Counter[str], list[str]]:
     """What happened in some seeds, and what must not have."""
     counts: Counter[str] = Counter()
     failures: list[str] = []
     for seed in range(first, first + count):
         try:
-            counts += simulate(seed)
+            counts += simulate(seed, overlaps=overlaps)
         except SimulationError as error:
             failures.append(str(error))
     return counts, failures
 
 
-def play_all(first: int, count: int) -> int:
+def play_all(first: int, count: int, *, overlaps: bool) -> int:
     """Play seeds on all cores; returns the exit status."""
     started_s = time.monotonic()
     counts: Counter[str] = Counter()
@@ -37,7 +38,7 @@ def play_all(first: int, count: int) -> int:
     starts = range(first, first + count, BATCH)
     sizes = [min(BATCH, first + count - start) for start in starts]
     with ProcessPoolExecutor(os.cpu_count()) as workers:
-        for done, (batch_counts, batch_failures) in enumerate(workers.map(play, starts, sizes), 1):
+        for done, (batch_counts, batch_failures) in enumerate(workers.map(play, starts, sizes, repeat(overlaps)), 1):
             counts += batch_counts
             for failure in batch_failures[: max(MAX_SHOWN - len(failures), 0)]:
                 print(f"\r{failure}\n")
@@ -50,11 +51,11 @@ def play_all(first: int, count: int) -> int:
     return 1 if failures else 0
 
 
-def tell(scenario: Scenario) -> int:
+def tell(scenario: Scenario, *, overlaps: bool) -> int:
     """Play one seed and tell what happens; returns the exit status."""
     for name, value in _facts(scenario):
         print(f"{name} = {value}")
-    simulation = Simulation(scenario)
+    simulation = Simulation(scenario, overlaps=overlaps)
     simulation.on_event = print
     try:
         counts = simulation.run()
@@ -77,8 +78,11 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=10_000, help="how many (default 10000)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
     parser.add_argument("--seed", type=int, help="play this one alone and tell what happens")
+    parser.add_argument("--overlap", action="store_true", help="launch each step before the one before it is read")
     args = parser.parse_args()
-    return play_all(args.first, args.seeds) if args.seed is None else tell(draw(args.seed))
+    if args.seed is not None:
+        return tell(draw(args.seed), overlaps=args.overlap)
+    return play_all(args.first, args.seeds, overlaps=args.overlap)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,8 @@ def main() -> int:
             raise SystemExit("nothing is planned though requests wait")
         results = engine.runner.execute(plan)
         executed_s = time.perf_counter()
-        outputs = scheduler.commit(plan, results)
+        scheduler.commit(plan, results)
+        outputs = scheduler.take_outputs()
         committed_s = time.perf_counter()
         scheduler.complete(plan.step)
         for _ in range(sum(output.finish_reason is not None for output in outputs)):

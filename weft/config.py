@@ -26,6 +26,7 @@ MetricsAliases = Literal["none", "vllm"]
 KvDtype = Literal["auto", "int8"]
 Eviction = Literal["gdsf", "lru"]
 Policy = Literal["fcfs", "fair"]
+Overlap = Literal["auto", "on", "off"]
 Inner = Literal["fifo", "shortest", "slack", "mlfq"]
 
 GIB = 1 << 30
@@ -188,11 +189,14 @@ class SchedulerConfig:
     batch_stretch: float = 1.25
     """By what factor batches may lengthen a step in which interactive requests decode. Counts only where
     `scheduler.itl_target_ms` is not set."""
+    overlap: Overlap = "auto"
+    """Whether the next step is planned and launched while the device computes one: on, off, or auto, which is on for a
+    GPU and off for a CPU, where both would take turns."""
 
     def __post_init__(self) -> None:
         _check_bounds("scheduler", self, max_running=(1, 4096), max_waiting=(1, 1 << 20), max_wait_s=(0.1, 3600))
         _check_bounds("scheduler", self, itl_target_ms=(0.1, 60_000), batch_stretch=(1.1, 100))
-        _check_choices("scheduler", self, policy=Policy, inner=Inner)
+        _check_choices("scheduler", self, policy=Policy, inner=Inner, overlap=Overlap)
         holds_all = self.step_tokens is None or self.max_running <= self.step_tokens <= 1 << 20
         expected = f"from scheduler.max_running ({self.max_running}) to 1048576"
         _require(holds_all, "scheduler.step_tokens", expected, self.step_tokens)

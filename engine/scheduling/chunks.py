@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from operator import itemgetter
 
-from weft.engine.scheduling.plan import PlanBuilder
+from weft.engine.scheduling.plan import PlanBuilder, StepPlan
 from weft.engine.scheduling.preemption import Preemption
 from weft.engine.scheduling.request_state import RequestState
 from weft.engine.scheduling.request_table import RequestTable
@@ -25,10 +25,6 @@ class Chunks:
         self._table = table
         self._preemption = preemption
         self._budget = budget
-        self._planned_units = self._batch_units = 0.0
-        """Price of the step that was planned last, and of its batch lane, where it was bounded."""
-        self._has_interactive = False
-        """Whether it has a row that is not of the batch lane."""
 
     @property
     def _is_bounded(self) -> bool:
@@ -43,22 +39,18 @@ class Chunks:
         tokens, units = self._left()
         return tokens if units == math.inf else min(tokens, max(int(units), MIN_TOKENS))
 
-    def note_step(self, seconds: float) -> None:
-        """Take note of how long the step took that was planned last."""
-        self._budget.note_step(self._planned_units, self._batch_units, seconds, self._has_interactive)
-
-    def forget_step(self) -> None:
-        """The step failed: how long it took says nothing."""
-        self._planned_units = 0.0
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """Take note of how long a step took."""
+        self._budget.note_step(plan.units, plan.batch_units, seconds, plan.has_interactive)
 
     def plan(self, draft: PlanBuilder) -> None:
         """Say what each row computes, the most entitled first where tokens or pages are short."""
-        rows = self._table.rows()
+        rows, plan = self._table.rows(), draft.plan
         draft.by_place = None  # rows changed hands
         is_bounded = self._is_bounded
-        self._has_interactive = self._table.num_rows > self._table.order.num_batch_rows
+        plan.has_interactive = self._table.num_rows > self._table.order.num_batch_rows
         draft.budget, units = self._left()
-        batch_units = self._left_for_batch(rows, units) if is_bounded else math.inf
+        batch_units = self._left_for_batch(rows, units, plan.has_interactive) if is_bounded else math.inf
         floor = MIN_TOKENS if self._budget.has_target else 0
         page_tokens, turn = self._table.kv.geometry.page_tokens, self._table.order.turn
         needy = [
@@ -85,17 +77,14 @@ class Chunks:
                 floor -= 0 if is_bounded_batch else count
                 units -= count * price
                 batch_units -= count * price
-        self._planned_units = self._batch_units = 0.0
-        step, chunks = draft.plan.step, draft.plan.chunks
         for state in rows:
             count = counts.get(state, 1) if is_bounded or state.next_chunk is None else 1
             if count > 0 and state.has_row:  # it may have been preempted since
                 if is_bounded:
                     price = count * self._price(state)
-                    self._planned_units += price
-                    self._batch_units += price * state.in_batch_lane
-                chunks.append(state.next_chunk or state.chunk(count))
-                state.last_step = step
+                    plan.units += price
+                    plan.batch_units += price * state.in_batch_lane
+                self._table.begin(state, state.next_chunk or state.chunk(count), plan)
 
     def _left(self) -> tuple[int, float]:
         """Tokens and units besides those of the rows that decode."""
@@ -106,10 +95,10 @@ class Chunks:
         units = sum(self._price(state) for state in decoding) if self._budget.has_target else 0.0
         return self._budget.tokens(len(decoding)), self._budget.units(units)
 
-    def _left_for_batch(self, rows: list[RequestState], units: float) -> float:
+    def _left_for_batch(self, rows: list[RequestState], units: float, has_interactive: bool) -> float:
         """Units for the batch lane beside the interactive requests of this step; enough for one token."""
         prices = [self._price(state) for state in rows if not state.in_batch_lane and state.num_left == 1]
-        return max(min(units, self._budget.batch_units(sum(prices) if self._has_interactive else None)), 1.0)
+        return max(min(units, self._budget.batch_units(sum(prices) if has_interactive else None)), 1.0)
 
     def _price(self, state: RequestState) -> float:
         """Units of its next token."""

@@ -144,6 +144,7 @@ class KvPages:
         if pages is None:
             return False
         state.pages.table.append(pages)
+        state.last_step = draft.plan.step
         draft.plan.zero_pages += pages
         return True
 
@@ -204,7 +205,7 @@ class KvPages:
             # Its host pages are read in this step, or of no use any more.
             self._leaving_host.append((draft.plan.step, pages.swapped.host_pages))
             pages.swapped = None
-        state.num_computed = hit.num_tokens
+        state.num_computed, state.last_step = hit.num_tokens, draft.plan.step
         return True
 
     def num_lacking(self, hit: PrefixHit, num_tokens: int) -> int:
@@ -224,10 +225,9 @@ class KvPages:
         if self.is_sharing:
             self.prefixes.note_lookup(num_queried, num_found)
 
-    def publish(self, state: RequestState) -> None:
-        """Offer a running request's blocks that became full to others."""
+    def publish(self, state: RequestState, num_full: int) -> None:
+        """Offer a running request's first `num_full` blocks to others; the steps that wrote them are complete."""
         pages = state.pages
-        num_full = state.num_computed // self.geometry.page_tokens
         if not (self.is_sharing and pages.is_publishing):
             return
         chain = self._chain(state, num_full)

@@ -56,15 +56,14 @@ class Outcomes:
 
     def advance(self, state: RequestState, chunk: Chunk, result: ChunkResult) -> None:
         """Take in what a step computed for a request."""
+        state.end_flight()
         if result.is_non_finite or result.failure is not None:
             self.finish(state.request_id, "error", result.failure or NON_FINITE)
             return
-        state.num_computed = chunk.start + len(chunk.token_ids)
         output = _output(state, chunk, result, self._limits) if state.beam is None else None
-        if state in self._table.prefilling and state.num_left <= 1:
-            self._table.prefilling.discard(state)
-        if state.num_computed // state.geometry.page_tokens != len(state.pages.held):
-            self._table.kv.publish(state)
+        num_full = state.num_complete // state.geometry.page_tokens
+        if state.status == "running" and num_full != len(state.pages.held):
+            self._table.kv.publish(state, num_full)
         if state.beam is not None:
             self._advance_beam(state, state.beam, result)
         elif output is not None:
@@ -93,11 +92,10 @@ def _output(state: RequestState, chunk: Chunk, result: ChunkResult, limits: Mode
     """Take a chunk's tokens and logprobs into the state; None while the prompt goes on. *Mutates* the state."""
     if chunk.prompt_targets:
         state.prompt_logprobs += result.prompt_logprobs
-    if state.num_left:
-        return None
     token_id = result.token_id
     if token_id is None:
-        return _ended(state, "length")
+        is_all = state.request.params.max_tokens == 0 and chunk.start + len(chunk.token_ids) == state.num_prompt
+        return _ended(state, "length") if is_all else None
     state.take_token(token_id, chunk)
     output = RequestOutput(request_id=state.request_id, token_ids=[token_id])
     if result.logprobs is not None:
@@ -124,7 +122,7 @@ def _ended(state: RequestState, reason: FinishReason, error: RequestError | None
         prompt_logprobs=_prompt_logprobs(state) if reason == "length" else None,
         finish_reason=reason,
         error=error,
-        computed_prompt_tokens=min(max(state.num_charged, state.num_computed), state.num_prompt),
+        computed_prompt_tokens=min(max(state.num_charged, state.num_complete), state.num_prompt),
     )
     state.mark_first(output)
     return output

@@ -102,6 +102,14 @@ class StepPlan:
     """From the host to the device, to pages just handed out."""
     copies: list[PageCopy] = field(default_factory=list)
     """To pages just handed out."""
+    started: set[str] = field(default_factory=set)
+    """Requests that got pages for this step."""
+    units: float = 0.0
+    """Price of what is computed, where steps are kept to a length; else 0."""
+    batch_units: float = 0.0
+    """The part of the batch lane."""
+    has_interactive: bool = False
+    """Whether a row is not of the batch lane."""
 
     @property
     def num_tokens(self) -> int:
@@ -142,8 +150,6 @@ class PlanBuilder:
     the batch lane."""
     needed: int = 0
     """Pages for the first tokens of requests whose adapters are on their way to the device."""
-    started: set[str] = field(default_factory=set)
-    """Requests that got pages in this plan."""
     promised: int = 0
     """Pages that are free once this step has swapped them out; requests that sit this step out get them."""
     by_place: list[RequestState] | None = None
@@ -157,4 +163,4 @@ class PlanBuilder:
 
     def may_preempt(self, state: RequestState) -> bool:
         """Whether a request with pages may lose them in this step: not what the step itself is to fill."""
-        return not state.is_protected and state.request_id not in self.started
+        return not state.is_protected and state.request_id not in self.plan.started

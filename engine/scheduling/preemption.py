@@ -42,7 +42,7 @@ class Preemption:
     def undo_start(self, state: RequestState, step: int) -> None:
         """Take the pages from a request that a failed step was to fill; nobody gets them, so it is no preemption."""
         marks = state.num_preemptions, state.progress_mark
-        state.last_step = step
+        state.last_step = max(state.last_step, step)
         self.preempt(state, None)
         state.num_preemptions, state.progress_mark = marks
         self._table.preemptions["recompute"] -= 1
@@ -76,7 +76,7 @@ class Preemption:
                     return False
                 self.preempt(victim, draft)
         if self._kv.grow(state, count, draft):
-            draft.started.add(state.request_id)  # a batch may go before those that are more entitled to pages
+            draft.plan.started.add(state.request_id)  # a batch may go before those that are more entitled to pages
             return True
         draft.promised += count
         return False

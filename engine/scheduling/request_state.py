@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from weft.adapters.residency.slots import SlotLease
 from weft.engine.request import AdapterState, GenerationRequest, RequestOutput, TokenLogprobs
-from weft.engine.scheduling.plan import Chunk, SampleSpec
+from weft.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from weft.engine.scheduling.request_limits import kv_tokens
 from weft.memory.block_table import BlockTable
 from weft.memory.geometry import PageGeometry
@@ -90,7 +90,14 @@ class RequestState:
     status: Literal["waiting", "running"] = "waiting"
     waiting_reason: WaitingReason = "NEW"
     num_computed: int = 0
-    """Tokens whose keys and values are in its pages; of a request that waits, in its host pages."""
+    """Tokens whose keys and values are in its pages once the steps in flight are complete; of a request that waits, in
+    its host pages."""
+    in_flight: list[Chunk] = field(default_factory=list)
+    """Its chunks whose results are not known, oldest first: of one step, and of two until the first is committed."""
+    num_coming: int = 0
+    """Tokens that these sample and that are to be computed next. The one that ends the request by its length is not."""
+    place: int = 0
+    """Place of its last chunk in the plan of its step."""
     num_cached: int = 0
     """Prompt tokens that it found in the prefix cache when it first started."""
     leader: RequestState | None = None
@@ -183,13 +190,18 @@ class RequestState:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output so far."""
-        return self.num_prompt + len(self.output_token_ids)
+        """Prompt and output so far, with the tokens that are coming."""
+        return self.num_prompt + len(self.output_token_ids) + self.num_coming
 
     @property
     def num_left(self) -> int:
-        """Known tokens that are still to be computed; 1 while it decodes."""
-        return self.num_prompt + len(self.output_token_ids) - self.num_computed
+        """Tokens that are still to be computed; 1 while it decodes, and 0 if it ends with what is in flight."""
+        return self.num_prompt + len(self.output_token_ids) + self.num_coming - self.num_computed
+
+    @property
+    def num_complete(self) -> int:
+        """Tokens whose keys and values were computed by steps that are complete, from the first one on."""
+        return self.in_flight[0].start if self.in_flight else self.num_computed
 
     @property
     def is_idle(self) -> bool:
@@ -223,7 +235,7 @@ class RequestState:
         start, end = self.num_computed, self.num_computed + count
         return Chunk(
             request_id=self.request_id,
-            token_ids=self.tokens(start, end),
+            token_ids=[0] if self.num_coming else self.tokens(start, end),
             start=start,
             block_table=self.pages.table.pages,
             adapter=self.lease,
@@ -232,19 +244,45 @@ class RequestState:
             num_prompt_logprobs=self.request.params.prompt_logprobs or 0,
         )
 
-    def take_token(self, token_id: int, chunk: Chunk) -> None:
-        """Add to the output the token that came of a chunk, which was all that was left to compute.
+    def begin(self, chunk: Chunk, plan: StepPlan) -> None:
+        """Add a chunk to a plan. From now on its tokens count as computed, and the token that it samples is coming."""
+        chunk.token_source = self.place if self.num_coming else None
+        self.place, self.last_step = len(plan.chunks), plan.step
+        plan.chunks.append(chunk)
+        self.in_flight.append(chunk)
+        self.next_chunk = None
+        self.num_computed = chunk.start + len(chunk.token_ids)
+        if chunk.sample is not None:
+            num_outputs = len(self.output_token_ids) + self.num_coming + 1
+            # Prompt and `max_tokens` are never longer than the model takes, so its length need not be looked at.
+            self.num_coming += num_outputs < self.request.params.max_tokens
 
-        The chunk of a token that decodes becomes that of the next token. Making hundreds of them in each step takes
-        longer than all else that a plan decides, and has the garbage collector look at each.
+    def needs_results(self, chunk: Chunk) -> bool:
+        """Whether its next chunk can be made only once the results of this one are known."""
+        params = self.request.params
+        has_history = params.needs_history or bool(params.bad_words)
+        depends = has_history or self.beam is not None or self.matcher is not None
+        return self.keeps_prompt_logprobs or (depends and chunk.sample is not None)
+
+    def end_flight(self) -> None:
+        """The results of its oldest chunk in flight are known."""
+        if self.in_flight.pop(0).sample is not None and self.num_coming:
+            self.num_coming -= 1
+
+    def take_token(self, token_id: int, chunk: Chunk) -> None:
+        """Add to the output the token that came of a chunk.
+
+        The chunk of a token that decodes becomes that of the next token without one. Making hundreds of them in each
+        step takes longer than all else that a plan decides, and has the garbage collector look at each.
         """
         self.output_token_ids.append(token_id)
         self.next_chunk = None
-        has_room = self.num_computed % self.geometry.page_tokens > 0
-        if has_room and chunk.sample is not None and chunk.start + 1 == self.num_computed > self.num_prompt:
-            chunk.token_ids[0], chunk.start = token_id, self.num_computed
-            chunk.sample.output_index += 1
-            self.next_chunk = chunk
+        if self.status == "running" and self.num_computed % self.geometry.page_tokens > 0:
+            is_alone = chunk.start + 1 == self.num_complete > self.num_prompt
+            if chunk.sample is not None and is_alone and self.num_left:
+                chunk.token_ids[0], chunk.start = 0 if self.num_coming else token_id, self.num_computed
+                chunk.sample.output_index = len(self.output_token_ids) + self.num_coming
+                self.next_chunk = chunk
 
     def fork(self, request_id: str, arrival_index: float, token_id: int, beam: Beam) -> RequestState:
         """A waiting request that goes on from here with another token."""
@@ -304,7 +342,7 @@ class RequestState:
             params=params,
             seed=self.seed,
             choice_index=self.request.choice_index,
-            output_index=len(self.output_token_ids),
+            output_index=len(self.output_token_ids) + self.num_coming,
             prompt_token_ids=self.request.prompt_token_ids if history else [],
             output_token_ids=self.output_token_ids if history or params.bad_words else [],
         )

@@ -99,7 +99,7 @@ class Rows:
         if self.table.requests.get(leader.request_id) is not leader or is_without_pages or state.num_preemptions:
             state.leader = None
             return False
-        return leader.num_computed < state.num_shared
+        return leader.num_complete < state.num_shared
 
     def end_stall(self) -> None:
         """Something was computed."""
@@ -175,7 +175,7 @@ class Rows:
         adapter = state.request.adapter
         if state.is_idle:
             return "FORK"
-        if not self._may_run(state):
+        if state.in_flight or not self._may_run(state):
             return "NEW"
         if adapter is not None:
             if not self._check_fits(state):
@@ -230,7 +230,7 @@ class Rows:
         self.table.run(state)
         if state.num_left > 1:
             draft.prefilling.append((turn, state.num_left, state.in_batch_lane))
-        draft.started.add(state.request_id)
+        draft.plan.started.add(state.request_id)
         if state.queue_s is None:
             self._note_first_start(state)
         return None

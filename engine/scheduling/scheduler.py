@@ -31,7 +31,6 @@ from weft.engine.request import (
     FinishReason,
     GenerationRequest,
     RequestError,
-    RequestOutput,
     request_error,
 )
 from weft.engine.scheduling.beam import BeamSearch
@@ -58,7 +57,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, repr=False)
 class Scheduler:
-    """Requests from arrival to end. `plan` and `commit` alternate; everything else may come in between."""
+    """Requests from arrival to end.
+
+    Each plan is committed, in the order of the plans. A plan may be made before the one before it is committed, but not
+    before the one before that. Everything else may come in between.
+    """
 
     config: SchedulerConfig
     """Limits of a step and of the queue."""
@@ -101,8 +104,6 @@ class Scheduler:
         """How plans are held back; with `wait` it becomes `keep` by itself. Deadlines count all the same."""
         self._last_units = 0.0
         """Price of the step that was committed last."""
-        self._started: set[str] = set()
-        """Requests that got their pages in the step that was planned last."""
         self._arrivals = 0
         self._step = 0
 
@@ -217,18 +218,25 @@ class Scheduler:
         self._rows.fill(draft)
         self._chunks.plan(draft)
         self.residency.reserve_pages = self._preemption.room_to_grow() + draft.promised
-        if plan.is_empty:
+        if plan.is_empty and not self._has_steps_in_flight:
             self._rows.resolve_stall(draft)
         if plan.is_empty:
             return None
         if plan.chunks:
             self._rows.end_stall()
         self._step = plan.step
-        self._started = draft.started
         return plan
 
-    def commit(self, plan: StepPlan, results: list[ChunkResult]) -> list[RequestOutput]:
-        """Take in what a step yielded; requests that ended meanwhile are passed over.
+    def needs_results(self, plan: StepPlan) -> bool:
+        """Whether the next plan can be made only once the results of this one are committed.
+
+        The next token of a request may depend on the ones before it by more than the model: by penalties, bad words, a
+        grammar, or the other beams of its search. Log-probabilities of a prompt are kept with its KV cache.
+        """
+        return any(self.table.requests[chunk.request_id].needs_results(chunk) for chunk in plan.chunks)
+
+    def commit(self, plan: StepPlan, results: list[ChunkResult]) -> None:
+        """Take in what a step yielded; requests that ended meanwhile are passed over. `take_outputs` has the outputs.
 
         Raises:
             EngineError: The results are not those of the plan; nothing was committed.
@@ -239,7 +247,7 @@ class Scheduler:
         yielded: list[ChunkResult] = []
         for chunk, result in zip(plan.chunks, results, strict=True):
             state = self.table.requests.get(chunk.request_id)
-            if state is not None and state.status == "running" and state.last_step == plan.step:
+            if state is not None and state.in_flight and state.in_flight[0] is chunk:
                 live.append((state, chunk))
                 yielded.append(result)
         charges = self.table.service.charge(live)
@@ -247,13 +255,12 @@ class Scheduler:
         self._last_units = sum(units for _, units in charges)
         for (state, chunk), result in zip(live, yielded, strict=True):
             self._outcomes.advance(state, chunk, result)
-        return self.take_outputs()
 
-    def note_step(self, seconds: float) -> None:
-        """Take note of how long the step took that was committed last."""
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """Take note of how long the step took that was committed last, or failed."""
         is_full = self.table.order.num_queued > self.table.waiting.num_loading()
         self.table.service.note_step(self._last_units, seconds, is_full)
-        self._chunks.note_step(seconds)
+        self._chunks.note_step(plan, seconds)
 
     def complete(self, step: int) -> None:
         """Note that a step is complete; pages that it read may be used again."""
@@ -268,19 +275,20 @@ class Scheduler:
     def fail_step(self, plan: StepPlan) -> None:
         """End the requests of a failed step with an internal error; what it should have moved or filled is lost."""
         for chunk in plan.chunks:
-            self.finish(chunk.request_id, "error", INTERNAL)
-        for state in [state for state in self.table.running if state.request_id in self._started]:
+            state = self.table.requests.get(chunk.request_id)
+            if state is not None and state.last_step >= plan.step:  # else it came later, with the same id
+                self.finish(chunk.request_id, "error", INTERNAL)
+        for state in [state for state in self.table.running if state.request_id in plan.started]:
             self._preemption.undo_start(state, plan.step)
         self.table.lose_swapped(plan.step)
-        self._last_units = 0.0
-        self._chunks.forget_step()
+        self._last_units = plan.units = 0.0  # how long it took says nothing
 
     def fail_running(self) -> None:
         """End all running requests with an internal error, after a plan that failed."""
         # The step that was being planned never runs: with those before it, it is complete.
-        has_steps_under_way = self.table.kv.pool.completed_step < self._step
+        has_steps_in_flight = self._has_steps_in_flight
         self._step += 1
-        if not has_steps_under_way:
+        if not has_steps_in_flight:
             self.complete(self._step)
         for state in list(self.table.running):
             self.finish(state.request_id, "error", INTERNAL)
@@ -309,6 +317,11 @@ class Scheduler:
             reasons.setdefault(state.tenant, Counter())[state.waiting_reason] += 1
         told = {tenant: dict(counts) for tenant, counts in reasons.items()}
         return self.table.service.loads(self.table.running, self.table.waiting.by_tenant, told)
+
+    @property
+    def _has_steps_in_flight(self) -> bool:
+        """Whether a step was planned that is not complete."""
+        return self.table.kv.pool.completed_step < self._step
 
     def _is_held(self) -> bool:
         """Whether nothing is to be computed: not even what had started before the pause."""

@@ -148,7 +148,9 @@ class World:
         return step, specs, zeroed
 
 
-def run(program: StepProgram, step: tuple[PackedStep, list[SampleSpec], list[int]]) -> tuple[torch.Tensor, list[object]]:
+def run(
+    program: StepProgram, step: tuple[PackedStep, list[SampleSpec], list[int]]
+) -> tuple[torch.Tensor, list[object]]:
     """Logits and tokens of a step."""
     packed, specs, zeroed = step
     program.load(packed, specs, zero_pages=zeroed)

@@ -148,13 +148,18 @@ class SimulatedEngine:
         )
 
     def start(
-        self, runner: object, set_stepping: Callable[[int, int], None] = lambda _running, _held_up: None
+        self,
+        runner: object,
+        set_stepping: Callable[[int, int], None] = lambda _running, _held_up: None,
+        *,
+        overlaps: bool = False,
     ) -> EngineCore:
         """The core, around a runner."""
         return EngineCore(
             self.scheduler,
             cast(ModelRunner, runner),
             boot_id="boot",
+            overlaps=overlaps,
             set_stepping=set_stepping,
             clock=self.clock,
         )

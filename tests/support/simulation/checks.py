@@ -93,7 +93,7 @@ class Checks:
             self._fail(f"check: {error}")
         if self._table.requests.keys() != open_requests:
             self._fail(f"known to scheduler or client alone: {self._table.requests.keys() ^ open_requests}")
-        owners = self._check_owners()
+        self._check_owners()
         self._check_contents()
         self._check_uses()
         self._check_progress()
@@ -102,7 +102,7 @@ class Checks:
         self._check_service()
         self._num_looks += 1
         if self._num_looks % STATUS_EVERY == 0:
-            self._check_status(core, owners)
+            self._check_status(core)
 
     def look_idle(self, now_s: float) -> None:
         """After a pump that computed nothing: nobody may be able to run.
@@ -191,9 +191,10 @@ class Checks:
             if holding[digest] != (entry.holds if entry is not None else 0) and digest not in residency.untold:
                 self._fail(f"{holding[digest]} requests hold {digest[:14]}: {entry}")
 
-    def _check_status(self, core: EngineCore, owners: Owners) -> None:
+    def _check_status(self, core: EngineCore) -> None:
         """What the engine reports is what the owners have, page for page."""
-        status = core.status(is_detailed=True)
+        status = core.status(is_detailed=True)  # takes in the step in flight
+        owners = self._check_owners()
         pool = self._engine.pool
         if status.base_running != sum(state.digest is None for state in self._table.running):
             self._fail(f"the status has {status.base_running} running requests of the base")

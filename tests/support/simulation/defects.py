@@ -39,10 +39,8 @@ def publish_before_the_step_is_complete(patch: pytest.MonkeyPatch) -> None:
         planned = plan(self)
         for chunk in planned.chunks if planned is not None else []:
             state = self.table.requests[chunk.request_id]
-            before = state.num_computed
-            state.num_computed = chunk.start + len(chunk.token_ids)
-            self.table.kv.publish(state)
-            state.num_computed = before
+            num_tokens = chunk.start + len(chunk.token_ids)
+            self.table.kv.publish(state, num_tokens // state.geometry.page_tokens)
         return planned
 
     patch.setattr(Scheduler, "plan", early)

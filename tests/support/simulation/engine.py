@@ -35,11 +35,10 @@ LOOK_IDLE_EVERY = 4
 class SimulationError(AssertionError):
     """Something that must never happen, with the command that shows it again."""
 
-    def __init__(self, seed: int, now_s: float, step: int, failures: list[str]) -> None:
+    def __init__(self, seed: int, now_s: float, step: int, failures: list[str], *, overlaps: bool) -> None:
         shown = "\n".join(f"  - {failure}" for failure in failures[:8])
-        super().__init__(
-            f"seed {seed}, second {now_s:.3f}, after {step} steps:\n{shown}\nreplay: scripts/simulate --seed {seed}"
-        )
+        replay = f"scripts/simulate --seed {seed}{' --overlap' * overlaps}"
+        super().__init__(f"seed {seed}, second {now_s:.3f}, after {step} steps:\n{shown}\nreplay: {replay}")
 
 
 @dataclass
@@ -57,10 +56,16 @@ class Life:
 
 
 class Simulation(SimulatedEngine):
-    """One scenario."""
+    """One scenario.
 
-    def __init__(self, scenario: Scenario) -> None:
+    Args:
+        scenario: Everything but the depth.
+        overlaps: Whether steps overlap.
+    """
+
+    def __init__(self, scenario: Scenario, *, overlaps: bool = False) -> None:
         self.scenario = scenario
+        self._overlaps = overlaps
         self.failures: list[str] = []
         self.on_event: Callable[[str], object] | None = None
         """Is told what happens, for somebody who looks for a defect."""
@@ -120,7 +125,7 @@ class Simulation(SimulatedEngine):
             see=self.checks.see,
             fail=self.failures.append,
         )
-        self.core = self.start(self.runner)
+        self.core = self.start(self.runner, overlaps=overlaps)
 
     def run(self) -> Counter[str]:
         """Play the scenario to its end; returns how often what happened.
@@ -166,6 +171,7 @@ class Simulation(SimulatedEngine):
         has_changed = not is_idle or bool(outputs) or self._standing != before
         if has_changed or self._num_idle % LOOK_IDLE_EVERY == 0:
             self.checks.look(self.core, self._open)
+            self._check_charges()
         if is_idle:
             self.checks.look_idle(self.time.now_s)
         if self.on_event is not None:
@@ -175,6 +181,14 @@ class Simulation(SimulatedEngine):
         self._num_idle = self._num_idle + 1 if is_idle else 0
         if is_idle:
             self._pass_time(has_told=bool(outputs))
+
+    def _check_charges(self) -> None:
+        """Tenants are charged for the tokens that steps computed for requests that lived, and for no others."""
+        charged = {
+            name: tenant.tokens for name, tenant in self.scheduler.table.service.tenants.items() if tenant.tokens
+        }
+        if charged != self.runner.tokens:
+            self.failures.append(f"tenants were charged for {charged} tokens, not {dict(self.runner.tokens)}")
 
     def _pass_time(self, *, has_told: bool) -> None:
         """After a pump that computed nothing: until something happens, or for a while that grows."""
@@ -350,7 +364,9 @@ class Simulation(SimulatedEngine):
     def _fail(self, failure: str | None = None) -> NoReturn:
         if failure is not None:
             self.failures.append(failure)
-        raise SimulationError(self.scenario.seed, self.time.now_s, self.runner.num_steps, self.failures)
+        raise SimulationError(
+            self.scenario.seed, self.time.now_s, self.runner.num_steps, self.failures, overlaps=self._overlaps
+        )
 
     def _counts(self) -> Counter[str]:
         status = self.core.status()
@@ -373,10 +389,10 @@ class Simulation(SimulatedEngine):
         return counts
 
 
-def simulate(seed: int) -> Counter[str]:
+def simulate(seed: int, *, overlaps: bool = False) -> Counter[str]:
     """Run the scenario of a seed; returns how often what happened.
 
     Raises:
         SimulationError: Something happened that must not.
     """
-    return Simulation(draw(seed)).run()
+    return Simulation(draw(seed), overlaps=overlaps).run()

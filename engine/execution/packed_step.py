@@ -168,7 +168,10 @@ def _tokens(chunks: Sequence[Chunk], num_rows: int, sampled_places: Sequence[int
         if source is not None:
             place = sampled_places[source] if 0 <= source < len(sampled_places) else None
             if place is None or len(chunk.token_ids) != 1:
-                raise EngineError(f"{chunk.request_id} goes on from a token that the step before does not yield")
+                raise EngineError(
+                    f"a chunk takes the token of chunk {source} of a step with {len(sampled_places)} chunks, which "
+                    "does not yield it"
+                )
             tokens[row] = -1 - place
         row += len(chunk.token_ids)
     return tokens

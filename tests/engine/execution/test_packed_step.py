@@ -117,5 +117,5 @@ def test_a_token_of_the_step_before_is_named_by_its_place() -> None:
 
 @pytest.mark.parametrize("source", [1, 3, -1], ids=["yields none", "no such chunk", "negative"])
 def test_a_token_that_the_step_before_does_not_yield_is_refused(source: int) -> None:
-    with pytest.raises(EngineError, match="goes on from a token"):
+    with pytest.raises(EngineError, match="takes the token of chunk"):
         pack_step(StepPlan(step=2, chunks=[a_token("a", source)]), GEOMETRY, NUM_PAGES, [4, None, 1])

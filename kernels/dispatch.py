@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.kv_scales import KvScales
 from weft.kernels.native.library import NATIVE_DTYPES, native_library
 from weft.kernels.quantised import Int8Weight, QuantisedWeight
-from weft.kernels.sampling import RowSampling
+from weft.kernels.sampling import SamplingColumns
 from weft.kernels.sgmv import SgmvSite, SgmvTables, Tiles
 
 PagedAttention = Callable[[Tensor, Tensor, Tensor, AttentionBatch, float, int | None, KvScales | None], Tensor]
@@ -41,6 +42,14 @@ Linear = Callable[[Tensor], Tensor]
 """x [rows, in_features] to a new, contiguous [rows, out_features] of x's dtype."""
 
 
+class Sample(Protocol):
+    """Chooses one token per row."""
+
+    def __call__(self, logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) -> Tensor:
+        """See `weft.kernels.plain.sampling.sample`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """The operations of one kind of device. What each computes is stated in `weft.kernels.plain`."""
@@ -52,7 +61,7 @@ class Kernels:
     kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, KvScales | None], None]
     paged_attention: PagedAttention
     sgmv: Sgmv
-    sample: Callable[[Tensor, Sequence[RowSampling]], Tensor]
+    sample: Sample
     logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
     mask_tokens: Callable[[Tensor, Tensor, Tensor], None]
     attend: Attend | None = None

@@ -36,7 +36,7 @@ from weft.engine.model.device import choose_device
 from weft.errors import ConfigError
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import kernels_for
-from weft.kernels.sampling import RowSampling
+from weft.kernels.sampling import RowSampling, SamplingColumns
 from weft.memory.arena import Arena
 from weft.memory.geometry import SCALE_BYTES, PageGeometry
 
@@ -143,7 +143,7 @@ class KernelBench:
         cos, sin = (torch.rand(rows, model.head_dim, device=self.device) for _ in range(2))
         slots = torch.arange(1, rows + 1, device=self.device) * geometry.page_tokens
         logits = torch.randn(rows, VOCAB_SIZE, device=self.device)
-        greedy = [RowSampling(temperature=0.0)] * rows
+        greedy = SamplingColumns.build([RowSampling(temperature=0.0)] * rows, self.device)
         single = [
             Work("rope", lambda _: kernels.rope(q, k, cos, sin), 2 * (q.nbytes + k.nbytes)),
             Work(

@@ -6,6 +6,7 @@ neither the batch, nor its order, nor a preemption changes a draw. Knows nothing
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,12 +17,24 @@ import torch
 from weft.engine.request import TokenLogprobs
 from weft.engine.scheduling.plan import SampleSpec
 from weft.kernels.dispatch import Kernels
-from weft.kernels.sampling import PenaltyTensors, RowPenalties, RowSampling, apply_penalties, keep_only
+from weft.kernels.packed_copy import copy_in_one
+from weft.kernels.sampling import (
+    NOTHING_LEFT,
+    LogitEdits,
+    RowEdits,
+    RowSampling,
+    SamplingColumns,
+    apply_edits,
+    sampling_words,
+)
 
 DRAW_BITS = 24
 """Bits of a draw: as many as float32 holds exactly, so that the greatest draw stays below 1."""
-MAX_LOGIT = 1e30
-"""A row whose largest logit has a larger magnitude is not a distribution: divided by a temperature it may overflow."""
+DRAWS_AHEAD = 32
+"""Draws of a request that are made at once."""
+KEPT_DRAWS = 4096
+"""How many requests' draws are kept: many times as many as are decoded at once."""
+GREEDY = RowSampling(temperature=0.0)
 _SEED_MASK = (1 << 64) - 1
 
 
@@ -43,19 +56,26 @@ class PhiloxDraws:
     def __init__(self) -> None:
         self._generator = np.random.Philox(0)
         self._state = self._generator.state
+        self._ahead = functools.lru_cache(KEPT_DRAWS)(self._draw)
 
     def uniform(self, seed: int, choice_index: int, output_index: int) -> float:
         """A draw from 0 up to but not including 1."""
+        return self._ahead(seed, choice_index, output_index // DRAWS_AHEAD)[output_index % DRAWS_AHEAD]
+
+    def _draw(self, seed: int, choice_index: int, block: int) -> list[float]:
         # Setting the state of one generator is ten times faster than making one per draw.
         self._state["state"]["key"][:] = (seed & _SEED_MASK, choice_index)
-        self._state["state"]["counter"][:] = (output_index, 0, 0, 0)
+        self._state["state"]["counter"][:] = (block * DRAWS_AHEAD, 0, 0, 0)
         self._state["buffer_pos"] = len(self._state["buffer"])
         self._generator.state = self._state
-        return float(int(self._generator.random_raw()) >> (64 - DRAW_BITS)) / (1 << DRAW_BITS)
+        # The generator counts once for several numbers; a draw is the first of them.
+        raw = self._generator.random_raw(DRAWS_AHEAD * len(self._state["buffer"]))[:: len(self._state["buffer"])]
+        drawn: list[float] = ((raw >> (64 - DRAW_BITS)) / (1 << DRAW_BITS)).tolist()
+        return drawn
 
 
 class Sampler:
-    """From logits to tokens.
+    """From logits to tokens. A step program calls the parts of `sample` itself.
 
     Args:
         kernels: The operations for the device of the logits.
@@ -83,76 +103,113 @@ class Sampler:
             Per row the token, None where the row is no distribution or nothing is left of it, and its log-probabilities
             under the unchanged logits where they are asked for.
         """
-        reported = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
-        original = logits[reported] if reported else logits
-        changed = [(row, spec) for row, spec in enumerate(specs) if spec.changes_logits]
-        if changed:
-            penalties = [self._penalties(row, spec) for row, spec in changed]
-            apply_penalties(logits, PenaltyTensors.build(penalties, logits.shape[1], logits.device))
-            for row, spec in changed:
-                if spec.params.allowed_token_ids:
-                    keep_only(logits[row], spec.params.allowed_token_ids)
-        non_finite = _clear_non_finite_rows(logits)
-        if masks is not None:
-            non_finite |= self._mask(logits, masks)
-        tokens: list[int] = self._kernels.sample(logits, [self._sampling(spec) for spec in specs]).tolist()
+        words, reported = copy_in_one([self.columns(specs), self.reported_rows(specs)], logits.device)
+        original = logits.index_select(0, reported) if len(reported) else logits
+        if self.needs_edit(specs, masks):
+            self.edit(logits, specs, masks)
+        codes = self._kernels.sample(logits, SamplingColumns.of_words(words))
+        found = None
+        if len(reported):
+            found = self.logprob_words(original, codes.index_select(0, reported), num_top_logprobs(specs)).cpu()
+        return self.results(codes.tolist(), specs, masks, found)
 
+    def columns(self, specs: Sequence[SampleSpec]) -> np.ndarray:
+        """How the tokens of n rows are chosen, [NUM_COLUMNS, n] int32; see `sampling_words`."""
+        return sampling_words([self._sampling(spec) for spec in specs])
+
+    def needs_edit(self, specs: Sequence[SampleSpec], masks: RowMasks | None = None) -> bool:
+        """Whether logits must go through `edit` before they are sampled."""
+        return masks is not None or any(spec.changes_logits for spec in specs)
+
+    def edit(self, logits: torch.Tensor, specs: Sequence[SampleSpec], masks: RowMasks | None = None) -> None:
+        """Apply penalties and biases, and rule out what a row does not allow; one copy to the device.
+
+        Args:
+            logits: [n, vocab_size], float32, contiguous. Mutated.
+            specs: How, per row.
+            masks: What grammars leave of some rows.
+        """
+        rows = [self._edits(row, spec) for row, spec in enumerate(specs) if spec.changes_logits]
+        masked = (masks.rows, masks.bits) if masks is not None else ()
+        edits = LogitEdits.build(rows, logits.shape[1], logits.device, *masked)
+        apply_edits(logits, edits)
+        if masks is not None:
+            self._kernels.mask_tokens(logits, edits.masked_rows, edits.mask_bits)
+
+    def reported_rows(self, specs: Sequence[SampleSpec]) -> np.ndarray:
+        """The rows whose log-probabilities are asked for, int64."""
+        return np.array([row for row, spec in enumerate(specs) if spec.params.logprobs is not None], dtype=np.int64)
+
+    def logprob_words(self, logits: torch.Tensor, codes: torch.Tensor, num_top: int) -> torch.Tensor:
+        """Log-probabilities of sampled tokens as one tensor, which `results` reads; nothing is read from the device.
+
+        Args:
+            logits: [n, vocab_size], float32, before `edit`.
+            codes: [n], int32: what `Kernels.sample` returned.
+            num_top: Alternatives per row.
+
+        Returns:
+            [n, 2 + 2 * min(num_top, vocab_size)], int32: log-probability as bits of float32, rank, ids of the
+            alternatives, their log-probabilities.
+        """
+        tokens = codes.clamp(min=0).long()
+        chosen, rank, top_ids, top = self._kernels.logprobs(logits, tokens, min(num_top, logits.shape[1]))
+        bits = (chosen[:, None].view(torch.int32), rank[:, None].int(), top_ids.int(), top.view(torch.int32))
+        return torch.cat(bits, dim=1)
+
+    def results(
+        self,
+        codes: Sequence[int],
+        specs: Sequence[SampleSpec],
+        masks: RowMasks | None = None,
+        logprob_words: torch.Tensor | None = None,
+    ) -> list[tuple[int | None, TokenLogprobs | None]]:
+        """Tell tokens from failures.
+
+        Args:
+            codes: What `Kernels.sample` returned.
+            specs: How each row was sampled.
+            masks: As in `sample`. *Mutated*: gets the rows of which nothing is left.
+            logprob_words: Of the `reported_rows`, on the CPU; None where there are none.
+
+        Returns:
+            As `sample`.
+        """
+        if masks is not None:
+            masks.dead.update(row for row in masks.rows if codes[row] == NOTHING_LEFT)
         found: dict[int, TokenLogprobs] = {}
-        if reported:
-            num_top = [specs[row].params.logprobs or 0 for row in reported]
-            logprobs = self.logprobs(original, [tokens[row] for row in reported], max(num_top))
+        if logprob_words is not None:
+            rows = self.reported_rows(specs).tolist()
+            entries = _token_logprobs(logprob_words, [codes[row] for row in rows])
             found = {
-                row: replace(entry, top_ids=entry.top_ids[:count], top_logprobs=entry.top_logprobs[:count])
-                for row, entry, count in zip(reported, logprobs, num_top, strict=True)
+                row: _shortened(entry, specs[row].params.logprobs) for row, entry in zip(rows, entries, strict=True)
             }
-        return [(None, None) if row in non_finite else (token, found.get(row)) for row, token in enumerate(tokens)]
+        return [(token, found.get(row)) if token >= 0 else (None, None) for row, token in enumerate(codes)]
 
     def logprobs(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
         """Log-probabilities of given tokens; NaN where a row is no distribution.
 
         Args:
-            logits: [n, vocab_size], float32. Mutated where a row is no distribution.
+            logits: [n, vocab_size], float32.
             token_ids: One per row.
             num_top: Alternatives per row.
         """
-        non_finite = _clear_non_finite_rows(logits)
-        tokens = torch.tensor(token_ids, dtype=torch.int64).to(logits.device)
-        columns = self._kernels.logprobs(logits, tokens, min(num_top, logits.shape[1]))
-        chosen, ranks, top_ids, top_logprobs = (column.tolist() for column in columns)
-        return [
-            TokenLogprobs(
-                token_id=token,
-                logprob=math.nan if row in non_finite else chosen[row],
-                rank=ranks[row],
-                top_ids=top_ids[row],
-                top_logprobs=top_logprobs[row],
-            )
-            for row, token in enumerate(token_ids)
-        ]
-
-    def _mask(self, logits: torch.Tensor, masks: RowMasks) -> set[int]:
-        """Rule out what grammars do not allow; returns the rows of which nothing is left, which become zeros."""
-        rows = torch.tensor(masks.rows, dtype=torch.int64).to(logits.device)
-        self._kernels.mask_tokens(logits, rows, masks.bits.to(logits.device))
-        is_dead = (logits.index_select(0, rows).amax(-1) == -math.inf).tolist()
-        masks.dead.update(row for row, dead in zip(masks.rows, is_dead, strict=True) if dead)
-        for row in masks.dead:
-            logits[row] = 0.0
-        return masks.dead
+        tokens = copy_in_one([np.array(token_ids, dtype=np.int32)], logits.device)[0]
+        return _token_logprobs(self.logprob_words(logits, tokens, num_top).cpu(), token_ids)
 
     def _sampling(self, spec: SampleSpec) -> RowSampling:
         params = spec.params
         if params.is_greedy:
-            return RowSampling(temperature=0.0)
+            return GREEDY
         uniform = self._draws.uniform(spec.seed, spec.choice_index, spec.output_index)
         return RowSampling(params.temperature, params.top_k, params.top_p, params.min_p, uniform)
 
-    def _penalties(self, row: int, spec: SampleSpec) -> RowPenalties:
+    def _edits(self, row: int, spec: SampleSpec) -> RowEdits:
         params, bias = spec.params, spec.params.logit_bias
         held_back = (*self._eos_token_ids, *params.stop_token_ids) if spec.output_index < params.min_tokens else ()
         if held_back or params.bad_words:
             bias = {**bias, **dict.fromkeys((*held_back, *_ends_of_bad_words(spec)), -math.inf)}
-        return RowPenalties(
+        return RowEdits(
             row=row,
             prompt_token_ids=spec.prompt_token_ids,
             output_token_ids=spec.output_token_ids if params.needs_history else (),
@@ -160,7 +217,13 @@ class Sampler:
             frequency=params.frequency_penalty,
             presence=params.presence_penalty,
             bias=bias,
+            allowed_token_ids=params.allowed_token_ids,
         )
+
+
+def num_top_logprobs(specs: Sequence[SampleSpec]) -> int:
+    """The most alternatives that a row asks for."""
+    return max((spec.params.logprobs or 0 for spec in specs), default=0)
 
 
 def _ends_of_bad_words(spec: SampleSpec) -> Iterator[int]:
@@ -170,10 +233,22 @@ def _ends_of_bad_words(spec: SampleSpec) -> Iterator[int]:
             yield end
 
 
-def _clear_non_finite_rows(logits: torch.Tensor) -> set[int]:
-    """Zero the rows that no kernel can draw from, and say which they are. *Mutates* the logits."""
-    is_sound = (logits.amax(-1).abs() < MAX_LOGIT).tolist() if len(logits) else []
-    non_finite = [row for row, sound in enumerate(is_sound) if not sound]
-    for row in non_finite:
-        logits[row] = 0.0
-    return set(non_finite)
+def _token_logprobs(words: torch.Tensor, token_ids: Sequence[int]) -> list[TokenLogprobs]:
+    """Read what `Sampler.logprob_words` made."""
+    num_top = words.shape[1] // 2 - 1
+    numbers, bits = words.view(torch.float32), words.tolist()
+    chosen, top = numbers[:, 0].tolist(), numbers[:, 2 + num_top :].tolist()
+    return [
+        TokenLogprobs(
+            token_id=token,
+            logprob=chosen[row],
+            rank=bits[row][1],
+            top_ids=bits[row][2 : 2 + num_top],
+            top_logprobs=top[row],
+        )
+        for row, token in enumerate(token_ids)
+    ]
+
+
+def _shortened(entry: TokenLogprobs, count: int | None) -> TokenLogprobs:
+    return replace(entry, top_ids=entry.top_ids[:count], top_logprobs=entry.top_logprobs[:count])

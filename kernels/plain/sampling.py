@@ -7,7 +7,6 @@ tokens in order of their ids. A row is computed alone, so it cannot depend on th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft.kernels.checks import expect, expect_that
-from weft.kernels.sampling import RowSampling
+from weft.kernels.sampling import MAX_LOGIT, NON_FINITE, NOTHING_LEFT, SamplingColumns
 
 BLOCK = 128
 """Tokens per block."""
@@ -50,7 +49,7 @@ class BlockedRow:
         return values.topk(k, sorted=False).values.amin()
 
 
-def sample(logits: Tensor, sampling: Sequence[RowSampling]) -> Tensor:
+def sample(logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) -> Tensor:
     """Choose one token per row.
 
     Semantics, for each row with uniform u:
@@ -66,40 +65,37 @@ def sample(logits: Tensor, sampling: Sequence[RowSampling]) -> Tensor:
 
     Args:
         logits: [B, V], float32. Penalties and biases are applied already.
-        sampling: Parameters and draw of each row.
+        columns: Parameters and draw of each row.
+        out: [B], int32, contiguous: where the tokens go; None makes one.
 
     Returns:
-        [B], int64.
+        [B], int32: `out`. Not a token but NON_FINITE where the row has a NaN or the magnitude of its largest logit is
+        MAX_LOGIT or more, NOTHING_LEFT where all its logits are -inf.
 
     Raises:
-        ValueError: A shape or dtype does not fit.
+        ValueError: A shape, dtype or device does not fit.
     """
-    check_operands(logits, sampling)
-    tokens = argmax(logits)
-    drawn = [row for row, how in enumerate(sampling) if how.temperature > 0]
-    if not drawn:
-        return tokens
+    check_operands(logits, columns, out)
+    tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device) if out is None else out
+    # torch.argmax walks a row one element at a time; maxima of blocks are vectorised.
     values, maxima = _blocks(logits)
-    for row in drawn:
-        tokens[row] = _draw(BlockedRow(values[row], maxima[row]), *sampling[row])
+    top, block = maxima.amax(-1), maxima.argmax(-1)
+    likeliest = block * BLOCK + values[torch.arange(len(logits)), block].argmax(-1)
+    failures = torch.where(top == -torch.inf, NOTHING_LEFT, NON_FINITE)
+    tokens.copy_(torch.where(top.abs() < MAX_LOGIT, likeliest, failures))
+    filters = (columns.temperature, columns.top_k, columns.top_p, columns.min_p, columns.uniform)
+    parameters = zip(*(column.tolist() for column in filters), strict=True)
+    for row, (token, how) in enumerate(zip(tokens.tolist(), parameters, strict=True)):
+        if token >= 0 and how[0] > 0:
+            tokens[row] = _draw(BlockedRow(values[row], maxima[row]), *how)
     return tokens
-
-
-def argmax(logits: Tensor) -> Tensor:
-    """Index of the largest logit of each row, the first among equals, [B], int64.
-
-    torch.argmax walks a row one element at a time; maxima of blocks are vectorised.
-    """
-    values, maxima = _blocks(logits)
-    block = maxima.argmax(-1)
-    return block * BLOCK + values[torch.arange(len(logits)), block].argmax(-1)
 
 
 def mask_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     """Rule out the tokens of some rows whose bits are not set.
 
     Semantics: l = -inf for each token t of row rows[i] where bit t % 32 of bits[i, t // 32] is 0, or where there is no
-    such word.
+    such word, unless l is NaN or at least MAX_LOGIT: `sample` is to see that the row is no distribution.
 
     Args:
         logits: [B, V], float32. Mutated.
@@ -113,7 +109,8 @@ def mask_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
     is_allowed = ((bits[:, :, None] >> shifts) & 1).bool().flatten(1)[:, : logits.shape[1]]
     is_allowed = functional.pad(is_allowed, (0, logits.shape[1] - is_allowed.shape[1]))
-    logits[rows] = logits[rows].masked_fill(~is_allowed, -torch.inf)
+    masked = logits[rows]
+    logits[rows] = masked.masked_fill(~is_allowed & (masked < MAX_LOGIT), -torch.inf)
 
 
 def check_masks(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
@@ -142,6 +139,7 @@ def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, T
         rank: [n], int64, one more than the number of likelier tokens.
         top_ids: [n, num_top], int64, most likely first, the lower id first among equals.
         top_logprobs: [n, num_top], float32.
+        All log-probabilities are NaN where a row is no distribution; its other results mean nothing.
 
     Raises:
         ValueError: A shape or dtype does not fit.
@@ -149,7 +147,10 @@ def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, T
     chosen, rank, total = chosen_logprobs(logits, token_ids)
     top_ids = torch.empty((logits.shape[0], num_top), dtype=torch.int64)
     values, maxima = _blocks(logits)
-    for index in range(logits.shape[0] if num_top else 0):
+    for index, is_nan in enumerate(total.isnan().tolist() if num_top else ()):
+        if is_nan:
+            top_ids[index] = torch.arange(num_top)
+            continue
         row = BlockedRow(values[index], maxima[index])
         ids, candidates = row.reaching(row.kth_largest(num_top))
         top_ids[index] = ids[candidates.sort(descending=True, stable=True).indices[:num_top]]
@@ -159,12 +160,15 @@ def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, T
 def chosen_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row, [n]: log-probability and rank of the token, and the log of the sum over all exponentials.
 
+    The sum is NaN, and with it the log-probability, where a row is no distribution.
+
     Raises:
         ValueError: A shape or dtype does not fit.
     """
     expect("logits", logits, (None, None), torch.float32)
     expect("token_ids", token_ids, (logits.shape[0],), torch.int64, logits.device)
-    total = torch.logsumexp(logits, dim=-1)
+    is_sound = logits.amax(-1).abs() < MAX_LOGIT
+    total = torch.where(is_sound, torch.logsumexp(logits, dim=-1), torch.nan)
     chosen = logits.gather(1, token_ids[:, None])
     return chosen[:, 0] - total, (logits > chosen).sum(-1) + 1, total
 
@@ -249,11 +253,19 @@ def _first_above(cumulative: Tensor, target: Tensor) -> int:
     return int(torch.searchsorted(cumulative, torch.minimum(target, below_end).reshape(1), right=True))
 
 
-def check_operands(logits: Tensor, sampling: Sequence[RowSampling]) -> None:
+def check_operands(logits: Tensor, columns: SamplingColumns, out: Tensor | None) -> None:
     """Check what a call to `sample` was given.
 
     Raises:
-        ValueError: A shape or dtype does not fit.
+        ValueError: A shape, dtype or device does not fit.
     """
-    expect("logits", logits, (len(sampling), None), torch.float32)
+    expect("logits", logits, (None, None), torch.float32)
     expect_that("logits", logits.shape[1] > 0, "a vocabulary", logits.shape)
+    expected = (logits.shape[:1], torch.float32, logits.device)
+    expect("temperature", columns.temperature, *expected)
+    expect("top_p", columns.top_p, *expected)
+    expect("min_p", columns.min_p, *expected)
+    expect("uniform", columns.uniform, *expected)
+    expect("top_k", columns.top_k, logits.shape[:1], torch.int32, logits.device)
+    if out is not None:
+        expect("out", out, logits.shape[:1], torch.int32, logits.device)

@@ -7,8 +7,6 @@ Every sum has a fixed order, so a row's token is repeatable and does not depend 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -16,9 +14,7 @@ from torch import Tensor
 
 from weft.kernels.checks import expect_that
 from weft.kernels.plain.sampling import check_masks, check_operands, chosen_logprobs
-from weft.kernels.sampling import RowSampling
-
-MAX_TOP_K = 2**31 - 1
+from weft.kernels.sampling import MAX_LOGIT, NON_FINITE, NOTHING_LEFT, SamplingColumns
 
 
 @triton.jit
@@ -49,7 +45,19 @@ def _tail(row, V, temperature, top, bound, BLOCK: tl.constexpr):
 
 @triton.jit
 def sample_kernel(
-    logits, temperatures, top_ks, top_ps, min_ps, uniforms, tokens, V, stride: tl.int64, BLOCK: tl.constexpr
+    logits,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    uniforms,
+    tokens,
+    V,
+    stride: tl.int64,
+    MAX_LOGIT: tl.constexpr,
+    NON_FINITE: tl.constexpr,
+    NOTHING_LEFT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Choose the token of one row. Grid: (B,)."""
     program = tl.program_id(0)
@@ -57,16 +65,20 @@ def sample_kernel(
     temperature = tl.load(temperatures + program)
     best = tl.full((), float("-inf"), tl.float32)
     token = tl.full((), 0, tl.int32)
+    num_nan = tl.full((), 0, tl.int32)
     for start in range(0, V, BLOCK):
         i = start + tl.arange(0, BLOCK)
         x = tl.load(row + i, mask=i < V, other=float("-inf"))
-        block_best = tl.max(x, axis=0)
+        block_best = tl.max(x, axis=0)  # ignores NaN
+        num_nan += tl.sum((x != x).to(tl.int32), axis=0)
         place = tl.min(tl.where((x == block_best) & (i < V), i, V), axis=0)
         token = tl.where(block_best > best, place, token)
         best = tl.maximum(best, block_best)
-    if temperature > 0.0:
+    is_sound = (num_nan == 0) & (tl.abs(best) < MAX_LOGIT)
+    token = tl.where(is_sound, token, tl.where((best == float("-inf")) & (num_nan == 0), NOTHING_LEFT, NON_FINITE))
+    if is_sound & (temperature > 0.0):
         token = _draw(row, V, temperature, best, token, top_ks, top_ps, min_ps, uniforms, program, BLOCK)
-    tl.store(tokens + program, token.to(tl.int64))
+    tl.store(tokens + program, token)
 
 
 @triton.jit
@@ -112,40 +124,48 @@ def _draw(row, V, temperature, best, likeliest, top_ks, top_ps, min_ps, uniforms
     return tl.where(found < V, found, last)
 
 
-def sample(logits: Tensor, sampling: Sequence[RowSampling]) -> Tensor:
+def sample(logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) -> Tensor:
     """Choose one token per row.
 
-    Semantics and arguments: `weft.kernels.plain.sampling.sample`.
+    Semantics, arguments and result: `weft.kernels.plain.sampling.sample`.
 
     Raises:
-        ValueError: A shape or dtype does not fit.
+        ValueError: A shape, dtype or device does not fit.
     """
-    check_operands(logits, sampling)
+    check_operands(logits, columns, out)
     expect_that("logits", logits.stride(1) == 1, "rows of consecutive elements", logits.stride())
     num_rows, vocab_size = logits.shape
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device) if out is None else out
     if num_rows:
-        numbers = [(row.temperature, row.top_p, row.min_p, row.uniform) for row in sampling]
-        temperatures, top_ps, min_ps, uniforms = (
-            torch.tensor(numbers, dtype=torch.float32).T.contiguous().to(logits.device)
-        )
-        top_ks = torch.tensor([min(max(row.top_k, 0), MAX_TOP_K) for row in sampling], dtype=torch.int32)
-        filters = (top_ks.to(logits.device), top_ps, min_ps, uniforms)
+        filters = (columns.top_k, columns.top_p, columns.min_p, columns.uniform)
         block = min(4096, triton.next_power_of_2(vocab_size))
         sample_kernel[(num_rows,)](
-            logits, temperatures, *filters, tokens, vocab_size, logits.stride(0), BLOCK=block, num_warps=8
+            logits,
+            columns.temperature,
+            *filters,
+            tokens,
+            vocab_size,
+            logits.stride(0),
+            MAX_LOGIT,
+            NON_FINITE,
+            NOTHING_LEFT,
+            BLOCK=block,
+            num_warps=8,
         )
     return tokens
 
 
 @triton.jit
-def mask_tokens_kernel(logits, rows, bits, V, W, stride: tl.int64, BLOCK: tl.constexpr):
+def mask_tokens_kernel(logits, rows, bits, V, W, stride: tl.int64, MAX_LOGIT: tl.constexpr, BLOCK: tl.constexpr):
     """Rule out the tokens of one block of one row. Grid: (n, blocks of V)."""
     index = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(bits + index.to(tl.int64) * W + token // 32, mask=token // 32 < W, other=0)
-    is_ruled_out = ((word >> (token % 32)) & 1) == 0
-    tl.store(logits + tl.load(rows + index) * stride + token, float("-inf"), mask=is_ruled_out & (token < V))
+    is_ruled_out = (((word >> (token % 32)) & 1) == 0) & (token < V)
+    places = logits + tl.load(rows + index) * stride + token
+    # NaN and what is too large stay: `sample` is to see them.
+    is_number = tl.load(places, mask=is_ruled_out, other=0.0) < MAX_LOGIT
+    tl.store(places, float("-inf"), mask=is_ruled_out & is_number)
 
 
 def mask_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
@@ -159,7 +179,9 @@ def mask_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     check_masks(logits, rows, bits)
     block = min(1024, triton.next_power_of_2(logits.shape[1]))
     grid = (len(rows), triton.cdiv(logits.shape[1], block))
-    mask_tokens_kernel[grid](logits, rows, bits, logits.shape[1], bits.shape[1], logits.stride(0), BLOCK=block)
+    mask_tokens_kernel[grid](
+        logits, rows, bits, logits.shape[1], bits.shape[1], logits.stride(0), MAX_LOGIT, BLOCK=block
+    )
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -37,3 +37,16 @@ def test_a_mask_that_does_not_fit_is_refused(impl: Implementation) -> None:
         impl.kernels.mask_tokens(logits, rows, bits)
     with pytest.raises(ValueError, match="rows: expected dtype"):
         impl.kernels.mask_tokens(logits, rows.int(), bits)
+
+
+def test_what_is_no_number_stays_though_it_is_ruled_out(impl: Implementation) -> None:
+    """Else the sampler would take a row for a distribution that is none."""
+    if impl.build is not None and native_library() is None:
+        pytest.skip("needs a C++ compiler")
+    values = [torch.nan, torch.inf, 1e30, 1e29, -torch.inf, -1e35, 0.0]
+    logits = torch.tensor([values * 10], device=impl.device)
+    bits = torch.tensor([[0, 1 << 5]], dtype=torch.int32, device=impl.device)
+    impl.kernels.mask_tokens(logits, torch.tensor([0], device=impl.device), bits)
+    expected = torch.tensor([[*values[:3], *[NOTHING] * 4] * 10])
+    expected[0, 37] = values[37 % 7]
+    assert torch.equal(logits.cpu().nan_to_num(12345.0, posinf=1e33), expected.nan_to_num(12345.0, posinf=1e33))

@@ -8,7 +8,15 @@ import torch
 import implementations
 from implementations import CPU, TORCH, Implementation
 from oracles import ORACLES, probabilities
-from weft.kernels.sampling import PenaltyTensors, RowPenalties, RowSampling, apply_penalties
+from weft.kernels.sampling import (
+    NON_FINITE,
+    NOTHING_LEFT,
+    LogitEdits,
+    RowEdits,
+    RowSampling,
+    SamplingColumns,
+    apply_edits,
+)
 
 IMPLEMENTATIONS = [impl for impl in implementations.IMPLEMENTATIONS if impl.build is None]
 """C++ has none of its own."""
@@ -39,16 +47,16 @@ def logits_of(vocab_size: int, rows: int = 1, seed: int = 0, spread: float = 3.0
     return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def sampling_of(rows: Sequence[tuple[Parameters, float]]) -> list[RowSampling]:
+def columns_of(rows: Sequence[tuple[Parameters, float]], device: torch.device = CPU) -> SamplingColumns:
     """From (parameters, uniform) of each row."""
-    return [RowSampling(*parameters, uniform) for parameters, uniform in rows]
+    return SamplingColumns.build([RowSampling(*parameters, uniform) for parameters, uniform in rows], device)
 
 
 def draws(
     logits: torch.Tensor, parameters: Parameters, uniforms: Sequence[float], impl: Implementation = TORCH
 ) -> torch.Tensor:
-    sampling = sampling_of([(parameters, uniform) for uniform in uniforms])
-    return impl.kernels.sample(logits.expand(len(uniforms), -1).to(impl.device), sampling).cpu()
+    columns = columns_of([(parameters, uniform) for uniform in uniforms], impl.device)
+    return impl.kernels.sample(logits.expand(len(uniforms), -1).to(impl.device), columns).cpu()
 
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
@@ -89,26 +97,49 @@ def test_draws_at_the_ends_yield_kept_tokens(uniform: float, parameters: Paramet
 @pytest.mark.parametrize("vocab_size", [1, 5, 127, 128, 640, 1000, 32_000])
 def test_greedy_takes_the_first_of_equals_beside_rows_that_draw(vocab_size: int, impl: Implementation) -> None:
     logits = torch.randint(-3, 3, (20, vocab_size), generator=torch.Generator().manual_seed(0)).float()
-    logits[3] = -torch.inf
     logits[4, :-1] = -torch.inf
     draws_too = [index == 7 for index in range(20)]
     rows = [((1.0, 0, 1.0, 0.0) if drawn else GREEDY, 0.5) for drawn in draws_too]
-    tokens = impl.kernels.sample(logits.to(impl.device), sampling_of(rows)).cpu()
+    tokens = impl.kernels.sample(logits.to(impl.device), columns_of(rows, impl.device)).cpu()
     greedy = ~torch.tensor(draws_too)
-    assert torch.equal(tokens[greedy], logits.argmax(-1)[greedy])
-    assert tokens.dtype == torch.int64
+    assert torch.equal(tokens[greedy], logits.argmax(-1)[greedy].int())
+    assert tokens.dtype == torch.int32
+
+
+@pytest.mark.parametrize("parameters", [GREEDY, FILTERS[0], FILTERS[-2]], ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 640, 5001])
+def test_a_row_that_is_no_distribution_gets_a_code_beside_rows_that_are(
+    vocab_size: int, parameters: Parameters, impl: Implementation
+) -> None:
+    logits = logits_of(vocab_size).repeat(13, 1)
+    for row, place in enumerate((0, vocab_size // 2, vocab_size - 1)):
+        logits[row, place] = torch.nan
+        logits[3 + row, place] = torch.inf
+        logits[6 + row, place] = 1e30
+    logits[9] = -torch.inf
+    logits[9, -1] = torch.nan
+    logits[10] = -torch.inf
+    logits[11] = -1e30
+    out = torch.full((13,), -7, dtype=torch.int32, device=impl.device)
+    tokens = impl.kernels.sample(logits.to(impl.device), columns_of([(parameters, 0.4)] * 13, impl.device), out)
+    assert tokens is out
+    assert tokens.tolist() == [NON_FINITE] * 10 + [
+        NOTHING_LEFT,
+        NON_FINITE,
+        *draws(logits[12:], parameters, [0.4], impl),
+    ]
 
 
 def test_a_row_does_not_depend_on_the_batch(impl: Implementation) -> None:
     filters = [*EACH_BRANCH[2:5], EACH_BRANCH[7]] if impl.is_interpreted else FILTERS
     logits = logits_of(300 if impl.is_interpreted else 5000, rows=len(filters) + 1).to(impl.device)
     rows = [(parameters, 0.37) for parameters in filters] + [(GREEDY, 0.0)]
-    together = impl.kernels.sample(logits, sampling_of(rows))
+    together = impl.kernels.sample(logits, columns_of(rows, impl.device))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
-    shuffled = impl.kernels.sample(logits[order], sampling_of([rows[i] for i in order]))
+    shuffled = impl.kernels.sample(logits[order], columns_of([rows[i] for i in order], impl.device))
     assert torch.equal(shuffled, together[order])
     for index, row in enumerate(rows):
-        alone = impl.kernels.sample(logits[index : index + 1], sampling_of([row]))
+        alone = impl.kernels.sample(logits[index : index + 1], columns_of([row], impl.device))
         assert alone == together[index]
 
 
@@ -138,20 +169,27 @@ def test_penalties_are_those_of_openai_and_transformers() -> None:
         [[2.0, -2.0, 1.0, 0.5, 3.0], [1.0] * 5, [2.0, -2.0, 1.0, 0.5, 3.0], [4.0, -4.0, 4.0, 1.0, 1.0]]
     )
     rows = [
-        RowPenalties(row=0, prompt_token_ids=[0, 3, 3], output_token_ids=[1, 1, 2], repetition=2.0),
-        RowPenalties(row=2, prompt_token_ids=[0], output_token_ids=[1, 1, 4], frequency=0.5, presence=0.25),
-        RowPenalties(row=3, prompt_token_ids=[0, 1], output_token_ids=[1, 2], repetition=2.0, presence=1.0),
+        RowEdits(row=0, prompt_token_ids=[0, 3, 3], output_token_ids=[1, 1, 2], repetition=2.0),
+        RowEdits(row=2, prompt_token_ids=[0], output_token_ids=[1, 1, 4], frequency=0.5, presence=0.25),
+        RowEdits(row=3, prompt_token_ids=[0, 1], output_token_ids=[1, 2], repetition=2.0, presence=1.0),
     ]
-    apply_penalties(logits, PenaltyTensors.build(rows, 5, CPU))
+    apply_edits(logits, LogitEdits.build(rows, 5, CPU))
     expected = [[1.0, -4.0, 0.5, 0.25, 3.0], [1.0] * 5, [2.0, -3.25, 1.0, 0.5, 2.25], [2.0, -9.0, 1.0, 1.0, 1.0]]
     assert torch.allclose(logits, torch.tensor(expected))
 
 
 def test_biases_are_added_after_penalties_and_unknown_tokens_ignored() -> None:
     logits = torch.tensor([[4.0, 1.0], [1.0, 1.0]])
-    rows = [RowPenalties(row=0, output_token_ids=[0], repetition=2.0, bias={0: 3.0, 2: 100.0, -1: 5.0})]
-    apply_penalties(logits, PenaltyTensors.build(rows, 2, CPU))
+    rows = [RowEdits(row=0, output_token_ids=[0], repetition=2.0, bias={0: 3.0, 2: 100.0, -1: 5.0})]
+    apply_edits(logits, LogitEdits.build(rows, 2, CPU))
     assert logits.tolist() == [[5.0, 1.0], [1.0, 1.0]]
+
+
+def test_only_allowed_tokens_stay_after_biases_and_other_rows_keep_theirs() -> None:
+    logits = torch.tensor([[4.0, 1.0, 2.0], [1.0, 3.0, 1.0], [5.0, 6.0, 7.0]])
+    rows = [RowEdits(row=2, allowed_token_ids=(2, 0, 2), bias={0: 1.5}), RowEdits(row=0, allowed_token_ids=[1])]
+    apply_edits(logits, LogitEdits.build(rows, 3, CPU))
+    assert logits.tolist() == [[-torch.inf, 1.0, -torch.inf], [1.0, 3.0, 1.0], [6.5, -torch.inf, 7.0]]
 
 
 @pytest.mark.parametrize("vocab_size", [7, 640, 1000])
@@ -167,8 +205,26 @@ def test_logprobs_equal_the_oracle(vocab_size: int, impl: Implementation) -> Non
     assert actual[1][4] == 1
 
 
+def test_a_row_that_is_no_distribution_has_no_logprobs(impl: Implementation) -> None:
+    logits = logits_of(300, rows=5)
+    for row, spoilt in enumerate((torch.nan, torch.inf, 1e30)):
+        logits[row, 7] = spoilt
+    logits[3] = -torch.inf
+    tokens = torch.tensor([0, 1, 2, 3, 4], device=impl.device)
+    chosen, _, top_ids, top = impl.kernels.logprobs(logits.to(impl.device), tokens, 2)
+    assert chosen[:4].isnan().all()
+    assert top[:4].isnan().all()
+    assert ((top_ids >= 0) & (top_ids < 300)).all()
+    torch.testing.assert_close(chosen[4].cpu(), logits[4].log_softmax(0)[4])
+
+
 def test_misfits_are_refused(impl: Implementation) -> None:
-    with pytest.raises(ValueError, match=r"logits: expected shape \[2, any\], got \[1, 7\]"):
-        impl.kernels.sample(logits_of(7), sampling_of([(FILTERS[0], 0.5)] * 2))
+    logits, columns = logits_of(7).to(impl.device), columns_of([(FILTERS[0], 0.5)], impl.device)
+    with pytest.raises(ValueError, match=r"temperature: expected shape \[1\], got \[2\]"):
+        impl.kernels.sample(logits, columns_of([(FILTERS[0], 0.5)] * 2, impl.device))
     with pytest.raises(ValueError, match=r"logits: expected dtype torch\.float32, got torch\.float16"):
-        impl.kernels.sample(logits_of(7).half(), sampling_of([(FILTERS[0], 0.5)]))
+        impl.kernels.sample(logits.half(), columns)
+    with pytest.raises(ValueError, match=r"out: expected dtype torch\.int32, got torch\.int64"):
+        impl.kernels.sample(logits, columns, torch.empty(1, dtype=torch.int64, device=impl.device))
+    with pytest.raises(ValueError, match=r"logits: expected a vocabulary"):
+        impl.kernels.sample(logits[:, :0], columns)

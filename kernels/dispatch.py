@@ -29,7 +29,9 @@ Linear = Callable[[Tensor], Tensor]
 class Sample(Protocol):
     """Chooses one token per row."""
 
-    def __call__(self, logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) -> Tensor: ...
+    def __call__(self, logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) -> Tensor:
+        """See `weft.kernels.plain.sampling.sample`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

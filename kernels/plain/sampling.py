@@ -148,8 +148,11 @@ def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, T
     top_ids = torch.empty((logits.shape[0], num_top), dtype=torch.int64)
     values, maxima = _blocks(logits)
     for index, is_nan in enumerate(total.isnan().tolist() if num_top else ()):
+        if is_nan:
+            top_ids[index] = torch.arange(num_top)
+            continue
         row = BlockedRow(values[index], maxima[index])
-        ids, candidates = row.reaching(maxima.new_tensor(-torch.inf) if is_nan else row.kth_largest(num_top))
+        ids, candidates = row.reaching(row.kth_largest(num_top))
         top_ids[index] = ids[candidates.sort(descending=True, stable=True).indices[:num_top]]
     return chosen, rank, top_ids, logits.gather(1, top_ids) - total[:, None]
 

@@ -92,9 +92,7 @@ def attend(
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
     """
-    head_dim, num_kv_heads = k_pages.shape[3], k_pages.shape[1]
-    heads = qkv.view(len(qkv), -1, head_dim)
-    q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    q, k, v = split_heads(qkv, k_pages)
     if norms is not None:
         q, k = kernels.rms_norm(q, norms.q, norms.eps), kernels.rms_norm(k, norms.k, norms.eps)
     kernels.rope(q, k, *rotation.factors())
@@ -118,16 +116,27 @@ def check_operands(
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
     """
+    q, k, v = split_heads(qkv, k_pages)
+    rows_cpu.check_rope(q, k, cos, sin)
+    rows_cpu.check_kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
+    attention_cpu.check_operands(q, k_pages, v_pages, batch, sliding_window, kv_scales)
+
+
+def split_heads(qkv: Tensor, k_pages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of the queries, keys and values in a fused projection: [T, Hq, D], [T, Hkv, D], [T, Hkv, D].
+
+    Raises:
+        ValueError: Its shape or stride does not fit.
+    """
     num_kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
     group_width = num_kv_heads * head_dim
     fits = qkv.dim() == 2 and qkv.shape[1] % group_width == 0 and qkv.shape[1] >= 3 * group_width
     expect_that("qkv", fits, f"[T, (Hq + {2 * num_kv_heads}) * {head_dim}]", list(qkv.shape))
     expect_that("qkv", qkv.is_contiguous(), "contiguous rows", qkv.stride())
-    heads = qkv.view(len(qkv), -1, head_dim)
-    q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
-    rows_cpu.check_rope(q, k, cos, sin)
-    rows_cpu.check_kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
-    attention_cpu.check_operands(q, k_pages, v_pages, batch, sliding_window, kv_scales)
+    num_heads = qkv.shape[1] // head_dim
+    heads = qkv.view(len(qkv), num_heads, head_dim)
+    q, k, v = heads.split([num_heads - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    return q, k, v
 
 
 def check_norms(norms: HeadNorms | None, qkv: Tensor, head_dim: int) -> None:

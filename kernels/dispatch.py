@@ -101,7 +101,7 @@ def torch_kernels() -> Kernels:
     from weft.kernels.plain import attention, quantised, rows, sampling, sgmv
 
     return replace(
-        _kernels_of(rows, attention, sgmv, sampling),
+        _kernels_of(rows, rows, attention, sgmv, sampling),
         quantised_linear=quantised.quantised_linear,
         quantised_head=quantised.quantised_head,
     )
@@ -117,7 +117,7 @@ def triton_kernels() -> Kernels:
         ConfigError: Triton is not installed.
     """
     try:
-        from weft.kernels.triton import attention, rows, sampling, sgmv
+        from weft.kernels.triton import attend, attention, rows, sampling, sgmv
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
@@ -125,18 +125,20 @@ def triton_kernels() -> Kernels:
             "model.device: a CUDA device needs Triton, which is not installed: pip install 'weft[triton]'",
             param="model.device",
         ) from error
-    return _kernels_of(rows, attention, sgmv, sampling)
+    return replace(_kernels_of(rows, attend, attention, sgmv, sampling), attend=attend.attend, shrink=sgmv.shrink)
 
 
-def _kernels_of(rows: ModuleType, attention: ModuleType, sgmv: ModuleType, sampling: ModuleType) -> Kernels:
+def _kernels_of(
+    rows: ModuleType, heads: ModuleType, attention: ModuleType, sgmv: ModuleType, sampling: ModuleType
+) -> Kernels:
     """The operations by their names, which are the same in the modules of every kind."""
     return Kernels(
         embed=rows.embed,
         rms_norm=rows.rms_norm,
         fused_add_rms_norm=rows.fused_add_rms_norm,
-        rope=rows.rope,
+        rope=heads.rope,
         silu_and_mul=rows.silu_and_mul,
-        kv_write=rows.kv_write,
+        kv_write=heads.kv_write,
         paged_attention=attention.paged_attention,
         sgmv=sgmv.sgmv,
         sample=sampling.sample,

@@ -87,11 +87,22 @@ def check_operands(
     Raises:
         ValueError: A shape, dtype or device does not fit; the message names expected and got.
     """
-    num_tokens = x.shape[0]
+    check_inputs(x, arena_elements, tables, tiles, site, layer)
+    expect("y", y, (x.shape[0], sum(site.widths)), arena_elements.dtype, x.device)
+    expect_that("y", y.stride(1) == 1, "rows of consecutive elements", y.stride())
+
+
+def check_inputs(
+    x: Tensor, arena_elements: Tensor, tables: SgmvTables, tiles: Tiles, site: SgmvSite, layer: int
+) -> None:
+    """Check what `sgmv` only reads.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit; the message names expected and got.
+    """
     slots, layers, modules = tables.ranks.shape
     device = x.device
-    expect("x", x, (num_tokens, site.in_features), arena_elements.dtype, device)
-    expect("y", y, (num_tokens, sum(site.widths)), arena_elements.dtype, device)
+    expect("x", x, (x.shape[0], site.in_features), arena_elements.dtype, device)
     expect("arena_elements", arena_elements, (None, None), None, device)
     expect("offsets", tables.offsets, (slots, layers, modules, 2, None), torch.int32, device)
     expect("ranks", tables.ranks, (slots, layers, modules), torch.int32, device)
@@ -100,7 +111,6 @@ def check_operands(
     expect("tiles.start", tiles.start, tiles.slot.shape, torch.int32, device)
     expect("tiles.length", tiles.length, tiles.slot.shape, torch.int32, device)
     expect_that("x", x.stride(1) == 1, "rows of consecutive elements", x.stride())
-    expect_that("y", y.stride(1) == 1, "rows of consecutive elements", y.stride())
     expect_that("arena_elements", arena_elements.is_contiguous(), "one contiguous arena", arena_elements.stride())
     expect_that("layer", 0 <= layer < layers, f"0 to {layers - 1}", layer)
     first, last = site.modules[0], site.modules[-1]

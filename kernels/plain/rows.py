@@ -46,13 +46,18 @@ def check_embed(tokens: Tensor, sampled: Tensor | None, table: Tensor) -> None:
     """
     expect("table", table, (None, None))
     expect_that("table", table.stride(1) == 1, "consecutive elements", table.stride())
-    _check_indices("tokens", tokens, None, table.device)
+    check_indices("tokens", tokens, None, table.device)
     if sampled is not None:
         expect("sampled", sampled, (None,), torch.int32, table.device)
         expect_that("sampled", sampled.is_contiguous(), "consecutive elements", sampled.stride())
 
 
-def _check_indices(name: str, indices: Tensor, count: int | None, device: torch.device) -> None:
+def check_indices(name: str, indices: Tensor, count: int | None, device: torch.device) -> None:
+    """Check a tensor of indices, [count], or of any length.
+
+    Raises:
+        ValueError: Its shape, dtype, device or stride does not fit.
+    """
     expect(name, indices, (count,), None, device)
     expect_that(name, indices.dtype in (torch.int32, torch.int64), "dtype int32 or int64", indices.dtype)
     expect_that(name, indices.is_contiguous(), "consecutive elements", indices.stride())
@@ -257,6 +262,6 @@ def check_kv_write(
     """
     num_tokens, heads, head_dim = k.shape
     expect("v", v, k.shape, k.dtype, k.device)
-    _check_indices("slot_mapping", slot_mapping, num_tokens, k.device)
+    check_indices("slot_mapping", slot_mapping, num_tokens, k.device)
     expect_that("k", k.stride(2) == 1 == v.stride(2), "consecutive elements", k.stride())
     check_pages(k_pages, v_pages, kv_scales, (None, heads, None, head_dim), k.dtype, k.device)

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.kv_scales import LARGEST, KvScales
 from weft.kernels.plain.rows import (
     check_add_norm,
     check_embed,
-    check_kv_write,
     check_norm,
-    check_rope,
     check_silu_and_mul,
+)
+from weft.kernels.sgmv import LoraDelta
+from weft.kernels.triton.sgmv import (
+    COLUMN_BLOCK,
+    TILE_POINTERS,
+    add_delta,
+    delta_operands,
+    entry_of,
+    expand,
+    num_warps,
+    tile_of,
 )
 
 ROW_BLOCK = 1024
-"""Elements of a row that one program copies or computes."""
+"""Elements of a row that one program copies."""
+NORM_BLOCK_BYTES = 512
+"""Of a row that one program adds to the residual before the norm."""
+MAX_NORM_ROWS = 16
+"""Rows of a tile that one program normalises after all others have ended; more are worth a launch of their own."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens", "sampled"])
@@ -69,9 +83,77 @@ def rms_norm_kernel(
         rounded = value.to(new_residual.dtype.element_ty)
         tl.store(new_residual + program * N + n, rounded, mask=live)
         value = rounded.to(tl.float32)
+    _store_normed(value, weight, out + program * N, eps, n, N)
+
+
+@triton.jit
+def _store_normed(value, weight, out, eps, n, N: tl.constexpr):
+    """Normalise one vector, zero from N on, and store it.
+
+    The order of the sum depends on the number of warps, which therefore is the same in all kernels.
+    """
     scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / N + eps)
-    value = value * scale * tl.load(weight + n, mask=live, other=0.0).to(tl.float32)
-    tl.store(out + program * N + n, value.to(out.dtype.element_ty), mask=live)
+    value = value * scale * tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out + n, value.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit(do_not_specialize=["layer", "num_tokens"], do_not_specialize_on_alignment=TILE_POINTERS)
+def expand_add_norm_kernel(
+    y,
+    residual,
+    weight,
+    out,
+    new_residual,
+    counters,
+    planes,
+    arena,
+    offsets,
+    ranks,
+    scalings,
+    tile_slot,
+    tile_start,
+    tile_length,
+    layer,
+    num_layers,
+    num_modules,
+    num_tokens,
+    eps,
+    N: tl.constexpr,
+    BN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MODULE: tl.constexpr,
+    BM: tl.constexpr,
+    SITE: tl.constexpr,
+):
+    """One block of columns of one tile: add the delta, then the residual. Grid: (tiles, cdiv(N, BN)).
+
+    The program of a tile that ends last normalises its rows, each as `rms_norm_kernel` does, and resets the counter.
+    """
+    slot, start, length = tile_of(tile_slot, tile_start, tile_length, num_tokens, BM)
+    if length <= 0:
+        return
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    m = tl.arange(0, BM)
+    live_m = m < length
+    live_n = n < N
+    live = live_m[:, None] & live_n[None, :]
+    rows = (start + m).to(tl.int64)
+    place = rows[:, None] * N + n[None, :]
+    x = tl.load(y + place, mask=live, other=0.0)
+    entry, rank = entry_of(ranks, slot, layer, num_layers, num_modules, MODULE)
+    tensors = planes, arena, offsets, scalings, rows, live_m, num_tokens
+    x = add_delta(x, entry, rank, 0, n, live_n, N, BN, *tensors, BM, SITE)
+    value = x.to(tl.float32) + tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
+    tl.store(new_residual + place, value.to(new_residual.dtype.element_ty), mask=live)
+    tl.debug_barrier()  # all of the program's elements are stored before it counts itself
+    counter = counters + tl.program_id(0)
+    if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(1) - 1:
+        c = tl.arange(0, BLOCK)
+        for row in range(start, start + length):
+            first = tl.cast(row, tl.int64) * N
+            stored = tl.load(new_residual + first + c, mask=c < N, other=0.0, cache_modifier=".cg")
+            _store_normed(stored.to(tl.float32), weight, out + first, eps, c, N)
+        tl.store(counter, 0)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -80,10 +162,37 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _norm(x, None, weight, eps)[0]
 
 
-def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `weft.kernels.plain.rows.fused_add_rms_norm`."""
+def fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, delta: LoraDelta | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `weft.kernels.plain.rows.fused_add_rms_norm`; the delta is added to x first. x may be changed then."""
     check_add_norm(x, residual, weight)
-    return _norm(x, residual, weight, eps)
+    if delta is None:
+        return _norm(x, residual, weight, eps)
+    if delta.tiles.rows > MAX_NORM_ROWS:
+        expand(x, delta)
+        return _norm(x, residual, weight, eps)
+    out, new_residual = torch.empty_like(x), torch.empty_like(x)
+    num_tiles, pointers, sizes, constants = delta_operands(delta, len(x))
+    if x.numel():
+        columns = NORM_BLOCK_BYTES // x.element_size()
+        counters = _counters(x.device, triton.next_power_of_2(max(num_tiles, 256)))
+        expand_add_norm_kernel[(num_tiles, triton.cdiv(x.shape[1], columns))](
+            *(x, residual, weight, out, new_residual, counters, *pointers, *sizes, eps),
+            **{**_norm_sizes(x.shape[1]), **constants, "BN": columns, "num_stages": 2},
+        )
+    return out, new_residual
+
+
+@functools.cache
+def _counters(device: torch.device, capacity: int) -> Tensor:
+    """Programs of each tile that have ended, all 0 before and after each launch. Kept, for captured graphs use it."""
+    return torch.zeros(capacity, dtype=torch.int32, device=device)
+
+
+def _norm_sizes(size: int) -> dict[str, int]:
+    block = triton.next_power_of_2(size)
+    return {"N": size, "BLOCK": block, "num_warps": min(8, max(1, block // 256))}
 
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -91,198 +200,75 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
     new_residual = out if residual is None else torch.empty_like(out)
     if x.numel():
         heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
-        block = triton.next_power_of_2(x.shape[-1])
-        sizes = {"N": x.shape[-1], "BLOCK": block, "num_warps": min(16, max(1, block // 256))}
         operands = (x, x if residual is None else residual, weight, out, new_residual)
         rms_norm_kernel[(x.shape[0] * heads,)](
-            *operands, heads, x.stride(0), head_stride, eps, ADD=residual is not None, **sizes
+            *operands, heads, x.stride(0), head_stride, eps, ADD=residual is not None, **_norm_sizes(x.shape[-1])
         )
     return out, new_residual
 
 
-@triton.jit
-def rope_kernel(
-    q,
-    k,
-    cos,
-    sin,
-    q_heads,
-    k_heads,
-    q_token: tl.int64,
-    q_head: tl.int64,
-    k_token: tl.int64,
-    k_head: tl.int64,
-    HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+@triton.jit(do_not_specialize=["layer", "num_tokens"], do_not_specialize_on_alignment=TILE_POINTERS)
+def silu_and_mul_kernel(
+    gate_up,
+    out,
+    planes,
+    arena,
+    offsets,
+    ranks,
+    scalings,
+    tile_slot,
+    tile_start,
+    tile_length,
+    layer,
+    num_layers,
+    num_modules,
+    num_tokens,
+    N: tl.constexpr,
+    BN: tl.constexpr,
+    MODULE: tl.constexpr,
+    BM: tl.constexpr,
+    SITE: tl.constexpr,
 ):
-    """Rotate all heads of one token. Grid: (T, cdiv(Hq, BLOCK_H) + cdiv(Hkv, BLOCK_H))."""
-    token = tl.program_id(0).to(tl.int64)
-    q_blocks = tl.cdiv(q_heads, BLOCK_H)
-    block = tl.program_id(1)
-    i = tl.arange(0, BLOCK_D)
-    live_i = i < HALF
-    c = tl.load(cos + token * 2 * HALF + i, mask=live_i, other=0.0)[None, :]
-    s = tl.load(sin + token * 2 * HALF + HALF + i, mask=live_i, other=0.0)[None, :]  # the first half's are negative
-    if block < q_blocks:
-        head = block * BLOCK_H + tl.arange(0, BLOCK_H)
-        _rotate(q + token * q_token + head[:, None] * q_head + i[None, :], head < q_heads, live_i, c, s, HALF)
-    else:
-        head = (block - q_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
-        _rotate(k + token * k_token + head[:, None] * k_head + i[None, :], head < k_heads, live_i, c, s, HALF)
-
-
-@triton.jit
-def _rotate(pointers, live_head, live_i, c, s, HALF: tl.constexpr):
-    live = live_head[:, None] & live_i[None, :]
-    stored = tl.load(pointers, mask=live, other=0.0)
-    first = stored.to(tl.float32)
-    second = tl.load(pointers + HALF, mask=live, other=0.0).to(tl.float32)
-    tl.store(pointers, (first * c - second * s).to(stored.dtype), mask=live)
-    tl.store(pointers + HALF, (second * c + first * s).to(stored.dtype), mask=live)
-
-
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """See `weft.kernels.plain.rows.rope`."""
-    check_rope(q, k, cos, sin)
-    num_tokens, q_heads, head_dim = q.shape
-    if num_tokens == 0:
+    """`out[row, n] = silu(gate_up[row, n]) * gate_up[row, N + n]`, deltas added first. Grid: (tiles, cdiv(N, BN))."""
+    slot, start, length = tile_of(tile_slot, tile_start, tile_length, num_tokens, BM)
+    if length <= 0:
         return
-    half, block_h = head_dim // 2, min(16, triton.next_power_of_2(q_heads))
-    sizes = {"HALF": half, "BLOCK_H": block_h, "BLOCK_D": triton.next_power_of_2(half), "num_warps": 4}
-    rope_kernel[(num_tokens, -(-q_heads // block_h) + -(-k.shape[1] // block_h))](
-        q, k, cos, sin, q_heads, k.shape[1], *q.stride()[:2], *k.stride()[:2], **sizes
-    )
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    m = tl.arange(0, BM)
+    live_m = m < length
+    live_n = n < N
+    live = live_m[:, None] & live_n[None, :]
+    rows = (start + m).to(tl.int64)
+    place = gate_up + rows[:, None] * (2 * N) + n[None, :]
+    gate = tl.load(place, mask=live, other=0.0)
+    up = tl.load(place + N, mask=live, other=0.0)
+    if planes is not None:
+        gate_entry, gate_rank = entry_of(ranks, slot, layer, num_layers, num_modules, MODULE)
+        up_entry, up_rank = entry_of(ranks, slot, layer, num_layers, num_modules, MODULE + 1)
+        tensors = planes, arena, offsets, scalings, rows, live_m, num_tokens
+        gate = add_delta(gate, gate_entry, gate_rank, 0, n, live_n, N, BN, *tensors, BM, SITE)
+        up = add_delta(up, up_entry, up_rank, 1, n, live_n, N, BN, *tensors, BM, SITE)
+    wide = gate.to(tl.float32)
+    result = wide * tl.sigmoid(wide) * up.to(tl.float32)
+    tl.store(out + rows[:, None] * N + n[None, :], result.to(out.dtype.element_ty), mask=live)
 
 
-@triton.jit
-def silu_and_mul_kernel(gate_up, out, N: tl.constexpr, BLOCK: tl.constexpr):
-    """`out[row, n] = silu(gate_up[row, n]) * gate_up[row, N + n]`. Grid: (rows, cdiv(N, BLOCK))."""
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = n < N
-    gate = tl.load(gate_up + row * 2 * N + n, mask=live, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * N + N + n, mask=live, other=0.0).to(tl.float32)
-    tl.store(out + row * N + n, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=live)
-
-
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """See `weft.kernels.plain.rows.silu_and_mul`."""
+def silu_and_mul(gate_up: Tensor, delta: LoraDelta | None = None) -> Tensor:
+    """See `weft.kernels.plain.rows.silu_and_mul`; the delta is added to gate_up first."""
     check_silu_and_mul(gate_up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, width))
+    num_tiles, pointers, sizes, constants = delta_operands(delta, rows)
     if out.numel():
-        silu_and_mul_kernel[(rows, triton.cdiv(width, ROW_BLOCK))](gate_up, out, N=width, BLOCK=ROW_BLOCK)
-    return out
-
-
-@triton.jit
-def kv_write_kernel(
-    k,
-    v,
-    k_pages,
-    v_pages,
-    slot_mapping,
-    k_token: tl.int64,
-    k_head: tl.int64,
-    v_token: tl.int64,
-    v_head: tl.int64,
-    page_stride: tl.int64,
-    head_stride: tl.int64,
-    token_stride: tl.int64,
-    PAGE_TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Copy all heads of one token. Grid: (T,)."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
-    if slot < 0:
-        return
-    page = slot // PAGE_TOKENS
-    offset = slot % PAGE_TOKENS
-    i = tl.arange(0, BLOCK)
-    live = i < HEADS * D
-    head = (i // D).to(tl.int64)
-    d = i % D
-    key = tl.load(k + token * k_token + head * k_head + d, mask=live)
-    value = tl.load(v + token * v_token + head * v_head + d, mask=live)
-    place = page * page_stride + head * head_stride + offset * token_stride + d
-    tl.store(k_pages + place, key, mask=live)
-    tl.store(v_pages + place, value, mask=live)
-
-
-@triton.jit
-def _store_int8(pages, scales, place, scale_place, x, live, LARGEST: tl.constexpr):
-    """Store one vector, zero where it is not live, in 8 bits."""
-    scale = tl.div_rn(tl.max(tl.abs(x), axis=0), LARGEST) + tl.sum(x * 0.0, axis=0)  # NaN where x is not finite
-    steps = tl.where(scale > 0.0, tl.div_rn(x, scale), 0.0)
-    steps = tl.minimum(tl.maximum(steps, -LARGEST), LARGEST)
-    rounded = (steps + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum has no fraction, and is rounded to even
-    tl.store(pages + place, rounded.to(tl.int8), mask=live)
-    tl.store(scales + scale_place, scale)
-
-
-@triton.jit
-def kv_write_int8_kernel(
-    k,
-    v,
-    k_pages,
-    v_pages,
-    k_scales,
-    v_scales,
-    slot_mapping,
-    k_token: tl.int64,
-    k_head: tl.int64,
-    v_token: tl.int64,
-    v_head: tl.int64,
-    page_stride: tl.int64,
-    head_stride: tl.int64,
-    token_stride: tl.int64,
-    scale_page_stride: tl.int64,
-    scale_head_stride: tl.int64,
-    PAGE_TOKENS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LARGEST: tl.constexpr,
-):
-    """Store one head of one token in 8 bits. Grid: (T, Hkv)."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
-    if slot < 0:
-        return
-    page = slot // PAGE_TOKENS
-    offset = slot % PAGE_TOKENS
-    d = tl.arange(0, BLOCK)
-    live = d < D
-    key = tl.load(k + token * k_token + head * k_head + d, mask=live, other=0.0).to(tl.float32)
-    value = tl.load(v + token * v_token + head * v_head + d, mask=live, other=0.0).to(tl.float32)
-    place = page * page_stride + head * head_stride + offset * token_stride + d
-    scale_place = page * scale_page_stride + head * scale_head_stride + offset
-    _store_int8(k_pages, k_scales, place, scale_place, key, live, LARGEST)
-    _store_int8(v_pages, v_scales, place, scale_place, value, live, LARGEST)
-
-
-def kv_write(
-    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor, kv_scales: KvScales | None = None
-) -> None:
-    """See `weft.kernels.plain.rows.kv_write`."""
-    check_kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
-    num_tokens, heads, head_dim = k.shape
-    if num_tokens == 0:
-        return
-    strides = (*k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3])
-    sizes = {"PAGE_TOKENS": k_pages.shape[2], "D": head_dim}
-    if kv_scales is not None:
-        block = triton.next_power_of_2(head_dim)
-        kv_write_int8_kernel[(num_tokens, heads)](
-            *(k, v, k_pages, v_pages, *kv_scales, slot_mapping, *strides, *kv_scales[0].stride()[:2]),
-            **{**sizes, "BLOCK": block, "LARGEST": float(LARGEST), "num_warps": 1},
+        silu_and_mul_kernel[(num_tiles, triton.cdiv(width, COLUMN_BLOCK))](
+            gate_up,
+            out,
+            *pointers,
+            *sizes,
+            N=width,
+            BN=COLUMN_BLOCK,
+            num_warps=num_warps(constants),
+            num_stages=2,
+            **constants,
         )
-        return
-    block = triton.next_power_of_2(heads * head_dim)
-    kv_write_kernel[(num_tokens,)](
-        k, v, k_pages, v_pages, slot_mapping, *strides, HEADS=heads, BLOCK=block, num_warps=4, **sizes
-    )
+    return out

@@ -1,4 +1,4 @@
-"""SGMV in Triton: two launches per site, shrink and expand, with weights read from scattered pages.
+"""SGMV in Triton: shrink, and expand as part of the operation that reads the site's output, or alone.
 
 Ranks and offsets are read from device tables, so work is in proportion to true ranks and no address changes when
 adapters come and go. There are no atomics: split-K partial sums go to float32 planes, which the expand adds up in a
@@ -8,7 +8,9 @@ cast to float32 right after its load.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import gcd
+from typing import Any
 
 import torch
 import triton
@@ -19,15 +21,20 @@ from weft.kernels.sgmv import (
     GROUP_ROWS,
     MAX_SLICES,
     UNIT_BYTES,
+    LoraDelta,
     SgmvSite,
     SgmvTables,
     Tiles,
+    check_inputs,
     check_operands,
     row_pitch_units,
 )
 
+TILE_POINTERS = ["tile_slot", "tile_start", "tile_length"]
+"""Slices of one packed tensor; a kernel is not compiled again for where in it they begin."""
 
-@triton.jit(do_not_specialize=["layer", "num_tokens"])
+
+@triton.jit(do_not_specialize=["layer", "num_tokens"], do_not_specialize_on_alignment=TILE_POINTERS)
 def shrink_kernel(
     x,
     arena,
@@ -57,7 +64,7 @@ def shrink_kernel(
     """One block of rank rows of one slice of one tile, over one part of K.
 
     Semantics: `planes[part, row, slice * max_rank + n] = sum(x[row, k] * A[n, k] for k in part)`, n below the rank.
-    Grid: (tile capacity, slices * cdiv(max_rank, BR), SPLIT_K).
+    Grid: (tiles, slices * cdiv(max_rank, BR), SPLIT_K).
     """
     RANK_BLOCKS: tl.constexpr = (GROUPS * 8 + BR - 1) // BR
     WIDTH: tl.constexpr = NUM_SLICES * GROUPS * 8
@@ -94,7 +101,79 @@ def shrink_kernel(
     tl.store(out, acc, mask=live_m[:, None] & live_n[None, :])
 
 
-@triton.jit(do_not_specialize=["layer", "num_tokens"])
+@triton.jit
+def tile_of(tile_slot, tile_start, tile_length, num_tokens, BM: tl.constexpr):
+    """Slot, first row and number of rows of a program's tile; without tiles, BM rows of the base after the other."""
+    tile = tl.program_id(0)
+    if tile_slot is None:
+        slot = tl.full((), -1, tl.int32)
+        start = tile * BM
+        length = tl.minimum(num_tokens - start, BM)
+    else:
+        slot = tl.load(tile_slot + tile)
+        start = tl.load(tile_start + tile)
+        length = tl.load(tile_length + tile)
+    return slot, start, length
+
+
+@triton.jit
+def entry_of(ranks, slot, layer, num_layers, num_modules, module):
+    """Where an adapter's module stands in the tables, and its rank; 0 for the base."""
+    entry = (slot.to(tl.int64) * num_layers + layer) * num_modules + module
+    return entry, tl.multiple_of(tl.load(ranks + entry, mask=slot >= 0, other=0), 8)
+
+
+@triton.jit
+def add_delta(
+    y,
+    entry,
+    rank,
+    which,
+    n,
+    live_n,
+    width,
+    BN: tl.constexpr,
+    planes,
+    arena,
+    offsets,
+    scalings,
+    rows,
+    live_m,
+    num_tokens,
+    BM: tl.constexpr,
+    SITE: tl.constexpr,
+):
+    """Add what an adapter adds to columns `n` of a slice of `width` to y [BM, BN], in its dtype; at rank 0, y as it is.
+
+    Semantics: `y + scaling * sum(planes[:, row, r].sum() * BT[r, n] for r in range(rank))`, the sum of the planes
+    rounded to the dtype of the weights.
+    """
+    UNIT: tl.constexpr = SITE[1]
+    GROUPS: tl.constexpr = SITE[2]
+    BR: tl.constexpr = SITE[4]
+    WIDTH: tl.constexpr = SITE[0] * GROUPS * 8
+    pitch = (width + UNIT - 1) // UNIT * UNIT
+    scaling = tl.load(scalings + entry, mask=rank > 0, other=0.0)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for rank_start in range(0, rank, BR):
+        r = rank_start + tl.arange(0, BR)
+        live_r = r < rank
+        bridge = tl.zeros((BM, BR), tl.float32)
+        for part in tl.static_range(SITE[3]):
+            plane = planes + (part * num_tokens + rows[:, None]) * WIDTH + which * (GROUPS * 8) + r[None, :]
+            bridge += tl.load(plane, mask=live_m[:, None] & live_r[None, :], other=0.0)
+        group = tl.load(offsets + entry * (2 * GROUPS) + GROUPS + r // 8, mask=live_r, other=0).to(tl.int64)
+        weight_rows = group * UNIT + (r % 8).to(tl.int64) * pitch
+        w = tl.load(arena + weight_rows[:, None] + n[None, :], mask=live_r[:, None] & live_n[None, :], other=0.0)
+        if SITE[5]:
+            w = w.to(tl.float32)
+        else:
+            bridge = bridge.to(w.dtype)
+        acc += tl.dot(bridge, w, input_precision="ieee")
+    return tl.where(rank > 0, (y.to(tl.float32) + acc * scaling).to(y.dtype), y)
+
+
+@triton.jit(do_not_specialize=["layer", "num_tokens"], do_not_specialize_on_alignment=TILE_POINTERS)
 def expand_kernel(
     planes,
     arena,
@@ -110,74 +189,101 @@ def expand_kernel(
     num_modules,
     num_tokens,
     y_stride: tl.int64,
-    MODULE: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
     W0: tl.constexpr,
     W1: tl.constexpr,
     W2: tl.constexpr,
     ALIGN: tl.constexpr,
-    UNIT: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    BM: tl.constexpr,
     BN: tl.constexpr,
-    BR: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    MODULE: tl.constexpr,
+    BM: tl.constexpr,
+    SITE: tl.constexpr,
 ):
-    """One block of output columns of one tile.
+    """`add_delta` to one block of output columns of one tile, in place.
 
-    Semantics: `y[row, n] += scaling * sum(planes[:, row, r].sum() * BT[r, n] for r in range(rank))`, the bridge rounded
-    to the dtype of the weights. Grid: (tile capacity, sum over slices of cdiv(width, BN)). W0 to W2 are slice widths,
-    0 where there is no slice; ALIGN divides all of them.
+    Grid: (tiles, sum over slices of cdiv(width, BN)). W0 to W2 are slice widths, 0 where there is no slice; ALIGN
+    divides all of them.
     """
-    WIDTH: tl.constexpr = NUM_SLICES * GROUPS * 8
     BLOCKS0: tl.constexpr = (W0 + BN - 1) // BN
     BLOCKS1: tl.constexpr = BLOCKS0 + (W1 + BN - 1) // BN
-    tile = tl.program_id(0)
+    slot, start, length = tile_of(tile_slot, tile_start, tile_length, num_tokens, BM)
     block = tl.program_id(1)
-    slot = tl.load(tile_slot + tile)
-    if slot < 0:
-        return
     second = block >= BLOCKS0
     third = block >= BLOCKS1
     which = second.to(tl.int32) + third.to(tl.int32)
     width = tl.multiple_of(tl.where(third, W2, tl.where(second, W1, W0)), ALIGN)
     column = tl.multiple_of(tl.where(third, W0 + W1, tl.where(second, W0, 0)), ALIGN)
     n = (block - tl.where(third, BLOCKS1, tl.where(second, BLOCKS0, 0))) * BN + tl.arange(0, BN)
-    entry = (slot.to(tl.int64) * num_layers + layer) * num_modules + MODULE + which
-    rank = tl.multiple_of(tl.load(ranks + entry), 8)
+    entry, rank = entry_of(ranks, slot, layer, num_layers, num_modules, MODULE + which)
     if rank == 0:
         return
-    pitch = tl.multiple_of((width + UNIT - 1) // UNIT * UNIT, UNIT)
     m = tl.arange(0, BM)
-    live_m = m < tl.load(tile_length + tile)
+    live_m = m < length
     live_n = n < width
-    rows = (tl.load(tile_start + tile) + m).to(tl.int64)
+    rows = (start + m).to(tl.int64)
     out = y + rows[:, None] * y_stride + (column + n)[None, :]
-    prior = tl.load(out, mask=live_m[:, None] & live_n[None, :], other=0.0).to(tl.float32)
-    scaling = tl.load(scalings + entry)
-    acc = tl.zeros((BM, BN), tl.float32)
-    for rank_start in range(0, rank, BR):
-        r = rank_start + tl.arange(0, BR)
-        live_r = r < rank
-        bridge = tl.zeros((BM, BR), tl.float32)
-        for part in tl.static_range(SPLIT_K):
-            plane = planes + (part * num_tokens + rows[:, None]) * WIDTH + which * (GROUPS * 8) + r[None, :]
-            bridge += tl.load(plane, mask=live_m[:, None] & live_r[None, :], other=0.0)
-        group = tl.load(offsets + entry * (2 * GROUPS) + GROUPS + r // 8, mask=live_r, other=0).to(tl.int64)
-        weight_rows = group * UNIT + (r % 8).to(tl.int64) * pitch
-        w = tl.load(arena + weight_rows[:, None] + n[None, :], mask=live_r[:, None] & live_n[None, :], other=0.0)
-        if INTERPRET:
-            w = w.to(tl.float32)
-        else:
-            bridge = bridge.to(w.dtype)
-        acc += tl.dot(bridge, w, input_precision="ieee")
-    result = prior + acc * scaling
-    tl.store(out, result.to(y.dtype.element_ty), mask=live_m[:, None] & live_n[None, :])
+    prior = tl.load(out, mask=live_m[:, None] & live_n[None, :], other=0.0)
+    tensors = planes, arena, offsets, scalings, rows, live_m, num_tokens
+    result = add_delta(prior, entry, rank, which, n, live_n, width, BN, *tensors, BM, SITE)
+    tl.store(out, result, mask=live_m[:, None] & live_n[None, :])
 
 
 INTERPRET = not isinstance(shrink_kernel, triton.runtime.JITFunction)
 """Whether the kernels run through Triton's interpreter; decided by TRITON_INTERPRET when this module is imported."""
+COLUMN_BLOCK = 128
+"""Output columns that one program of the expand computes."""
+
+
+def shrink(
+    x: Tensor, arena_elements: Tensor, tables: SgmvTables, tiles: Tiles, site: SgmvSite, layer: int
+) -> LoraDelta:
+    """Multiply every tile's rows with its adapter's A; what `sgmv` adds to y can then be added by `expand`.
+
+    The grid depends on shapes only, never on what the tables hold, so a captured graph stays valid when adapters
+    change. Tile lengths above `tiles.rows` are not computed.
+
+    Args:
+        x: Input of the site, [num_tokens, in_features].
+        arena_elements: The arena, [num_pages, page_elements], dtype of x.
+        tables: Where the weights lie, their ranks and scalings.
+        tiles: Which rows belong to which adapter slot.
+        site: Sizes and modules.
+        layer: Decoder layer.
+
+    Raises:
+        ValueError: An operand does not fit.
+    """
+    check_inputs(x, arena_elements, tables, tiles, site, layer)
+    num_tokens, num_slices, num_tiles = x.shape[0], len(site.modules), tiles.slot.shape[0]
+    _, num_layers, num_modules, _, groups = tables.offsets.shape
+    unit = UNIT_BYTES // arena_elements.element_size()
+    rank_block, k_block, split_k = block_sizes(site.in_features, tiles.rows, groups, arena_elements.element_size())
+    planes = x.new_empty((split_k, num_tokens, num_slices * groups * GROUP_ROWS), dtype=torch.float32)
+    if num_tiles and num_tokens:
+        pitch = row_pitch_units(site.in_features, arena_elements.element_size()) * unit
+        blocks = {"K": site.in_features, "PITCH": pitch, "BR": rank_block, "BK": k_block, "BM": tiles.rows}
+        shape = {"MODULE": site.modules[0], "NUM_SLICES": num_slices, "UNIT": unit, "GROUPS": groups}
+        shrink_kernel[(num_tiles, num_slices * -(-groups * GROUP_ROWS // rank_block), split_k)](
+            *(x, arena_elements, tables.offsets, tables.ranks, tiles.slot, tiles.start, tiles.length, planes),
+            *(layer, num_layers, num_modules, num_tokens, x.stride(0)),
+            **{**blocks, **shape, "SPLIT_K": split_k, "INTERPRET": INTERPRET},
+            num_warps=num_warps(blocks),
+            num_stages=shrink_stages(arena_elements.element_size()),
+        )
+    return LoraDelta(planes, arena_elements, tables, tiles, site, layer)
+
+
+def expand(y: Tensor, delta: LoraDelta) -> None:
+    """Add a delta to its site's output, [num_tokens, sum of widths], in place."""
+    widths = delta.site.widths + (0,) * (MAX_SLICES - len(delta.site.widths))
+    num_tiles, pointers, sizes, constants = delta_operands(delta, len(y))
+    if num_tiles and len(y):
+        blocks = {"W0": widths[0], "W1": widths[1], "W2": widths[2], "BN": COLUMN_BLOCK}
+        expand_kernel[(num_tiles, sum(-(-width // COLUMN_BLOCK) for width in widths))](
+            *(*pointers, y, *sizes, y.stride(0)),
+            **{**blocks, **constants, "ALIGN": gcd(16, *delta.site.widths)},
+            num_warps=num_warps(constants),
+            num_stages=2,
+        )
 
 
 def sgmv(
@@ -185,56 +291,60 @@ def sgmv(
 ) -> None:
     """Add the low-rank products of every tile's adapter to its rows.
 
-    Semantics and arguments: `weft.kernels.plain.sgmv.sgmv`. The grid depends on shapes only, never on what the
-    tables hold, so a captured graph stays valid when adapters change. Tile lengths above `tiles.rows` are not computed.
+    Semantics and arguments: `weft.kernels.plain.sgmv.sgmv`.
 
     Raises:
         ValueError: An operand does not fit.
     """
     check_operands(x, y, arena_elements, tables, tiles, site, layer)
-    capacity = tiles.slot.shape[0]
-    if capacity == 0 or x.shape[0] == 0:
-        return
-    num_tokens = x.shape[0]
-    _, num_layers, num_modules, _, groups = tables.offsets.shape
-    num_slices = len(site.modules)
-    unit = UNIT_BYTES // arena_elements.element_size()
-    widths = site.widths + (0,) * (MAX_SLICES - num_slices)
-    rank_block, column_block, k_block, split_k = block_sizes(site.in_features, tiles.rows, capacity, groups)
-    planes = x.new_empty((split_k, num_tokens, num_slices * groups * GROUP_ROWS), dtype=torch.float32)
-    weights = (arena_elements, tables.offsets, tables.ranks)
-    tile = (tiles.slot, tiles.start, tiles.length)
-    sizes = (layer, num_layers, num_modules, num_tokens)
-    shared = {
-        "UNIT": unit,
-        "GROUPS": groups,
-        "SPLIT_K": split_k,
-        "NUM_SLICES": num_slices,
-        "MODULE": site.modules[0],
-        "BM": tiles.rows,
-        "INTERPRET": INTERPRET,
-        "num_warps": 4,
-    }
-    pitch = row_pitch_units(site.in_features, arena_elements.element_size()) * unit
-    blocks = {"K": site.in_features, "PITCH": pitch, "BR": rank_block, "BK": k_block}
-    shrink_kernel[(capacity, num_slices * -(-groups * GROUP_ROWS // rank_block), split_k)](
-        x, *weights, *tile, planes, *sizes, x.stride(0), **blocks, num_stages=3, **shared
-    )
-    blocks = {"W0": widths[0], "W1": widths[1], "W2": widths[2], "BN": column_block, "BR": 16}
-    shared["ALIGN"] = gcd(16, *site.widths)
-    expand_kernel[(capacity, sum(-(-width // column_block) for width in widths))](
-        planes, *weights, tables.scalings, *tile, y, *sizes, y.stride(0), **blocks, num_stages=2, **shared
-    )
+    expand(y, shrink(x, arena_elements, tables, tiles, site, layer))
 
 
-def block_sizes(in_features: int, tile_rows: int, capacity: int, groups: int) -> tuple[int, int, int, int]:
-    """Choose (rank block, column block, k block, split-K) from shapes alone.
+def delta_operands(
+    delta: LoraDelta | None, num_tokens: int
+) -> tuple[int, tuple[Tensor | None, ...], tuple[int, ...], dict[str, Any]]:
+    """What kernels with `add_delta` take.
 
-    Few tiles leave most of a GPU idle, so K is split among more programs; long tiles have work enough without.
+    Args:
+        delta: None for rows of the base alone, which are cut into tiles of 16.
+        num_tokens: Rows.
+
+    Returns:
+        The number of tiles; planes, arena, tables and tiles; layer and sizes; constants. SITE is the number of slices,
+        elements of a unit, row groups of the largest rank, planes, rank rows of a block, and whether it is interpreted.
     """
+    if delta is None:
+        constants = {"MODULE": 0, "BM": 16, "SITE": (0, 1, 0, 0, 16, INTERPRET)}
+        return -(-num_tokens // 16), (None,) * 8, (0, 0, 0, num_tokens), constants
+    tables, tiles, site, arena = delta.tables, delta.tiles, delta.site, delta.arena_elements
+    _, num_layers, num_modules, _, groups = tables.offsets.shape
+    weights = arena, tables.offsets, tables.ranks, tables.scalings
+    shape = len(site.modules), UNIT_BYTES // arena.element_size(), groups, delta.planes.shape[0], 16, INTERPRET
+    return (
+        tiles.slot.shape[0],
+        (delta.planes, *weights, tiles.slot, tiles.start, tiles.length),
+        (delta.layer, num_layers, num_modules, num_tokens),
+        {"MODULE": site.modules[0], "BM": tiles.rows, "SITE": shape},
+    )
+
+
+def num_warps(constants: Mapping[str, int]) -> int:
+    """Of a kernel for tiles of BM rows."""
+    return 4 if constants["BM"] <= 16 else 8
+
+
+def block_sizes(in_features: int, tile_rows: int, groups: int, element_size: int) -> tuple[int, int, int]:
+    """Choose (rank block, k block, split-K) from what never changes in a bucket; not from its number of adapters.
+
+    Few rows leave most of a GPU idle, so K is split among more programs; long tiles have work enough without.
+    """
+    rank_block = min(64, max(16, triton.next_power_of_2(groups * GROUP_ROWS)))
     if tile_rows > 16:
-        rank_block = 16 if groups <= 2 else 32 if groups <= 4 else 64
-        return rank_block, 128, 64, 1
-    k_block = 256 if in_features >= 8192 else 128
-    wanted = 8 if capacity <= 2 else 4 if capacity <= 16 else 2 if capacity < 64 else 1
-    return 16, 128, k_block, max(1, min(wanted, -(-in_features // k_block)))
+        return rank_block, 128 // element_size, 1
+    wanted = 8 if in_features >= 8192 else 4
+    return rank_block, 128, max(1, min(wanted, -(-in_features // 128)))
+
+
+def shrink_stages(element_size: int) -> int:
+    """Buffers of the shrink's loads, so many that they fit shared memory."""
+    return 4 if element_size == 2 else 3

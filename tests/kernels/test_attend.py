@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from implementations import BF16, F32, NATIVE, TORCH, Implementation, needs_compiler
+from implementations import BF16, F32, INTERPRETS, NATIVE, TORCH, TRITON, Implementation, needs_compiler
 from numerics import assert_rows_close, bits
 from oracles import ORACLES
 from projected import Projected
@@ -15,7 +15,7 @@ from scattered_kv import AttentionCase, odd_vectors
 from weft.kernels.attend import HeadNorms
 from weft.kernels.dispatch import native_kernels
 
-IMPLEMENTATIONS = [TORCH, *NATIVE]
+IMPLEMENTATIONS = [TRITON] if INTERPRETS else [TORCH, *NATIVE, TRITON]
 REQUESTS = ((1, 40), (20, 20), (3, 70), (1, 1), (130, 131), (1, 0))
 CASES = [
     AttentionCase(REQUESTS, *sizes, 16, dtype, window, padding_rows=2)
@@ -23,18 +23,23 @@ CASES = [
     for dtype in (F32, BF16)
     for window in (None, 30)
 ]
+FEW = [
+    AttentionCase(((1, 40), (5, 20), (3, 21), (10, 12), (1, 0)), *sizes, 16, dtype, window, padding_rows=2)
+    for sizes, dtype, window in (((4, 2, 24), F32, None), ((7, 1, 64), BF16, 30), ((3, 3, 80), F32, 30))
+]
 with_and_without_norms = pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "normed heads"])
 
 
-def cases(_: Implementation) -> list[AttentionCase]:
-    return CASES
+def cases(impl: Implementation) -> list[AttentionCase]:
+    """What an implementation is compared with the oracle for."""
+    return FEW if impl.is_interpreted else CASES
 
 
 @with_and_without_norms
 def test_it_gives_the_numbers_of_the_oracle_and_changes_nothing_but_its_slots(
     has_norms: bool, impl: Implementation, case: AttentionCase
 ) -> None:
-    projected = Projected(case, has_norms)
+    projected = Projected(case, has_norms, impl.device)
     out, arena = projected.call(impl.kernels)
     assert not torch.equal(bits(arena), bits(projected.arena))
     assert out[:-3].any(-1).all()
@@ -51,7 +56,9 @@ def test_it_gives_the_numbers_of_the_oracle_and_changes_nothing_but_its_slots(
 def test_it_gives_the_numbers_of_the_oracle_with_int8(
     window: int | None, impl: Implementation, dtype: torch.dtype
 ) -> None:
-    projected = Projected(AttentionCase(REQUESTS, 7, 1, 80, 16, dtype, window, padding_rows=2, is_int8=True))
+    requests = FEW[0].requests if impl.is_interpreted else REQUESTS
+    case = AttentionCase(requests, 7, 1, 80, 16, dtype, window, padding_rows=2, is_int8=True)
+    projected = Projected(case, device=impl.device)
     out, arena, scales = projected.call_with_scales(impl.kernels)
     expected, expected_arena, expected_scales = projected.call_with_scales(ORACLES)
     assert torch.equal(bits(scales[:, :, 1]), bits(expected_scales[:, :, 1]))
@@ -63,7 +70,7 @@ def test_it_gives_the_numbers_of_the_oracle_with_int8(
 @pytest.mark.parametrize("head_dim", [24, 64, 80, 128])
 def test_a_layer_stores_what_the_definition_says(head_dim: int, impl: Implementation, dtype: torch.dtype) -> None:
     case = AttentionCase(((20, 20), (3, 70), (1, 1), (1, 0)), 6, 2, head_dim, 16, dtype, padding_rows=1, is_int8=True)
-    projected = Projected(case, has_norms=False)
+    projected = Projected(case, False, impl.device)
     projected.cos, projected.sin = torch.ones_like(projected.cos), torch.zeros_like(projected.sin)  # keys as they are
     x = odd_vectors(dtype).repeat(1, 2)[:, :head_dim]
     projected.qkv.view(26, -1, head_dim)[:14, 8:] = x[:, None]
@@ -82,7 +89,7 @@ def test_a_key_or_value_that_is_not_finite_comes_out_of_the_rows_that_see_it(
     part: str, wrong: float, impl: Implementation, dtype: torch.dtype
 ) -> None:
     case = AttentionCase(((9, 40), (1, 30)), 4, 2, 64, 16, dtype, padding_rows=2, is_int8=True)
-    projected = Projected(case, has_norms=False)
+    projected = Projected(case, False, impl.device)
     assert projected.call(impl.kernels)[0].isfinite().all()
     head = 4 + 1 if part == "key" else 4 + 2 + 1  # the second of two heads
     projected.qkv.view(12, 8, 64)[3, head, 17] = wrong
@@ -90,6 +97,17 @@ def test_a_key_or_value_that_is_not_finite_comes_out_of_the_rows_that_see_it(
     assert out[3:9, 2:].isnan().all()
     assert out[:9, :2].isfinite().all()
     assert out[9:].isfinite().all()
+
+
+def test_a_row_without_a_slot_leaves_the_pages_as_they_are(impl: Implementation, dtype: torch.dtype) -> None:
+    projected = Projected(AttentionCase(((3, 20), (2, 9)), 6, 2, 24, 16, dtype, padding_rows=12), device=impl.device)
+    projected.slots[[0, 3]] = -1
+    _, expected = projected.call(ORACLES)
+    _, arena = projected.call(impl.kernels)
+    assert torch.equal(arena.isnan(), expected.isnan())
+    projected.slots.fill_(-1)
+    _, arena = projected.call(impl.kernels)
+    assert torch.equal(bits(arena), bits(projected.arena))
 
 
 @needs_compiler

@@ -8,17 +8,18 @@ from scattered_kv import LAYER, AttentionCase, ScatteredKv
 from weft.kernels import attend as composed
 from weft.kernels.attend import HeadNorms, Rotation
 from weft.kernels.dispatch import Kernels
+from weft.kernels.sgmv import LoraDelta
 
 
 class Projected:
     """The operands of one call; `call` leaves them as they are."""
 
-    def __init__(self, case: AttentionCase, has_norms: bool = True) -> None:
-        kv = ScatteredKv(case)
+    def __init__(self, case: AttentionCase, has_norms: bool = True, device: torch.device | str = "cpu") -> None:
+        kv = ScatteredKv(case, device)
         generator = torch.Generator().manual_seed(1)
         num_rows, width = len(kv.q), (case.q_heads + 2 * case.kv_heads) * case.head_dim
         self.qkv = torch.randn((num_rows, width), generator=generator).to(case.dtype)
-        weights = torch.rand((2, case.head_dim), generator=generator).to(case.dtype)
+        weights = torch.rand((2, case.head_dim), generator=generator).to(case.dtype).to(device)
         self.norms = HeadNorms(weights[0], weights[1], 1e-6) if has_norms else None
         angles = torch.arange(num_rows + 3)[:, None] * torch.logspace(0, -3, case.head_dim // 2)
         self.cos, self.sin = angles.cos(), angles.sin()
@@ -30,12 +31,14 @@ class Projected:
         self.slots = torch.tensor([*mapping, *[-1] * case.padding_rows])
         self.arena, self.batch, self.scale, self.window = kv.arena, kv.batch, kv.scale, case.window
         self.scales, self.is_int8 = kv.scales, case.is_int8
+        for name in ("qkv", "cos", "sin", "positions", "slots"):
+            setattr(self, name, getattr(self, name).to(device))
 
     def call(self, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
         """The output, and the arena with this step's keys and values."""
         return self.call_with_scales(kernels)[:2]
 
-    def call_with_scales(self, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def call_with_scales(self, kernels: Kernels, *delta: LoraDelta) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same and the scales, which only int8 changes."""
         arena, scales = self.arena.clone(), self.scales.clone()
         rotation = Rotation(self.cos, self.sin, self.positions)
@@ -43,5 +46,5 @@ class Projected:
         kv_scales = (scales[:, LAYER, 0], scales[:, LAYER, 1]) if self.is_int8 else None
         rest = (self.slots, self.batch, self.scale, self.window, kv_scales)
         attend = kernels.attend
-        out = composed.attend(kernels, *operands, *rest) if attend is None else attend(*operands, *rest)
+        out = composed.attend(kernels, *operands, *rest) if attend is None else attend(*operands, *rest, *delta)
         return out, arena, scales

@@ -1,0 +1,280 @@
+"""All of a layer between its projections in Triton: two launches, the first of which does all but the attention.
+
+The first norms and rotates the heads, after it has added what adapters add to the projection, and stores keys and
+values in their pages. Semantics: `weft.kernels.attend`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.attend import HeadNorms, Rotation, check_norms, split_heads
+from weft.kernels.attention_batch import AttentionBatch
+from weft.kernels.checks import expect, expect_that
+from weft.kernels.kv_scales import LARGEST, KvScales
+from weft.kernels.plain.rows import check_indices, check_kv_write, check_rope
+from weft.kernels.sgmv import LoraDelta
+from weft.kernels.triton.attention import paged_attention
+from weft.kernels.triton.sgmv import TILE_POINTERS, add_delta, delta_operands, entry_of, num_warps, tile_of
+
+
+@triton.jit(
+    do_not_specialize=["layer", "num_tokens"],
+    do_not_specialize_on_alignment=["positions", "slot_mapping", *TILE_POINTERS],
+)
+def heads_kernel(
+    q,
+    k,
+    v,
+    q_norm,
+    k_norm,
+    positions,
+    cos,
+    sin,
+    k_pages,
+    v_pages,
+    k_scales,
+    v_scales,
+    slot_mapping,
+    planes,
+    arena,
+    offsets,
+    ranks,
+    scalings,
+    tile_slot,
+    tile_start,
+    tile_length,
+    layer,
+    num_layers,
+    num_modules,
+    num_tokens,
+    eps,
+    q_token: tl.int64,
+    q_head: tl.int64,
+    k_token: tl.int64,
+    k_head: tl.int64,
+    v_token: tl.int64,
+    v_head: tl.int64,
+    angle_row: tl.int64,
+    page_stride: tl.int64,
+    head_stride: tl.int64,
+    token_stride: tl.int64,
+    scale_page_stride: tl.int64,
+    scale_head_stride: tl.int64,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    MODULE: tl.constexpr,
+    BM: tl.constexpr,
+    SITE: tl.constexpr,
+):
+    """One head of the rows of one tile, in two halves. Grid: (tiles, Hq + Hkv, and Hkv more where there are values).
+
+    What is None is left out: deltas, norms, the rotation; positions, where the angles are by row; and the pages, where
+    keys are written where they were, as queries always are.
+    """
+    HALF: tl.constexpr = D // 2
+    slot, start, length = tile_of(tile_slot, tile_start, tile_length, num_tokens, BM)
+    if length <= 0:
+        return
+    head = tl.program_id(1)
+    is_q = head < Q_HEADS
+    is_v = head >= Q_HEADS + KV_HEADS
+    index = head - tl.where(is_v, Q_HEADS + KV_HEADS, tl.where(is_q, 0, Q_HEADS))
+    i = tl.arange(0, BLOCK)
+    live_i = i < HALF
+    m = tl.arange(0, BM)
+    live_m = m < length
+    live = live_m[:, None] & live_i[None, :]
+    rows = (start + m).to(tl.int64)
+    x = tl.where(is_q, q, tl.where(is_v, v, k))
+    token_step = tl.where(is_q, q_token, tl.where(is_v, v_token, k_token))
+    head_step = tl.where(is_q, q_head, tl.where(is_v, v_head, k_head))
+    place = x + rows[:, None] * token_step + index * head_step + i[None, :]
+    first = tl.load(place, mask=live, other=0.0)
+    second = tl.load(place + HALF, mask=live, other=0.0)
+    if planes is not None:
+        which = tl.where(is_v, 2, tl.where(is_q, 0, 1))
+        width = tl.where(is_q, Q_HEADS * D, KV_HEADS * D)
+        n = index * D + i
+        entry, rank = entry_of(ranks, slot, layer, num_layers, num_modules, MODULE + which)
+        tensors = planes, arena, offsets, scalings, rows, live_m, num_tokens
+        first = add_delta(first, entry, rank, which, n, live_i, width, BLOCK, *tensors, BM, SITE)
+        second = add_delta(second, entry, rank, which, n + HALF, live_i, width, BLOCK, *tensors, BM, SITE)
+    if q_norm is not None:
+        a = first.to(tl.float32)
+        b = second.to(tl.float32)
+        scale = 1.0 / tl.sqrt(_sum_of_pairs(tl.fma(a, a, b * b), BM, BLOCK) / D + eps)
+        weight = _weight(q_norm, k_norm, i, is_q, live_i)
+        first = tl.where(is_v, first, (a * scale[:, None] * weight).to(first.dtype))
+        weight = _weight(q_norm + HALF, k_norm + HALF, i, is_q, live_i)
+        second = tl.where(is_v, second, (b * scale[:, None] * weight).to(second.dtype))
+    if cos is not None:
+        at = rows if positions is None else tl.load(positions + rows, mask=live_m, other=0).to(tl.int64)
+        angle = at[:, None] * angle_row + i[None, :]
+        c = tl.load(cos + angle, mask=live, other=0.0)
+        s = tl.load(sin + angle, mask=live, other=0.0)
+        a = first.to(tl.float32)
+        b = second.to(tl.float32)
+        first = tl.where(is_v, first, (a * c - b * s).to(first.dtype))
+        second = tl.where(is_v, second, (b * c + a * s).to(second.dtype))
+    if k_pages is not None:
+        token = tl.load(slot_mapping + rows, mask=live_m, other=-1).to(tl.int64)
+        is_stored = live_m & (token >= 0)
+        page = token // PAGE_TOKENS
+        offset = token % PAGE_TOKENS
+        to = page * page_stride + index.to(tl.int64) * head_stride + offset * token_stride
+        scale_to = page * scale_page_stride + index.to(tl.int64) * scale_head_stride + offset
+        if is_v:
+            _store_vectors(v_pages, v_scales, to, scale_to, first, second, i, is_stored, HALF, LARGEST)
+        elif not is_q:
+            _store_vectors(k_pages, k_scales, to, scale_to, first, second, i, is_stored, HALF, LARGEST)
+    if is_q | (k_pages is None):
+        tl.store(place, first, mask=live)
+        tl.store(place + HALF, second, mask=live)
+
+
+@triton.jit
+def _sum_of_pairs(x, BM: tl.constexpr, N: tl.constexpr):
+    """Sums of rows [BM, N] in an order of its own: that of `tl.sum` depends on which threads hold x after a delta."""
+    if N == 1:
+        total = tl.reshape(x, (BM,))
+    else:
+        even, odd = tl.split(tl.reshape(x, (BM, N // 2, 2)))
+        total = _sum_of_pairs(even + odd, BM, N // 2)
+    return total
+
+
+@triton.jit
+def _weight(q_norm, k_norm, i, is_q, live_i):
+    of_q = tl.load(q_norm + i, mask=live_i, other=0.0).to(tl.float32)
+    of_k = tl.load(k_norm + i, mask=live_i, other=0.0).to(tl.float32)
+    return tl.where(is_q, of_q, of_k)[None, :]
+
+
+@triton.jit
+def _store_vectors(pages, scales, to, scale_to, first, second, i, is_stored, HALF: tl.constexpr, LARGEST: tl.constexpr):
+    """Store vectors of which both halves are zero past their ends."""
+    live = is_stored[:, None] & (i < HALF)[None, :]
+    place = pages + to[:, None] + i[None, :]
+    if scales is not None:
+        a = first.to(tl.float32)
+        b = second.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(a), axis=1), tl.max(tl.abs(b), axis=1))
+        # The sum is NaN where a number is not finite.
+        scale = tl.div_rn(largest, LARGEST) + (tl.sum(a * 0.0, axis=1) + tl.sum(b * 0.0, axis=1))
+        first = _codes(a, scale[:, None], LARGEST)
+        second = _codes(b, scale[:, None], LARGEST)
+        tl.store(scales + scale_to, scale, mask=is_stored)
+    tl.store(place, first, mask=live)
+    tl.store(place + HALF, second, mask=live)
+
+
+@triton.jit
+def _codes(x, scale, LARGEST: tl.constexpr):
+    steps = tl.where(scale > 0.0, tl.div_rn(x, scale), 0.0)
+    steps = tl.minimum(tl.maximum(steps, -LARGEST), LARGEST)
+    rounded = (steps + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum has no fraction, and is rounded to even
+    return rounded.to(tl.int8)
+
+
+def attend(
+    qkv: Tensor,
+    norms: HeadNorms | None,
+    rotation: Rotation,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slot_mapping: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int | None = None,
+    kv_scales: KvScales | None = None,
+    delta: LoraDelta | None = None,
+) -> Tensor:
+    """All of a layer between its fused projection and its output projection.
+
+    Semantics and arguments: `weft.kernels.attend.attend`; the delta is added to qkv first. Of qkv only the queries are
+    what they become there.
+
+    Raises:
+        ValueError: A shape, dtype, device or stride does not fit.
+    """
+    q = rope_kv_write(qkv, norms, rotation, k_pages, v_pages, slot_mapping, kv_scales, delta)
+    return paged_attention(q, k_pages, v_pages, batch, scale, sliding_window, kv_scales).flatten(1)
+
+
+def rope_kv_write(
+    qkv: Tensor,
+    norms: HeadNorms | None,
+    rotation: Rotation,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slot_mapping: Tensor,
+    kv_scales: KvScales | None = None,
+    delta: LoraDelta | None = None,
+) -> Tensor:
+    """What `attend` does before the attention: returns its queries, a view of qkv, [T, Hq, D]."""
+    q, k, v = split_heads(qkv, k_pages)
+    head_dim = q.shape[2]
+    check_norms(norms, qkv, head_dim)
+    check_kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
+    check_indices("positions", rotation.positions, len(qkv), qkv.device)
+    for name, table in (("cos", rotation.cos), ("sin", rotation.sin)):
+        expect(name, table, (None, head_dim // 2), torch.float32, qkv.device)
+        expect_that(name, table.is_contiguous(), "contiguous rows", table.stride())
+    pages = k_pages, v_pages, *(kv_scales or (None, None)), slot_mapping
+    _launch(q, k, v, norms, (rotation.positions, rotation.cos, rotation.sin), pages, delta)
+    return q
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """See `weft.kernels.plain.rows.rope`."""
+    check_rope(q, k, cos, sin)
+    _launch(q, k, None, angles=(None, cos, sin[:, q.shape[2] // 2 :]))  # the first half's sines are negative
+
+
+def kv_write(
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor, kv_scales: KvScales | None = None
+) -> None:
+    """See `weft.kernels.plain.rows.kv_write`."""
+    check_kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
+    _launch(None, k, v, pages=(k_pages, v_pages, *(kv_scales or (None, None)), slot_mapping))
+
+
+def _launch(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor | None,
+    norms: HeadNorms | None = None,
+    angles: tuple[Tensor | None, ...] = (None, None, None),
+    pages: tuple[Tensor | None, ...] = (None,) * 5,
+    delta: LoraDelta | None = None,
+) -> None:
+    """Launch for heads [T, H, D]; angles are positions, cosines and sines; pages are those, their scales and slots."""
+    num_tokens, kv_heads, head_dim = k.shape
+    num_tiles, pointers, sizes, constants = delta_operands(delta, num_tokens)
+    q_heads = 0 if q is None else q.shape[1]
+    if num_tokens:
+        k_pages, _, k_scales, *_ = pages
+        heads = k if q is None else q, k, k if v is None else v
+        weights = (None, None) if norms is None else (norms.q, norms.k)
+        strides = (
+            *(stride for each in heads for stride in each.stride()[:2]),
+            0 if angles[1] is None else angles[1].stride(0),
+            *((0, 0, 0) if k_pages is None else k_pages.stride()[:3]),
+            *((0, 0) if k_scales is None else k_scales.stride()[:2]),
+        )
+        heads_kernel[(num_tiles, q_heads + (kv_heads if v is None else 2 * kv_heads))](
+            *(*heads, *weights, *angles, *pages, *pointers, *sizes, 0.0 if norms is None else norms.eps, *strides),
+            **{**constants, "Q_HEADS": q_heads, "KV_HEADS": kv_heads, "D": head_dim, "LARGEST": float(LARGEST)},
+            BLOCK=max(16, triton.next_power_of_2(head_dim // 2)),
+            PAGE_TOKENS=1 if k_pages is None else k_pages.shape[2],
+            num_warps=num_warps(constants),
+            num_stages=2,
+        )

@@ -71,13 +71,8 @@ def heads_kernel(
     PAGE_TOKENS: tl.constexpr,
     LARGEST: tl.constexpr,
     MODULE: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    UNIT: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
     BM: tl.constexpr,
-    BR: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    SITE: tl.constexpr,
 ):
     """One head of the rows of one tile, in two halves. Grid: (tiles, Hq + Hkv, and Hkv more where there are values).
 
@@ -106,20 +101,12 @@ def heads_kernel(
     second = tl.load(place + HALF, mask=live, other=0.0)
     if planes is not None:
         which = tl.where(is_v, 2, tl.where(is_q, 0, 1))
-        pitch = tl.multiple_of((tl.where(is_q, Q_HEADS * D, KV_HEADS * D) + UNIT - 1) // UNIT * UNIT, UNIT)
+        width = tl.where(is_q, Q_HEADS * D, KV_HEADS * D)
         n = index * D + i
         entry, rank = entry_of(ranks, slot, layer, num_layers, num_modules, MODULE + which)
         tensors = planes, arena, offsets, scalings, rows, live_m, num_tokens
-        first = add_delta(
-            *(first, entry, rank, which, n, live_i, pitch, BLOCK),
-            *tensors,
-            *(NUM_SLICES, UNIT, GROUPS, SPLIT_K, BM, BR, INTERPRET),
-        )
-        second = add_delta(
-            *(second, entry, rank, which, n + HALF, live_i, pitch, BLOCK),
-            *tensors,
-            *(NUM_SLICES, UNIT, GROUPS, SPLIT_K, BM, BR, INTERPRET),
-        )
+        first = add_delta(first, entry, rank, which, n, live_i, width, BLOCK, *tensors, BM, SITE)
+        second = add_delta(second, entry, rank, which, n + HALF, live_i, width, BLOCK, *tensors, BM, SITE)
     if q_norm is not None:
         a = first.to(tl.float32)
         b = second.to(tl.float32)

@@ -29,6 +29,8 @@ from weft.kernels.triton.sgmv import (
 
 ROW_BLOCK = 1024
 """Elements of a row that one program copies."""
+NORM_BLOCK_BYTES = 512
+"""Of a row that one program adds to the residual before the norm."""
 MAX_NORM_ROWS = 16
 """Rows of a tile that one program normalises after all others have ended; more are worth a launch of their own."""
 
@@ -120,19 +122,13 @@ def expand_add_norm_kernel(
     BN: tl.constexpr,
     BLOCK: tl.constexpr,
     MODULE: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    UNIT: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
     BM: tl.constexpr,
-    BR: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    SITE: tl.constexpr,
 ):
     """One block of columns of one tile: add the delta, then the residual. Grid: (tiles, cdiv(N, BN)).
 
     The program of a tile that ends last normalises its rows, each as `rms_norm_kernel` does, and resets the counter.
     """
-    PITCH: tl.constexpr = (N + UNIT - 1) // UNIT * UNIT
     slot, start, length = tile_of(tile_slot, tile_start, tile_length, num_tokens, BM)
     if length <= 0:
         return
@@ -146,11 +142,7 @@ def expand_add_norm_kernel(
     x = tl.load(y + place, mask=live, other=0.0)
     entry, rank = entry_of(ranks, slot, layer, num_layers, num_modules, MODULE)
     tensors = planes, arena, offsets, scalings, rows, live_m, num_tokens
-    x = add_delta(
-        *(x, entry, rank, 0, n, live_n, PITCH, BN),
-        *tensors,
-        *(NUM_SLICES, UNIT, GROUPS, SPLIT_K, BM, BR, INTERPRET),
-    )
+    x = add_delta(x, entry, rank, 0, n, live_n, N, BN, *tensors, BM, SITE)
     value = x.to(tl.float32) + tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
     tl.store(new_residual + place, value.to(new_residual.dtype.element_ty), mask=live)
     tl.debug_barrier()  # all of the program's elements are stored before it counts itself
@@ -183,11 +175,11 @@ def fused_add_rms_norm(
     out, new_residual = torch.empty_like(x), torch.empty_like(x)
     num_tiles, pointers, sizes, constants = delta_operands(delta, len(x))
     if x.numel():
-        grid = (num_tiles, triton.cdiv(x.shape[1], 2 * COLUMN_BLOCK))
+        columns = NORM_BLOCK_BYTES // x.element_size()
         counters = _counters(x.device, triton.next_power_of_2(max(num_tiles, 256)))
-        expand_add_norm_kernel[grid](
+        expand_add_norm_kernel[(num_tiles, triton.cdiv(x.shape[1], columns))](
             *(x, residual, weight, out, new_residual, counters, *pointers, *sizes, eps),
-            **{**_norm_sizes(x.shape[1]), **constants, "BN": 2 * COLUMN_BLOCK, "num_stages": 2},
+            **{**_norm_sizes(x.shape[1]), **constants, "BN": columns, "num_stages": 2},
         )
     return out, new_residual
 
@@ -234,13 +226,8 @@ def silu_and_mul_kernel(
     N: tl.constexpr,
     BN: tl.constexpr,
     MODULE: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    UNIT: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
     BM: tl.constexpr,
-    BR: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    SITE: tl.constexpr,
 ):
     """`out[row, n] = silu(gate_up[row, n]) * gate_up[row, N + n]`, deltas added first. Grid: (tiles, cdiv(N, BN))."""
     slot, start, length = tile_of(tile_slot, tile_start, tile_length, num_tokens, BM)
@@ -256,46 +243,11 @@ def silu_and_mul_kernel(
     gate = tl.load(place, mask=live, other=0.0)
     up = tl.load(place + N, mask=live, other=0.0)
     if planes is not None:
-        PITCH: tl.constexpr = (N + UNIT - 1) // UNIT * UNIT
         gate_entry, gate_rank = entry_of(ranks, slot, layer, num_layers, num_modules, MODULE)
         up_entry, up_rank = entry_of(ranks, slot, layer, num_layers, num_modules, MODULE + 1)
         tensors = planes, arena, offsets, scalings, rows, live_m, num_tokens
-        gate = add_delta(
-            gate,
-            gate_entry,
-            gate_rank,
-            0,
-            n,
-            live_n,
-            PITCH,
-            BN,
-            *tensors,
-            NUM_SLICES,
-            UNIT,
-            GROUPS,
-            SPLIT_K,
-            BM,
-            BR,
-            INTERPRET,
-        )
-        up = add_delta(
-            up,
-            up_entry,
-            up_rank,
-            1,
-            n,
-            live_n,
-            PITCH,
-            BN,
-            *tensors,
-            NUM_SLICES,
-            UNIT,
-            GROUPS,
-            SPLIT_K,
-            BM,
-            BR,
-            INTERPRET,
-        )
+        gate = add_delta(gate, gate_entry, gate_rank, 0, n, live_n, N, BN, *tensors, BM, SITE)
+        up = add_delta(up, up_entry, up_rank, 1, n, live_n, N, BN, *tensors, BM, SITE)
     wide = gate.to(tl.float32)
     result = wide * tl.sigmoid(wide) * up.to(tl.float32)
     tl.store(out + rows[:, None] * N + n[None, :], result.to(out.dtype.element_ty), mask=live)

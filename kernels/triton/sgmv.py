@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import gcd
+from typing import Any
 
 import torch
 import triton
@@ -130,7 +131,7 @@ def add_delta(
     which,
     n,
     live_n,
-    pitch,
+    width,
     BN: tl.constexpr,
     planes,
     arena,
@@ -139,33 +140,32 @@ def add_delta(
     rows,
     live_m,
     num_tokens,
-    NUM_SLICES: tl.constexpr,
-    UNIT: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
     BM: tl.constexpr,
-    BR: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    SITE: tl.constexpr,
 ):
-    """Add what an adapter adds to columns `n` of a slice to y [BM, BN], in the dtype of y; at rank 0, y as it is.
+    """Add what an adapter adds to columns `n` of a slice of `width` to y [BM, BN], in its dtype; at rank 0, y as it is.
 
     Semantics: `y + scaling * sum(planes[:, row, r].sum() * BT[r, n] for r in range(rank))`, the sum of the planes
     rounded to the dtype of the weights.
     """
-    WIDTH: tl.constexpr = NUM_SLICES * GROUPS * 8
+    UNIT: tl.constexpr = SITE[1]
+    GROUPS: tl.constexpr = SITE[2]
+    BR: tl.constexpr = SITE[4]
+    WIDTH: tl.constexpr = SITE[0] * GROUPS * 8
+    pitch = (width + UNIT - 1) // UNIT * UNIT
     scaling = tl.load(scalings + entry, mask=rank > 0, other=0.0)
     acc = tl.zeros((BM, BN), tl.float32)
     for rank_start in range(0, rank, BR):
         r = rank_start + tl.arange(0, BR)
         live_r = r < rank
         bridge = tl.zeros((BM, BR), tl.float32)
-        for part in tl.static_range(SPLIT_K):
+        for part in tl.static_range(SITE[3]):
             plane = planes + (part * num_tokens + rows[:, None]) * WIDTH + which * (GROUPS * 8) + r[None, :]
             bridge += tl.load(plane, mask=live_m[:, None] & live_r[None, :], other=0.0)
         group = tl.load(offsets + entry * (2 * GROUPS) + GROUPS + r // 8, mask=live_r, other=0).to(tl.int64)
         weight_rows = group * UNIT + (r % 8).to(tl.int64) * pitch
         w = tl.load(arena + weight_rows[:, None] + n[None, :], mask=live_r[:, None] & live_n[None, :], other=0.0)
-        if INTERPRET:
+        if SITE[5]:
             w = w.to(tl.float32)
         else:
             bridge = bridge.to(w.dtype)
@@ -195,13 +195,8 @@ def expand_kernel(
     ALIGN: tl.constexpr,
     BN: tl.constexpr,
     MODULE: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    UNIT: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
     BM: tl.constexpr,
-    BR: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    SITE: tl.constexpr,
 ):
     """`add_delta` to one block of output columns of one tile, in place.
 
@@ -221,7 +216,6 @@ def expand_kernel(
     entry, rank = entry_of(ranks, slot, layer, num_layers, num_modules, MODULE + which)
     if rank == 0:
         return
-    pitch = tl.multiple_of((width + UNIT - 1) // UNIT * UNIT, UNIT)
     m = tl.arange(0, BM)
     live_m = m < length
     live_n = n < width
@@ -229,11 +223,7 @@ def expand_kernel(
     out = y + rows[:, None] * y_stride + (column + n)[None, :]
     prior = tl.load(out, mask=live_m[:, None] & live_n[None, :], other=0.0)
     tensors = planes, arena, offsets, scalings, rows, live_m, num_tokens
-    result = add_delta(
-        *(prior, entry, rank, which, n, live_n, pitch, BN),
-        *tensors,
-        *(NUM_SLICES, UNIT, GROUPS, SPLIT_K, BM, BR, INTERPRET),
-    )
+    result = add_delta(prior, entry, rank, which, n, live_n, width, BN, *tensors, BM, SITE)
     tl.store(out, result, mask=live_m[:, None] & live_n[None, :])
 
 
@@ -266,7 +256,7 @@ def shrink(
     num_tokens, num_slices, num_tiles = x.shape[0], len(site.modules), tiles.slot.shape[0]
     _, num_layers, num_modules, _, groups = tables.offsets.shape
     unit = UNIT_BYTES // arena_elements.element_size()
-    rank_block, k_block, split_k = block_sizes(site.in_features, tiles.rows, groups)
+    rank_block, k_block, split_k = block_sizes(site.in_features, tiles.rows, groups, arena_elements.element_size())
     planes = x.new_empty((split_k, num_tokens, num_slices * groups * GROUP_ROWS), dtype=torch.float32)
     if num_tiles and num_tokens:
         pitch = row_pitch_units(site.in_features, arena_elements.element_size()) * unit
@@ -276,7 +266,7 @@ def shrink(
             *(x, arena_elements, tables.offsets, tables.ranks, tiles.slot, tiles.start, tiles.length, planes),
             *(layer, num_layers, num_modules, num_tokens, x.stride(0)),
             **{**blocks, **shape, "SPLIT_K": split_k, "INTERPRET": INTERPRET},
-            num_warps=4,
+            num_warps=num_warps(blocks),
             num_stages=shrink_stages(arena_elements.element_size()),
         )
     return LoraDelta(planes, arena_elements, tables, tiles, site, layer)
@@ -312,7 +302,7 @@ def sgmv(
 
 def delta_operands(
     delta: LoraDelta | None, num_tokens: int
-) -> tuple[int, tuple[Tensor | None, ...], tuple[int, ...], dict[str, int]]:
+) -> tuple[int, tuple[Tensor | None, ...], tuple[int, ...], dict[str, Any]]:
     """What kernels with `add_delta` take.
 
     Args:
@@ -320,44 +310,37 @@ def delta_operands(
         num_tokens: Rows.
 
     Returns:
-        The number of tiles; planes, arena, tables and tiles; layer and sizes; constants.
+        The number of tiles; planes, arena, tables and tiles; layer and sizes; constants. SITE is the number of slices,
+        elements of a unit, row groups of the largest rank, planes, rank rows of a block, and whether it is interpreted.
     """
     if delta is None:
-        names = ("MODULE", "NUM_SLICES", "UNIT", "GROUPS", "SPLIT_K")
-        blocks = {"BM": 16, "BR": 16, "INTERPRET": INTERPRET}
-        return -(-num_tokens // 16), (None,) * 8, (0, 0, 0, num_tokens), dict.fromkeys(names, 0) | blocks
-    tables, tiles = delta.tables, delta.tiles
+        constants = {"MODULE": 0, "BM": 16, "SITE": (0, 1, 0, 0, 16, INTERPRET)}
+        return -(-num_tokens // 16), (None,) * 8, (0, 0, 0, num_tokens), constants
+    tables, tiles, site, arena = delta.tables, delta.tiles, delta.site, delta.arena_elements
     _, num_layers, num_modules, _, groups = tables.offsets.shape
-    pointers = (
-        *(delta.planes, delta.arena_elements, tables.offsets, tables.ranks, tables.scalings),
-        *(tiles.slot, tiles.start, tiles.length),
+    weights = arena, tables.offsets, tables.ranks, tables.scalings
+    shape = len(site.modules), UNIT_BYTES // arena.element_size(), groups, delta.planes.shape[0], 16, INTERPRET
+    return (
+        tiles.slot.shape[0],
+        (delta.planes, *weights, tiles.slot, tiles.start, tiles.length),
+        (delta.layer, num_layers, num_modules, num_tokens),
+        {"MODULE": site.modules[0], "BM": tiles.rows, "SITE": shape},
     )
-    constants = {
-        "MODULE": delta.site.modules[0],
-        "NUM_SLICES": len(delta.site.modules),
-        "UNIT": UNIT_BYTES // delta.arena_elements.element_size(),
-        "GROUPS": groups,
-        "SPLIT_K": delta.planes.shape[0],
-        "BM": tiles.rows,
-        "BR": 16,
-        "INTERPRET": INTERPRET,
-    }
-    return tiles.slot.shape[0], pointers, (delta.layer, num_layers, num_modules, num_tokens), constants
 
 
 def num_warps(constants: Mapping[str, int]) -> int:
-    """Of a kernel that adds deltas to tiles of so many rows."""
+    """Of a kernel for tiles of BM rows."""
     return 4 if constants["BM"] <= 16 else 8
 
 
-def block_sizes(in_features: int, tile_rows: int, groups: int) -> tuple[int, int, int]:
+def block_sizes(in_features: int, tile_rows: int, groups: int, element_size: int) -> tuple[int, int, int]:
     """Choose (rank block, k block, split-K) from what never changes in a bucket; not from its number of adapters.
 
     Few rows leave most of a GPU idle, so K is split among more programs; long tiles have work enough without.
     """
     rank_block = min(64, max(16, triton.next_power_of_2(groups * GROUP_ROWS)))
     if tile_rows > 16:
-        return rank_block, 64, 1
+        return rank_block, 128 // element_size, 1
     wanted = 8 if in_features >= 8192 else 4
     return rank_block, 128, max(1, min(wanted, -(-in_features // 128)))
 

@@ -38,7 +38,7 @@ class Operations(TorchDispatchMode):
     """Counts torch operators that launch something."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,7 +93,7 @@ class Model:
         capacity = tile_capacity(num_rows, self.tables.slots, tile_rows(num_rows))
         packed = torch.zeros(offset + 5 * num_rows + 3 * capacity, dtype=torch.int32, device=self.device)
         sizes = [offset, *[num_rows] * 5, 3 * capacity]
-        _, tokens, positions, slots, sampled, _, tiles = packed.split(sizes)
+        _, tokens, positions, slots, sampled, _, tiles = torch.split(packed, sizes)
         rows = StepRows(
             tokens=tokens,
             positions=positions,

@@ -12,13 +12,19 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parents[1] / "support" / "ptx_report.py"
 SGMV = [
-    f"{kernel} {rows} {dtype}"
-    for kernel in ("shrink", "expand")
-    for rows in (16, 64)
-    for dtype in ("bf16", "fp16", "fp32")
+    *(
+        f"{kernel} {rows} {dtype}"
+        for kernel in ("shrink", "expand", "expand heads", "expand silu", "expand norm")
+        for rows in (16, 64)
+        for dtype in ("bf16", "fp16", "fp32")
+        if (kernel, rows) != ("expand norm", 64)  # the expand is launched alone then
+    ),
+    "expand heads int8",
 ]
 ATTENTION = ["items", "items limited", "items int8", "chunks", "chunks limited", "chunks int8"]
-ROWWISE = ["norm", "norm add", "rope", "silu_and_mul", "kv_write", "kv_write int8", "sample", "zero_pages"]
+ROWWISE = [
+    *("embed", "norm", "norm add", "heads", "heads normed", "heads int8", "silu_and_mul", "sample", "zero_pages"),
+]
 Report = dict[str, dict[str, int]]
 
 

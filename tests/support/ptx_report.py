@@ -6,6 +6,7 @@ variant -> counts.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from weft.kernels.triton import attend as attend_triton
 from weft.kernels.triton import attention as attention_triton
 from weft.kernels.triton import pages as pages_triton
 from weft.kernels.triton import rows as rows_triton
@@ -53,7 +55,8 @@ def ptx_of(
             pages.get(name) or _pointer(name, dtype) or scalars.get(name) or ("i64" if "64" in annotation else "i32")
         )
         is_stride = signature[name] == "i64" and not kernel.params[index].do_not_specialize
-        if is_stride or name == "V" or signature[name].startswith("*"):
+        is_aligned = not kernel.params[index].do_not_specialize_on_alignment
+        if is_stride or name == "V" or (signature[name].startswith("*") and is_aligned):
             attributes[index,] = [["tt.divisibility", 16]]
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
@@ -62,9 +65,10 @@ def ptx_of(
 
 
 FLOATS = (*"xyqkv", "out", "arena", "k_pages", "v_pages", "residual", "new_residual", "weight", "gate_up")
+FLOATS += ("table", "q_norm", "k_norm")
 WIDE = ("planes", "scalings", "cos", "sin", "logits", "temperatures", "top_ps", "min_ps", "uniforms")
 TABLES = ("offsets", "ranks", "block_table", "tiles", "top_ks", "words", "listed")
-LONGS = ("positions", "slot_mapping", "tokens")
+INTEGERS = ("positions", "slot_mapping", "tokens", "sampled", "counters")
 
 
 def _pointer(name: str, dtype: str) -> str | None:
@@ -72,24 +76,39 @@ def _pointer(name: str, dtype: str) -> str | None:
         return f"*{dtype}"
     if name in (*WIDE, "k_scales", "v_scales") or name.startswith("partial"):
         return "*fp32"
-    if name in LONGS:
-        return "*i64"
-    return "*i32" if name in TABLES or name.startswith(("tile_", "item_")) else None
+    return "*i32" if name in (*TABLES, *INTEGERS) or name.startswith(("tile_", "item_")) else None
 
 
-def _sgmv_variants() -> dict[str, str]:
+def _lora_variants() -> dict[str, str]:
     found = {}
-    # Llama-3-8B: q, k, v of unequal width; a decode tile with split-K and a prefill tile.
-    for tile_rows, capacity in ((16, 8), (64, 64)):
-        rank_block, column_block, k_block, split_k = sgmv_triton.block_sizes(4096, tile_rows, capacity, 8)
-        shared = {"MODULE": 0, "NUM_SLICES": 3, "UNIT": 128, "GROUPS": 8, "SPLIT_K": split_k, "BM": tile_rows}
-        shared["INTERPRET"] = False
-        shrink = {**shared, "K": 4096, "PITCH": 4096, "BR": rank_block, "BK": k_block}
-        expand = {**shared, "W0": 4096, "W1": 1024, "W2": 1024, "ALIGN": 16, "BN": column_block, "BR": 16}
-        for dtype in ("bf16", "fp16", "fp32"):
-            name = f"{tile_rows} {dtype}"
-            found[f"shrink {name}"] = ptx_of(sgmv_triton.shrink_kernel, dtype, shrink, {}, 4, 3)
-            found[f"expand {name}"] = ptx_of(sgmv_triton.expand_kernel, dtype, expand, {}, 4, 2)
+    # Llama-3-8B: a tile of decode with split-K, and one of a prompt; q, k, v of unequal width. Ranks to 64.
+    for tile_rows, dtype in itertools.product((16, 64), ("bf16", "fp16", "fp32")):
+        element_size, warps = 4 if dtype == "fp32" else 2, 4 if tile_rows == 16 else 8
+        rank_block, k_block, split_k = sgmv_triton.block_sizes(4096, tile_rows, 8, element_size)
+        shape = 3, 256 // element_size, 8, split_k, 16, False
+        site = {"MODULE": 0, "BM": tile_rows, "SITE": shape}
+        shrink = {"MODULE": 0, "BM": tile_rows, "K": 4096, "PITCH": 4096, "BR": rank_block, "BK": k_block}
+        shrink |= {"NUM_SLICES": 3, "UNIT": shape[1], "GROUPS": 8, "SPLIT_K": split_k, "INTERPRET": False}
+        expand = {**site, "W0": 4096, "W1": 1024, "W2": 1024, "ALIGN": 16, "BN": 128}
+        gate = {**site, "SITE": (2, *shape[1:]), "N": 14336, "BN": 128}
+        stages, eps = sgmv_triton.shrink_stages(element_size), {"eps": "fp32"}
+        name = f"{tile_rows} {dtype}"
+        found[f"shrink {name}"] = ptx_of(sgmv_triton.shrink_kernel, dtype, shrink, {}, warps, stages)
+        found[f"expand {name}"] = ptx_of(sgmv_triton.expand_kernel, dtype, expand, {}, warps, 2)
+        heads = {**site, **HEADS, **NO_NORMS, **NO_SCALES}
+        found[f"expand heads {name}"] = ptx_of(attend_triton.heads_kernel, dtype, heads, eps, warps, 2)
+        found[f"expand silu {name}"] = ptx_of(rows_triton.silu_and_mul_kernel, dtype, gate, {}, warps, 2)
+        if tile_rows == 16:
+            norm = {
+                **site,
+                "NUM_SLICES": 1,
+                "N": 4096,
+                "BLOCK": 4096,
+                "BN": rows_triton.NORM_BLOCK_BYTES // element_size,
+            }
+            found[f"expand norm {name}"] = ptx_of(rows_triton.expand_add_norm_kernel, dtype, norm, eps, 8, 2)
+    heads = {"MODULE": 0, "BM": 16, "SITE": (3, 128, 8, 4, 16, False), **HEADS}
+    found["expand heads int8"] = ptx_of(attend_triton.heads_kernel, "bf16", heads, eps, 4, 2, kv_dtype="i8")
     return found
 
 
@@ -116,21 +135,29 @@ def _attention_variants() -> dict[str, str]:
     }
 
 
-def _rowwise_variants() -> dict[str, str]:
-    norm = {"N": 4096, "BLOCK": 4096}
-    rope = {"HALF": 64, "BLOCK_H": 16, "BLOCK_D": 64}
-    kv_write = {"PAGE_TOKENS": 16, "HEADS": 8, "D": 128, "BLOCK": 1024}
-    kv_write_int8 = {"PAGE_TOKENS": 16, "D": 128, "BLOCK": 128, "LARGEST": 127.0}
-    silu_and_mul = {"N": 14336, "BLOCK": 1024}
+HEADS = {"Q_HEADS": 32, "KV_HEADS": 8, "D": 128, "BLOCK": 64, "PAGE_TOKENS": 16, "LARGEST": 127.0}
+NO_NORMS, NO_SCALES = dict.fromkeys(("q_norm", "k_norm")), dict.fromkeys(("k_scales", "v_scales"))
+NO_DELTA: dict[str, object] = {
+    **dict.fromkeys(("planes", "arena", "offsets", "ranks", "scalings", "tile_slot", "tile_start", "tile_length")),
+    "MODULE": 0,
+    "BM": 16,
+    "SITE": (0, 1, 0, 0, 16, False),
+}
+
+
+def _row_variants() -> dict[str, str]:
+    norm, eps = {"N": 4096, "BLOCK": 4096}, {"eps": "fp32"}
+    heads, gate = {**NO_DELTA, **HEADS}, {**NO_DELTA, "N": 14336, "BN": 128}
     zero_pages = {"WORDS": 1 << 19, "BLOCK": pages_triton.BLOCK_WORDS, "PROGRAMS": pages_triton.PROGRAMS}
-    eps = {"eps": "fp32"}
+    heads_kernel, embed_kernel = attend_triton.heads_kernel, rows_triton.embed_kernel
     return {
-        "norm": ptx_of(rows_triton.rms_norm_kernel, "bf16", {**norm, "ADD": False}, eps, 4, 2),
-        "norm add": ptx_of(rows_triton.rms_norm_kernel, "bf16", {**norm, "ADD": True}, eps, 4, 2),
-        "rope": ptx_of(rows_triton.rope_kernel, "bf16", rope, {}, 4, 2),
-        "silu_and_mul": ptx_of(rows_triton.silu_and_mul_kernel, "bf16", silu_and_mul, {}, 4, 2),
-        "kv_write": ptx_of(rows_triton.kv_write_kernel, "bf16", kv_write, {}, 4, 2),
-        "kv_write int8": ptx_of(rows_triton.kv_write_int8_kernel, "bf16", kv_write_int8, {}, 1, 2, kv_dtype="i8"),
+        "embed": ptx_of(embed_kernel, "bf16", {"N": 4096, "BLOCK": 1024}, {}, 4, 2),
+        "norm": ptx_of(rows_triton.rms_norm_kernel, "bf16", {**norm, "ADD": False}, eps, 8, 2),
+        "norm add": ptx_of(rows_triton.rms_norm_kernel, "bf16", {**norm, "ADD": True}, eps, 8, 2),
+        "heads": ptx_of(heads_kernel, "bf16", {**heads, **NO_NORMS, **NO_SCALES}, eps, 4, 2),
+        "heads normed": ptx_of(heads_kernel, "bf16", {**heads, **NO_SCALES}, eps, 4, 2),
+        "heads int8": ptx_of(heads_kernel, "bf16", heads, eps, 4, 2, kv_dtype="i8"),
+        "silu_and_mul": ptx_of(rows_triton.silu_and_mul_kernel, "bf16", gate, {}, 4, 2),
         "sample": ptx_of(sampling_triton.sample_kernel, "fp32", {"BLOCK": 4096}, {}, 8, 2),
         "zero_pages": ptx_of(pages_triton.zero_pages_kernel, "", zero_pages, {}, 4, 2),
     }
@@ -138,7 +165,7 @@ def _rowwise_variants() -> dict[str, str]:
 
 def main() -> None:
     """Print the counts of all variants."""
-    variants = {**_sgmv_variants(), **_attention_variants(), **_rowwise_variants()}
+    variants = {**_lora_variants(), **_attention_variants(), **_row_variants()}
     counts = {
         name: {kind: len(re.findall(pattern, ptx)) for kind, pattern in PATTERNS.items()}
         for name, ptx in variants.items()

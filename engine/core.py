@@ -221,7 +221,7 @@ class EngineCore:
             EngineError: They do not.
         """
         self._kv.pool.check()
-        self._table.check()
+        self._table.check(len(self._in_flight))
         self._residency.check(self._kv.swap.num_used)
 
     def close(self) -> None:

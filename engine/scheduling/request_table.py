@@ -300,8 +300,11 @@ class RequestTable:
                 self.kv.forget_swapped(state)
                 state.lose_kv()
 
-    def check(self) -> None:
+    def check(self, num_steps: int) -> None:
         """Verify that every request is in one place, and that pages and references are those of the requests.
+
+        Args:
+            num_steps: Steps in flight.
 
         Raises:
             EngineError: A request is in no place, in two, or has what its place does not allow.
@@ -313,6 +316,11 @@ class RequestTable:
             raise EngineError("a request is not in exactly one of waiting and running")
         if self.order.check() != self.requests.keys() - self.parked.keys() or self.num_rows > self.max_rows:
             raise EngineError("the fair order has other requests, or more rows than a step")
+        if any(
+            state.num_coming > len(state.in_flight) or len(state.in_flight) > num_steps
+            for state in self.requests.values()
+        ):
+            raise EngineError("a request waits for results of a step that is not in flight")
         for state in self.waiting:
             if state.status != "waiting" or state.lease is not None or state.has_row:
                 raise EngineError("a waiting request holds a lease or a row")

@@ -125,14 +125,14 @@ class Bench:
         return float((logits.gather(1, chosen)[:, 0] - others.amax(1)).min())
 
     def engine(
-        self, *, prefix_cache: bool, kib: float = 4096, costs: PageCosts | None = None, **scheduler: int
+        self, *, prefix_cache: bool, kib: float = 4096, costs: PageCosts | None = None, **scheduler: Any
     ) -> EngineParts:
         return build_engine(
             Config(
                 model=ModelConfig(path=str(self.model), dtype="float32", weights=self.weights, device="cpu", threads=1),
                 memory=MemoryConfig(gib=kib / (1 << 20), host_gib=0.01, poison=True, prefix_cache=prefix_cache),
                 adapter=AdapterConfig(max_rank=64, slots=8),
-                scheduler=SchedulerConfig(**scheduler),  # type: ignore[arg-type]
+                scheduler=SchedulerConfig(**scheduler),
                 server=ServerConfig(data_dir=self.folder / "data"),
             ),
             costs=costs,
@@ -256,6 +256,14 @@ def test_with_chunked_prefill(bench: Bench, case: Case) -> None:
     parts = bench.engine(prefix_cache=True, max_running=6, step_tokens=9)
     assert run_all(parts.core, case.requests(bench.refs(parts))) == case.expected
     assert max(step.tokens for step in parts.core.status().last_steps) <= 9
+    parts.core.check()
+    parts.core.close()
+
+
+def test_with_overlap(bench: Bench, case: Case) -> None:
+    """Each step is launched before the one before it is read; requests come while others decode."""
+    parts = bench.engine(prefix_cache=True, max_running=6, step_tokens=24, overlap="on")
+    assert run_all(parts.core, case.requests(bench.refs(parts))) == case.expected
     parts.core.check()
     parts.core.close()
 

@@ -227,6 +227,7 @@ class Simulator(SimulatedEngine):
         costs: PageCosts = RECOMPUTES,
         num_groups: int = 1,
         checked: bool = True,
+        overlaps: bool = False,
     ) -> None:
         self.now_s = 0.0
         self.checked = checked
@@ -254,7 +255,7 @@ class Simulator(SimulatedEngine):
         )
         self.stepping: list[tuple[int, int]] = []
         """What each pump told loads of those that run and those that wait for loads."""
-        self.core = self.start(self.runner, lambda *counts: self.stepping.append(counts))
+        self.core = self.start(self.runner, lambda *counts: self.stepping.append(counts), overlaps=overlaps)
         self.outputs: dict[str, list[RequestOutput]] = {}
 
     def submit(self, *requests: GenerationRequest) -> None:

@@ -1,0 +1,123 @@
+"""Defects that overlap of steps could bring in, to plant one at a time in simulations with overlap."""
+
+from __future__ import annotations
+
+from inspect import isfunction
+from typing import Any
+
+import pytest
+
+from simulation.defects import Plant
+from weft.engine.core import EngineCore
+from weft.engine.scheduling import outcomes
+from weft.engine.scheduling.kv_pages import KvPages
+from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
+from weft.engine.scheduling.request_state import RequestState
+from weft.engine.scheduling.rows import Rows
+from weft.engine.scheduling.scheduler import Scheduler
+
+
+def take_in_the_later_step_first(patch: pytest.MonkeyPatch) -> None:
+    settle = EngineCore._settle
+
+    def hasty(self: EngineCore, num_left: int = 0) -> None:
+        self._in_flight.reverse()
+        settle(self, num_left)
+
+    patch.setattr(EngineCore, "_settle", hasty)
+
+
+def take_results_of_another_step(patch: pytest.MonkeyPatch) -> None:
+    commit = Scheduler.commit
+
+    def late(self: Scheduler, plan: StepPlan, results: list[ChunkResult]) -> None:
+        for chunk in plan.chunks:
+            state = self.table.requests.get(chunk.request_id)
+            if state is not None and len(state.in_flight) > 1:
+                state.in_flight.reverse()
+        commit(self, plan, results)
+
+    patch.setattr(Scheduler, "commit", late)
+
+
+def reuse_pages_while_the_next_step_reads_them(patch: pytest.MonkeyPatch) -> None:
+    complete = Scheduler.complete
+    patch.setattr(Scheduler, "complete", lambda self, _: complete(self, self._step))
+
+
+def take_the_token_of_another_row(patch: pytest.MonkeyPatch) -> None:
+    begin = RequestState.begin
+
+    def crossed(self: RequestState, chunk: Chunk, plan: StepPlan) -> None:
+        begin(self, chunk, plan)
+        if chunk.token_source:
+            chunk.token_source -= 1
+
+    patch.setattr(RequestState, "begin", crossed)
+
+
+def charge_for_rows_whose_request_had_ended(patch: pytest.MonkeyPatch) -> None:
+    begin, commit = RequestState.begin, Scheduler.commit
+    planned: dict[str, RequestState] = {}
+
+    def remember(self: RequestState, chunk: Chunk, plan: StepPlan) -> None:
+        begin(self, chunk, plan)
+        planned[self.request_id] = self
+
+    def charge_all(self: Scheduler, plan: StepPlan, results: list[ChunkResult]) -> None:
+        ended = [chunk for chunk in plan.chunks if chunk.request_id not in self.table.requests]
+        self.table.service.charge([(planned[chunk.request_id], chunk) for chunk in ended])
+        commit(self, plan, results)
+
+    patch.setattr(RequestState, "begin", remember)
+    patch.setattr(Scheduler, "commit", charge_all)
+
+
+def go_on_after_the_end_while_a_row_is_in_flight(patch: pytest.MonkeyPatch) -> None:
+    reason = outcomes._finish_reason
+    patch.setattr(outcomes, "_finish_reason", lambda state, *args: None if state.in_flight else reason(state, *args))
+
+
+def publish_what_is_in_flight(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RequestState, "num_complete", property(lambda self: self.num_computed))
+
+
+def plan_past_the_last_token(patch: pytest.MonkeyPatch) -> None:
+    begin = RequestState.begin
+
+    def eager(self: RequestState, chunk: Chunk, plan: StepPlan) -> None:
+        before = self.num_coming
+        begin(self, chunk, plan)
+        if chunk.sample is not None:
+            self.num_coming = before + 1
+
+    patch.setattr(RequestState, "begin", eager)
+
+
+def forget_that_a_step_fills_the_pages_of_a_request_without_a_chunk(patch: pytest.MonkeyPatch) -> None:
+    start = KvPages.start
+
+    def forgetful(self: KvPages, state: RequestState, *args: Any) -> bool:
+        before = state.last_step
+        has_started = start(self, state, *args)
+        state.last_step = before
+        return has_started
+
+    patch.setattr(KvPages, "start", forgetful)
+
+
+def start_again_before_the_token_in_flight_is_known(patch: pytest.MonkeyPatch) -> None:
+    why_not = Rows._why_not
+
+    def careless(self: Rows, state: RequestState, *args: Any) -> Any:
+        in_flight, state.in_flight = state.in_flight, []
+        reason = why_not(self, state, *args)
+        state.in_flight = in_flight
+        return reason
+
+    patch.setattr(Rows, "_why_not", careless)
+
+
+OVERLAP_DEFECTS: tuple[Plant, ...] = tuple(
+    plant for plant in list(globals().values()) if isfunction(plant) and plant.__module__ == __name__
+)

@@ -246,7 +246,7 @@ def test_the_script_finds_weft_and_hands_its_options_on(tmp_path: Path) -> None:
 
 
 def test_verbs_need_no_package_of_the_server_s(tmp_path: Path) -> None:
-    """A machine that is lent has torch, Triton, transformers and PEFT, and cannot install anything."""
+    """A rented GPU comes with torch, Triton, transformers and PEFT, and perhaps without a network."""
     program = """
 import sys
 for name in ("fastapi", "uvicorn", "zmq", "msgspec", "pydantic_settings", "sqlalchemy", "structlog",

@@ -51,6 +51,8 @@ ADAPTERS = (0, 1, 8, 32)
 PROMPTS = (512, 2048)
 WARM_UP_STEPS = 10
 STEPS = 40
+NUM_NAMED, NAME_LENGTH = 15, 80
+"""So many kernels are told by name, those that take longest, and as much of their names."""
 NCU_KERNELS = ("regex:item|chunk|shrink|expand|sample|norm|silu", 24)
 """What Nsight Compute looks at, and at how many of them."""
 PROFILED_STEPS = 3
@@ -203,7 +205,7 @@ def draw_prompt(tokens: int, vocab_size: int) -> list[int]:
     return [random.randrange(2, vocab_size) for _ in range(tokens)]
 
 
-def device_work(engine: OwnEngine, steps: int, trace: str = "") -> dict[str, float]:
+def device_work(engine: OwnEngine, steps: int, trace: str = "") -> dict[str, Any]:
     """What the device did in some steps, per step; with a file name, the whole trace goes there."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with profile(activities=activities) as profiler:
@@ -220,23 +222,24 @@ def device_work(engine: OwnEngine, steps: int, trace: str = "") -> dict[str, flo
     )
 
 
-def count_work(events: Iterable[tuple[str, bool, float]], steps: int) -> dict[str, float]:
-    """Kernels, copies, waits and busy time per step.
+def count_work(events: Iterable[tuple[str, bool, float]], steps: int) -> dict[str, Any]:
+    """Kernels, copies, waits and busy time per step, and which kernels take longest.
 
     Args:
         events: Name, whether it is the device's, and microseconds of each.
         steps: Steps that they belong to.
     """
-    counts = Counter[str]()
+    counts, busy_us = Counter[str](), Counter[str]()
     for name, is_device, elapsed_us in events:
         if not is_device:
             counts["synchronizes"] += "Synchronize" in name
             continue
         kind = next((kind for kind in ("Memcpy HtoD", "Memcpy DtoH", "Memcpy DtoD", "Memset") if kind in name), "")
         counts[{"Memcpy HtoD": "copies_in", "Memcpy DtoH": "copies_out"}.get(kind, "launches")] += 1
-        counts["device_us"] += int(elapsed_us)
+        busy_us[name[:NAME_LENGTH]] += round(elapsed_us)
     found = {name: counts[name] / steps for name in ("launches", "copies_in", "copies_out", "synchronizes")}
-    return {**found, "device_ms": counts["device_us"] / steps / 1e3}
+    longest = {name: total_us / steps for name, total_us in busy_us.most_common(NUM_NAMED)}
+    return {**found, "device_ms": busy_us.total() / steps / 1e3, "kernels_us": longest}
 
 
 def profile_cases(setup: Setup) -> list[Case]:

@@ -197,6 +197,13 @@ def test_what_the_device_did_is_counted_per_step() -> None:
         "copies_out": 1,
         "synchronizes": 1,
         "device_ms": pytest.approx(0.084),
+        "kernels_us": {
+            "nvjet_tst_64x8": 50,
+            "item_kernel": 30,
+            "Memcpy HtoD (Pinned -> Device)": 2,
+            "Memset (Device)": 1,
+            "Memcpy DtoH (Device -> Pinned)": 1,
+        },
     }
 
 

@@ -2,7 +2,7 @@
 
 The module of a benchmark says in its docstring what it asks and how, adds its own options (`add_options`, if it has
 any) and measures what they ask for (`measure`). All else is the same for all of them and stands here and in
-`report.py`.
+`report.py`. One with `run` instead writes its own results and returns the exit status.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ BENCHMARKS = {
     "grammar": ("engine.grammar_cost", "Time answers that are held to schemas, and hostile schemas."),
     "push": ("http.push", "Push versions as a trainer does, and time their first tokens."),
     "batches": ("http.batch_lane", "Time interactive requests alone and beside a batch."),
+    "gpu": ("gpu.verbs", "Ask a GPU: is it right, how fast, and where does the time go?"),
     "waste": ("pool.page_waste", "Print how much of their pages adapters leave empty."),
 }
 """Module and help by command, in the order of the help."""
@@ -43,7 +44,8 @@ def make_parser(name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"weft bench {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, default=None, help="write the result here")
+    if hasattr(module, "measure"):
+        parser.add_argument("--json", type=Path, default=None, help="write the result here")
     if hasattr(module, "add_options"):
         module.add_options(parser.add_argument)
     return parser
@@ -51,10 +53,16 @@ def make_parser(name: str) -> argparse.ArgumentParser:
 
 def main(name: str, arguments: Sequence[str]) -> int:
     """Run a benchmark; returns the exit status."""
-    from weft.benchmarks.report import tell  # the command line lists the benchmarks without what prints tables
+    from weft.benchmarks.report import (
+        run_or_refuse,
+        tell,
+    )  # the command line lists the benchmarks without what prints tables
 
+    module = _module(name)
+    if hasattr(module, "run"):
+        return run_or_refuse(name, make_parser(name).parse_args(arguments), module.run)
     result_name = BENCHMARKS[name][0].rpartition(".")[2].replace("_", "-")
-    return tell(result_name, make_parser(name).parse_args(arguments), _module(name).measure)
+    return tell(result_name, make_parser(name).parse_args(arguments), module.measure)
 
 
 def _module(name: str) -> Any:  # noqa: ANN401 - each has the same two functions

@@ -28,7 +28,7 @@ FILE_WIDTH = 240
 """Columns of a table that is not printed on a terminal."""
 SHOWN = ("median", "min", "max")
 """The figures of a spread that tables show."""
-_PACKAGES = ("weft", "torch", "transformers", "peft", "numpy")
+_PACKAGES = ("weft", "torch", "triton", "transformers", "peft", "numpy")
 _ROOT = Path(__file__).resolve().parents[1]
 AddOption = Callable[..., argparse.Action]
 """The `add_argument` of a benchmark's parser."""
@@ -162,6 +162,15 @@ def tell(command: str, options: argparse.Namespace, measure: Callable[[argparse.
         print(f"{command}: {failure}", file=sys.stderr)
     print(json.dumps(result))
     return 1 if failures else 0
+
+
+def run_or_refuse(command: str, options: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:
+    """Run a benchmark that writes its own results; returns its exit status, or 2 for options that make no sense."""
+    try:
+        return run(options)
+    except ConfigError as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return 2
 
 
 def without_nan(value: Any) -> Any:  # noqa: ANN401 - JSON in, JSON out

@@ -86,6 +86,13 @@ class OwnEngine:
         while self.core.status().running < count:
             self.pump()
 
+    def pump_until_decoding(self, requests: Sequence[str]) -> None:
+        """Call the core until each of these requests had an output."""
+        waiting = set(requests)
+        while waiting:
+            self.pump()
+            waiting -= {output.request_id for output in self.outputs}
+
     def abort(self, requests: Sequence[str]) -> None:
         """End requests."""
         for request_id in requests:

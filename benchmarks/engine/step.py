@@ -125,10 +125,7 @@ def timed_steps(engine: OwnEngine, case: Case, steps: int, clock: PartClock) -> 
     prompts = [[draw.randrange(2, VOCAB_SIZE) for _ in range(case.prompt_tokens)] for _ in range(case.rows)]
     requests = engine.submit_endless(prompts, case.adapters)
     if not case.is_prefill:
-        waiting = set(requests)
-        while waiting:
-            engine.pump()
-            waiting -= {output.request_id for output in engine.outputs}
+        engine.pump_until_decoding(requests)
         for _ in range(FIRST_STEPS):
             engine.pump()
     clock.seconds.clear()

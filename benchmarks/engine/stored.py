@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,15 +42,15 @@ def store_adapters(ready: EngineReady, blob_dir: Path, folders: Sequence[Path], 
         folders: With the checkpoints.
         count: Adapters, each with a digest of its own.
     """
-    blobs = LocalBlobs(blob_dir)
-    refs = []
-    for index in range(count):
-        folder = folders[index % len(folders)]
+    blobs, stored = LocalBlobs(blob_dir), []
+    for folder in folders[:count]:
         config, weights = (folder / "adapter_config.json").read_bytes(), folder / "adapter_model.safetensors"
         spec = read_checkpoint(config, weights, ready.base, ready.max_rank, scan_values=False).spec
-        sha256 = store_blob(blobs, weights.read_bytes())
-        refs.append(adapter_ref(f"{folder.name}-{index}", replace(spec, alpha=spec.alpha + index), sha256))
-    return refs
+        stored.append((folder.name, spec, store_blob(blobs, weights.read_bytes())))
+    return [
+        adapter_ref(f"{name}-{index}", replace(spec, alpha=spec.alpha + index), sha256)
+        for index, (name, spec, sha256) in zip(range(count), itertools.cycle(stored), strict=False)
+    ]
 
 
 def random_lora(

@@ -34,26 +34,25 @@ class CompileWatch:
         """Time that they took, all together."""
         self._clock = clock
         self._started_s = threading.local()
-        self._is_watching = False
+        self._runtime: Any = None
+        """Where Triton keeps its hooks; None while this does not watch."""
         self._hooks_before: tuple[Any, Any] = (None, None)
 
     def begin(self) -> CompileWatch:
         """Watch from now on; returns itself. Does nothing where Triton was not imported, as on a CPU."""
         triton = sys.modules.get("triton")
-        if triton is not None and not self._is_watching:
-            runtime = triton.knobs.runtime
+        if triton is not None and self._runtime is None:
+            runtime = self._runtime = triton.knobs.runtime
             self._hooks_before = runtime.jit_cache_hook, runtime.jit_post_compile_hook
             runtime.jit_cache_hook, runtime.jit_post_compile_hook = self._started, self._compiled
-            self._is_watching = True
         return self
 
     def end(self) -> None:
         """Stop watching; the counts stay."""
-        if not self._is_watching:
-            return
-        self._is_watching = False
-        runtime = sys.modules["triton"].knobs.runtime
-        if runtime.jit_cache_hook == self._started:  # else a later watch still calls this one, which hands on
+        runtime, self._runtime = self._runtime, None
+        if (
+            runtime is not None and runtime.jit_cache_hook == self._started
+        ):  # else a later watch still calls this one, which hands on
             runtime.jit_cache_hook, runtime.jit_post_compile_hook = self._hooks_before
 
     def __enter__(self) -> CompileWatch:
@@ -70,7 +69,7 @@ class CompileWatch:
         return answer
 
     def _compiled(self, **of_kernel: Any) -> None:
-        if self._is_watching:
+        if self._runtime is not None:
             now_s = self._clock()
             seconds = now_s - getattr(self._started_s, "value", now_s)
             kernel = of_kernel["fn"]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from weft.adapters.base_shape import SITES
 from weft.adapters.lora.layout import adapter_pages
 from weft.benchmarks.engine import kernels
 from weft.benchmarks.engine.kernels import MIXES, KernelBench, Machine, Work, arena_pages, figures
@@ -26,7 +25,7 @@ def test_every_operation_is_timed_beside_its_floor(
     monkeypatch.setattr(kernels, "CALLS", 2)
     monkeypatch.setattr(kernels, "PROMPT_TOKENS", 32)
     monkeypatch.setattr(kernels, "measure_machine", lambda _: Machine(1e10, 1e11, 0.0))
-    operations = measure("kernels", "--model small --device cpu --rows 2,8")["operations"]
+    operations = measure("kernels", "--model small --rows 2,8")["operations"]
     assert all(found["us"] > 0 and found["floor_us"] > 0 for found in operations.values())
     for name in (
         "SiLU and product, 2 rows",
@@ -44,7 +43,7 @@ def test_int8_is_timed_beside_bfloat16_and_its_error_is_told(
     monkeypatch.setattr(kernels, "MODELS", (SMALL,))
     monkeypatch.setattr(kernels, "CALLS", 2)
     monkeypatch.setattr(kernels, "measure_machine", lambda _: Machine(1e10, 1e11, 0.0))
-    result = measure("kernels", "--model small --device cpu --rows 2 --contexts 300,1000 --kv-dtype int8")
+    result = measure("kernels", "--model small --rows 2 --contexts 300,1000 --kv-dtype int8")
     wide, int8 = (result["operations"][f"attention, context 1000{kind}, 2 rows"] for kind in ("", " of int8"))
     queries = 2 * 2 * 64 * 2
     assert int8["floor_us"] == pytest.approx((2 * 1000 * 2 * 2 * (16 + 4) + queries) / 1e10 * 1e6)
@@ -59,7 +58,7 @@ def test_a_context_that_the_pages_do_not_hold_is_refused(
 ) -> None:
     monkeypatch.setattr(kernels, "MODELS", (SMALL,))
     longest = (arena_pages(SMALL) - 1) * SMALL.geometry().page_tokens
-    assert main("kernels", ["--model", "small", "--device", "cpu", "--contexts", f"8,{longest + 1}"]) == 2
+    assert main("kernels", ["--model", "small", "--contexts", f"8,{longest + 1}"]) == 2
     assert f"--contexts must be at most {longest}" in capsys.readouterr().err
 
 
@@ -78,7 +77,7 @@ def test_the_floor_is_the_slowest_of_memory_arithmetic_and_launch() -> None:
     assert machine.floor_s(Work("", print, 1e6)) == pytest.approx(1e-3)
     assert machine.floor_s(Work("", print, 1e3, 1e10)) == pytest.approx(1e-2)
     assert machine.floor_s(Work("", print, 1.0)) == 1e-6
-    found = figures([Work("nothing", lambda _: None, 1e6)], CPU, machine, " at all")["nothing at all"]
+    found = figures([Work("nothing", lambda _: None, 1e6)], machine, " at all")["nothing at all"]
     assert found["ratio"] == pytest.approx(found["us"] / 1e3)
 
 
@@ -107,21 +106,5 @@ def test_each_mix_is_timed_before_the_next_takes_its_slots(monkeypatch: pytest.M
     monkeypatch.setattr(kernels, "measure_machine", lambda _: Machine(1e10, 1e11, 0.0))
     monkeypatch.setattr(kernels, "KernelBench", bench)
     monkeypatch.setattr(kernels, "figures", note)
-    assert main("kernels", ["--model", "small", "--device", "cpu", "--rows", "32"]) == 0
+    assert main("kernels", ["--model", "small", "--rows", "32"]) == 0
     assert ranks == [mix[0] for mix in MIXES.values()] == [16, 8, 8, 24, 16]
-
-
-def test_goals_that_are_missed_are_told_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    found = {f"LoRA {site.name}, 32 rows, {mix}": {"us": 8.0, "ratio": 1.2} for site in SITES for mix in kernels.MIXES}
-    assert all(goal["ok"] for goal in kernels.make_goals(found))
-    found["LoRA o, 32 rows, 32 of rank 16"] = {"us": 9.0, "ratio": 1.5}
-    found["LoRA down, 32 rows, 8 of ranks 8 to 64"] = {"us": 10.0, "ratio": 1.0}
-    found["LoRA qkv, 32 rows, 1 of rank 16"] = {"us": 11.0, "ratio": 1.0}
-    missed = {goal["goal"]: goal["figure"] for goal in kernels.make_goals(found) if not goal["ok"]}
-    assert missed == {
-        "LoRA qkv of one adapter: us": 11.0,
-        "LoRA o of 32 adapters: times its floor": 1.5,
-        "LoRA down of mixed ranks: times one rank": 1.25,
-    }
-    assert main("kernels", ["--device", "cpu", "--check"]) == 2
-    assert "--check knows goals for a GPU and 32 rows only" in capsys.readouterr().err

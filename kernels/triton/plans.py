@@ -1,0 +1,82 @@
+"""Launch constants of the Triton kernels that were measured to be best, by architecture and kernel.
+
+A launcher asks `plan` with the constants that it takes by itself; which they are decides how fast a kernel is, and in
+what order it adds, so they must not change while an engine lives. `scripts/gpu kernels` measures others and writes
+those that are faster; its file becomes `plans.json` beside this one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+PLANS = Path(__file__).with_name("plans.json")
+"""{architecture: {kernel: {constant: value}}}; there need not be one."""
+
+
+@dataclass
+class Trial:
+    """Constants under test."""
+
+    constants: Mapping[str, int]
+    was_asked: bool = False
+    """Whether a launcher took them."""
+
+
+_trials: dict[str, Trial] = {}
+
+
+def plan(kernel: str, **constants: int) -> dict[str, int]:
+    """The constants to launch a kernel with.
+
+    Args:
+        kernel: Its name, with the sizes that the choice depends on: `items`, `sgmv 4096x6144 16`.
+        **constants: What the launcher takes where nothing was measured.
+
+    Raises:
+        ValueError: What was measured has constants that the launcher does not.
+    """
+    if trial := _trials.get(kernel):
+        trial.was_asked = True
+        return _changed(kernel, constants, trial.constants)
+    return _changed(kernel, constants, measured(architecture()).get(kernel, {}))
+
+
+@contextmanager
+def trying(kernel: str, **constants: int) -> Iterator[Trial]:
+    """Make `plan` return these constants for a kernel until the block is left."""
+    trial = _trials[kernel] = Trial(constants)
+    try:
+        yield trial
+    finally:
+        del _trials[kernel]
+
+
+@cache
+def architecture() -> str:
+    """Of the current GPU, as `sm90`; `cpu` where there is none."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm{major}{minor}"
+
+
+@cache
+def measured(of: str) -> dict[str, dict[str, int]]:
+    """The constants in `PLANS` for an architecture."""
+    if not PLANS.exists():
+        return {}
+    found: dict[str, dict[str, int]] = json.loads(PLANS.read_text()).get(of, {})
+    return found
+
+
+def _changed(kernel: str, constants: dict[str, int], better: Mapping[str, int]) -> dict[str, int]:
+    if unknown := set(better) - set(constants):
+        raise ValueError(f"plan of {kernel}: expected constants of {sorted(constants)}, got {sorted(unknown)}")
+    return {**constants, **better}

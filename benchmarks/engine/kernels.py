@@ -158,8 +158,8 @@ class KernelBench:
     def sampling(self, rows: int, about: str, row: RowSampling, vocab_size: int = VOCAB_SIZE) -> Work:
         """The choice of a token for each of so many rows."""
         logits = torch.randn(rows, vocab_size, device=self.device)
-        sampling = [row] * rows
-        return Work(f"{about} sampling", lambda _: self.kernels.sample(logits, sampling), logits.nbytes)
+        columns = SamplingColumns.build([row] * rows, self.device)
+        return Work(f"{about} sampling", lambda _: self.kernels.sample(logits, columns), logits.nbytes)
 
     def queries(self, count: int) -> torch.Tensor:
         """So many query rows, [count, Hq, D]."""

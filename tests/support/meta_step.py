@@ -39,7 +39,7 @@ VOCAB_SIZE, MAX_MODEL_LEN, NUM_PAGES, SLOTS, RANK = 128_256, 131_072, 50_001, 25
 FREE = {
     *("view", "as_strided", "slice", "select", "split", "split_with_sizes", "empty", "new_empty", "empty_like"),
     *("transpose", "t", "unsqueeze", "expand", "detach", "alias", "_unsafe_view", "empty_strided", "squeeze"),
-    *("permute", "unbind", "new_empty_strided", "lift_fresh"),
+    *("permute", "unbind", "new_empty_strided", "lift_fresh", "flatten"),
 }
 """Operations of torch that launch nothing."""
 
@@ -94,7 +94,9 @@ def _linear(out_features: int, in_features: int, device: torch.device) -> Linear
     if device == META:
         weight = torch.empty(out_features, in_features, dtype=BF16, device=META)
         return partial(torch.nn.functional.linear, weight=weight)
-    return lambda x: torch.empty((len(x), out_features), dtype=BF16)
+    # A CPU would take longer to turn logits into float32 than for all of the step.
+    dtype = torch.float32 if out_features == VOCAB_SIZE else BF16
+    return lambda x: torch.empty((len(x), out_features), dtype=dtype)
 
 
 def a_plan(

@@ -32,7 +32,7 @@ def device() -> StepDevice:
 
 @pytest.fixture(autouse=True)
 def inference() -> Iterator[None]:
-    with torch.inference_mode():
+    with torch.inference_mode(), Watch():  # there is nothing that could be read
         yield
 
 
@@ -97,9 +97,9 @@ def test_no_kernel_is_compiled_after_the_start(device: StepDevice) -> None:
         programs.prepare()
         before = dict(triton.variants)
         for num_rows in range(1, 65):
-            for context in (40, 300, 1500, 8000, 131_072):
-                contexts = [max(1, context - row % 30) for row in range(num_rows)]
-                load(programs, a_plan(contexts, num_rows % 3 * 5, TOP_P, seed=num_rows)).run()
+            context = (40, 300, 1500, 8000, 131_072)[num_rows % 5]
+            contexts = [max(1, context - row % 30) for row in range(num_rows)]
+            load(programs, a_plan(contexts, num_rows % 3 * 5, TOP_P, seed=num_rows)).run()
         for rows in (9, 65, 100, 129, 511, 512, 1024, 2048):
             load(programs, a_plan([rows + 300], rows % 2, TOP_P, rows=rows)).run()
         assert {

@@ -20,7 +20,7 @@ FILES = (
         "test_rope_and_kv_write.py",
         "test_rows.py",
     ),
-    *("test_sampling.py", "test_sgmv.py"),
+    *("test_sampling.py", "test_sgmv.py", "test_triton_steps.py"),
 )
 
 

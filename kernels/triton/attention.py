@@ -278,9 +278,7 @@ def item_kernel(
             counter = counters + item * HEADS + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
                 tl.store(counter, 0)
-                merged = _merged(
-                    partials, first, count, kv_head, HEADS, GROUP, ALL_G, D, BLOCK_D, PITCH, BLOCK_S
-                )
+                merged = _merged(partials, first, count, kv_head, HEADS, GROUP, ALL_G, D, BLOCK_D, PITCH, BLOCK_S)
                 all_g = tl.arange(0, ALL_G)
                 target = out + row * out_row + (kv_head * GROUP + all_g)[:, None] * out_head + d[None, :]
                 tl.store(target, merged.to(out.dtype.element_ty), mask=(all_g < GROUP)[:, None] & (d < D)[None, :])

@@ -149,7 +149,7 @@ def expand_add_norm_kernel(
     counter = counters + tl.program_id(0)
     if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(1) - 1:
         c = tl.arange(0, BLOCK)
-        for row in range(start, start + length):
+        for row in tl.range(start, start + length, num_stages=3):
             first = tl.cast(row, tl.int64) * N
             stored = tl.load(new_residual + first + c, mask=c < N, other=0.0, cache_modifier=".cg")
             _store_normed(stored.to(tl.float32), weight, out + first, eps, c, N)

@@ -150,6 +150,7 @@ def add_delta(
     """
     UNIT: tl.constexpr = SITE[1]
     GROUPS: tl.constexpr = SITE[2]
+    SPLIT_K: tl.constexpr = SITE[3]
     BR: tl.constexpr = SITE[4]
     WIDTH: tl.constexpr = SITE[0] * GROUPS * 8
     pitch = (width + UNIT - 1) // UNIT * UNIT
@@ -159,7 +160,7 @@ def add_delta(
         r = rank_start + tl.arange(0, BR)
         live_r = r < rank
         bridge = tl.zeros((BM, BR), tl.float32)
-        for part in tl.static_range(SITE[3]):
+        for part in tl.static_range(SPLIT_K):
             plane = planes + (part * num_tokens + rows[:, None]) * WIDTH + which * (GROUPS * 8) + r[None, :]
             bridge += tl.load(plane, mask=live_m[:, None] & live_r[None, :], other=0.0)
         group = tl.load(offsets + entry * (2 * GROUPS) + GROUPS + r // 8, mask=live_r, other=0).to(tl.int64)

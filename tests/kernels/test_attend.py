@@ -148,3 +148,26 @@ def test_misfits_are_refused(name: str, change: Callable[[Projected], object], e
     setattr(projected, name, change(projected))
     with pytest.raises(ValueError, match=expected):
         projected.call(native_kernels())
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        ("qkv", lambda p: p.qkv[:, :-1], r"qkv: expected \[T, \(Hq \+ 4\) \* 24\], got"),
+        ("norms", lambda p: replace(p.norms, k=p.norms.k[1:]), r"norms\.k: expected shape \[24\], got \[23\]"),
+        ("positions", lambda p: p.positions[1:], r"positions: expected shape \[158\], got \[157\]"),
+        ("positions", lambda p: p.positions.short(), r"positions: expected dtype int32 or int64, got torch\.int16"),
+        ("positions", lambda p: p.positions.repeat(2)[::2], "positions: expected consecutive elements, got"),
+        ("cos", lambda p: p.cos[:, 1:], r"cos: expected shape \[any, 12\], got \[161, 11\]"),
+        ("sin", lambda p: p.sin.double(), r"sin: expected dtype torch\.float32, got torch\.float64"),
+        ("sin", lambda p: p.sin.T.contiguous().T, "sin: expected contiguous rows, got"),
+        ("slots", lambda p: p.slots.short(), r"slot_mapping: expected dtype int32 or int64, got torch\.int16"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_triton_refuses_misfits(name: str, change: Callable[[Projected], object], expected: str) -> None:
+    pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
+    projected = Projected(CASES[0])
+    setattr(projected, name, change(projected))
+    with pytest.raises(ValueError, match=expected):
+        projected.call(TRITON.make())

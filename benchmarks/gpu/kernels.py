@@ -92,16 +92,20 @@ def cases(setup: Setup) -> list[Case]:
 
 def sweeps(setup: Setup) -> dict[str, dict[str, Sequence[int]]]:
     """Constants to try by kernel, as launchers name them."""
-    base = setup.model.base()
     found: dict[str, dict[str, Sequence[int]]] = {
         "items": {"BLOCK_N": (32, 64, 128), "num_stages": (2, 3, 4, 5), "num_warps": (4, 8)},
-        "chunks": {"BLOCK_M": (64, 128), "BLOCK_N": (32, 64, 128), "num_stages": (2, 3, 4), "num_warps": (4, 8)},
+        "chunks": {"BLOCK_N": (32, 64, 128), "num_stages": (2, 3, 4, 5), "num_warps": (4, 8)},
     }
-    for index, site in enumerate(SITES):
-        width = base.modules[site.modules[0]].in_features
-        name = f"sgmv {width}x{sum(base.site_widths(index))} 16"
-        found[name] = {"SPLIT_K": (1, 2, 4, 8), "BR": (16, 32, 64), "BN": (128, 256), "num_stages": (2, 3, 4)}
+    for width in sites_by_width(setup):
+        blocks = {"BR": (16, 32, 64), "BK": (64, 128, 256)}
+        found[f"shrink {width} 16"] = {"SPLIT_K": (1, 2, 4, 8, 16), "num_stages": (2, 3, 4), **blocks}
     return found
+
+
+def sites_by_width(setup: Setup) -> dict[int, int]:
+    """A site for each number of input features."""
+    base = setup.model.base()
+    return {base.modules[site.modules[0]].in_features: index for index, site in reversed(list(enumerate(SITES)))}
 
 
 def _operation(setup: Setup, bench: Bench, make: Callable[[KernelBench], Work], _: Mapping[str, Figures]) -> Figures:
@@ -193,7 +197,7 @@ def work_of(kernel: str, setup: Setup, bench: KernelBench) -> Work:
     if kernel == "chunks":
         tokens = setup.sized(2048, 64)
         return bench.attention(1, tokens, tokens)
-    return bench.lora((16,) * 32, 32)[[name for name in sweeps(setup) if name.startswith("sgmv")].index(kernel)]
+    return bench.lora((16,) * 32, 32)[sites_by_width(setup)[int(kernel.split()[1])]]
 
 
 def keep_plan(setup: Setup, kernel: str, constants: Mapping[str, int]) -> None:

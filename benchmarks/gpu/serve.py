@@ -29,6 +29,8 @@ ROWS = 32
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
 PHASE_S = 60.0
 WARM_UP_S = 10.0
+LEAST_STEPS = 30
+"""Of a phase, on a device of any speed."""
 
 
 def cases(setup: Setup) -> list[Case]:
@@ -82,7 +84,7 @@ class Load:
     def run(self, refs: Sequence[AdapterRef], seconds: float) -> dict[str, Any]:
         """Serve for so long; returns steps in ms, and tokens per second."""
         steps, tokens, start_s = list[float](), 0, time.perf_counter()
-        while time.perf_counter() - start_s < seconds or not steps:
+        while time.perf_counter() - start_s < seconds or len(steps) < LEAST_STEPS:
             while len(self._live) < ROWS + ROWS // 2:  # some wait while their adapters are loaded
                 self._submit(self._draw.choice(refs))
             num_steps = self._engine.core.num_steps

@@ -36,7 +36,7 @@ def plan(kernel: str, **constants: int) -> dict[str, int]:
     """The constants to launch a kernel with.
 
     Args:
-        kernel: Its name, with the sizes that the choice depends on: `items`, `sgmv 4096x6144 16`.
+        kernel: Its name, with the sizes that the choice depends on: `items`, `shrink 4096 16`.
         **constants: What the launcher takes where nothing was measured.
 
     Raises:

@@ -227,7 +227,7 @@ def test_a_verb_of_the_real_size_has_cases_for_what_is_to_be_known(tmp_path: Pat
     assert names["kernels"][0] == "attention, 32 rows, context 1,024"
     assert "attention, 64 rows, context 16,384" not in names["kernels"], "it needs 128 GiB"
     assert {f"LoRA {site}, 32 rows, 32 of rank 16" for site in ("qkv", "o", "gate_up", "down")} < set(names["kernels"])
-    assert "constants of sgmv 4096x28672 16" in names["kernels"]
+    assert "constants of shrink 14336 16" in names["kernels"]
     assert names["step"][0] == "decode, 32 rows, 0 adapters, graph"
     assert names["step"].index("decode, 32 rows, 32 adapters, graph") < names["step"].index(
         "prompt of 512, 0 adapters, graph"
@@ -240,11 +240,12 @@ def test_a_sweep_is_about_the_kernel_that_it_names(tmp_path: Path) -> None:
     setup = Setup(device=CPU, out=tmp_path, is_tiny=True)
     bench = kernels.Bench(setup)()
     works = {kernel: kernels.work_of(kernel, setup, bench).name for kernel in kernels.sweeps(setup)}
-    assert list(works.values()) == [
-        "attention, context 64",
-        "attention, prompt of 64",
-        *(f"LoRA {site}" for site in ("qkv", "o", "gate_up", "down")),
-    ]
+    assert works == {
+        "items": "attention, context 64",
+        "chunks": "attention, prompt of 64",
+        "shrink 160 16": "LoRA down",
+        "shrink 64 16": "LoRA qkv",
+    }
 
 
 def test_a_call_that_changes_its_bits_is_found() -> None:

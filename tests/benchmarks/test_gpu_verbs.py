@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,7 +113,8 @@ def test_steps_with_swaps_are_compared_with_steps_without(verb: Callable[..., di
     assert case["goal"] == pytest.approx(1.05 * case["quiet"]["step_ms"]["p99"], rel=1e-4)
     assert case["measured"] == case["swaps"]["step_ms"]["p99"]
     assert case["swaps"]["tokens_per_s"] > 0
-    assert case["loads"] > serve.NUM_RESIDENT, "adapters came and went"
+    assert case["loads"] > 0, "adapters came and went"
+    assert case["quiet"]["steps"] >= serve.LEAST_STEPS
 
 
 def test_the_demo_s_answers_are_checked_and_the_tests_run(verb: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
@@ -145,17 +147,28 @@ def test_tools_run_the_tests_or_are_told_to_be_missing(
     assert "racecheck ended with status 1" in found["racecheck"]["error"]
     (told,) = found["memcheck"]["tail"]
     assert told.startswith("1 --tool memcheck --error-exitcode 9")
-    assert "-m gpu tests/kernels -k uniform-896 or sampling or captured_graph" in told
+    assert f"-m gpu tests/kernels -k {commands.SANITIZED['memcheck']}" in told
     profiled = verb("profile")["cases"]
     assert (tmp_path / profiled["trace of 32 rows, 32 adapters"]["trace"]).stat().st_size > 1000
     assert "gpu step --out" in profiled["ncu"]["tail"][0]
     assert "--only ^decode, 32 rows, 32 adapters, eager$ --tiny" in profiled["ncu"]["tail"][0]
 
 
+def is_running(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
 def test_a_program_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     hasty = Setup(device=CPU, out=tmp_path, is_tiny=True, seconds=0.2)
     with pytest.raises(EngineError, match=r"nap was stopped after 0 s; nap\.log has what it printed"):
-        commands.run_command(["sleep", "20"], hasty, "nap")
+        commands.run_command(["sh", "-c", "sleep 600 & echo $!; wait"], hasty, "nap")
+    child = int((tmp_path / "nap.log").read_text())
+    for _ in range(100):  # the kernel may take a moment
+        if not is_running(child):
+            break
+        time.sleep(0.1)
+    assert not is_running(child)
 
 
 def test_flashinfer_is_compared_where_there_is_one(

@@ -158,23 +158,9 @@ def build_engine(
         is_sharing=config.memory.prefix_cache,
     )
     limits = ModelLimits(max_model_len=longest, vocab_size=spec.vocab_size, eos_token_ids=read_eos_token_ids(folder))
-    lora = PagedLora(arena, tables, base)
-    sampler = Sampler(kernels_for(device, torch.float32), limits.eos_token_ids)
-    runner = ModelRunner(
-        decoder=decoder,
-        arena=arena,
-        slab=slab,
-        lora=lora,
-        check_lease=residency.slots.check_lease,
-        sampler=sampler,
-        programs=_programs(config, decoder, arena, lora, sampler, plan, longest) if device.type == "cuda" else None,
-    )
+    runner = _runner(config, decoder, PagedLora(arena, tables, base), slab, residency, limits, plan)
     grammar_tokens = GrammarTokens(folder, limits.eos_token_ids)
-    grammars = Grammars(
-        grammar_tokens.compile,
-        loader_threads(1, has_idle_core=has_idle_core()),
-        notify,
-    )
+    grammars = Grammars(grammar_tokens.compile, loader_threads(1, has_idle_core=has_idle_core()), notify)
     scheduler = Scheduler(
         config.scheduler, kv, residency, limits, step_tokens=plan.step_tokens, prices=prices, grammars=grammars
     )
@@ -182,7 +168,7 @@ def build_engine(
         scheduler,
         runner,
         boot_id=ready.boot_id,
-        overlaps=config.scheduler.overlap == "on" or (config.scheduler.overlap == "auto" and device.type == "cuda"),
+        overlaps=config.scheduler.overlap == "on" or (config.scheduler.overlap == "auto" and runs_beside_host(device)),
         set_stepping=pace.set_stepping,
         compiles=CompileWatch().begin(),
     )
@@ -206,29 +192,46 @@ def _load(
         return decoder, replace(shape, digest=digest.result())
 
 
-def _programs(
+def runs_beside_host(device: torch.device) -> bool:
+    """Whether a step goes on while the host does other work: then it is a step program."""
+    return device.type == "cuda"
+
+
+def _runner(
     config: Config,
     decoder: Decoder,
-    arena: Arena,
     lora: PagedLora,
-    sampler: Sampler,
+    slab: HostSlab,
+    residency: Residency,
+    limits: ModelLimits,
     plan: MemoryPlan,
-    max_model_len: int,
-) -> StepPrograms:
-    """Step programs for a device that runs beside the host, with all kernels compiled."""
-    device = StepDevice(
+) -> ModelRunner:
+    """The runner, with all kernels compiled that its programs launch."""
+    arena, device = lora.arena, lora.arena.device
+    sampler = Sampler(kernels_for(device, torch.float32), limits.eos_token_ids)
+    programs = None
+    if runs_beside_host(device):
+        step_device = StepDevice(
+            decoder=decoder,
+            arena=arena,
+            lora=lora,
+            sampler=sampler,
+            max_samples=bucket_rows(config.scheduler.max_running),
+            max_rows=bucket_rows(plan.step_tokens),
+            max_model_len=limits.max_model_len,
+        )
+        capture = cuda_graphs() if config.model.cuda_graphs else None
+        programs = StepPrograms(step_device, max_running=config.scheduler.max_running, capture=capture)
+        programs.prepare()
+    return ModelRunner(
         decoder=decoder,
         arena=arena,
+        slab=slab,
         lora=lora,
+        check_lease=residency.slots.check_lease,
         sampler=sampler,
-        max_samples=bucket_rows(config.scheduler.max_running),
-        max_rows=bucket_rows(plan.step_tokens),
-        max_model_len=max_model_len,
+        programs=programs,
     )
-    capture = cuda_graphs() if config.model.cuda_graphs else None
-    programs = StepPrograms(device, max_running=config.scheduler.max_running, capture=capture)
-    programs.prepare()
-    return programs
 
 
 def _adapter_loader(

@@ -168,7 +168,7 @@ class StepProgram:
             )
             for group in range(geometry.num_groups)
         ]
-        self._rows = StepRows(
+        self.rows = StepRows(
             tokens=fields["tokens"],
             positions=fields["positions"],
             slot_mapping=tuple(fields["kv_slots"]),
@@ -177,7 +177,7 @@ class StepProgram:
         )
         self._lora = device.lora.static_step(fields["lora_tiles"], shape.lora_tile_rows) if shape.lora_tiles else None
         self._sample_rows = fields["sample_rows"]
-        self._columns = SamplingColumns.of_words(fields["sampling"])
+        self.columns = SamplingColumns.of_words(fields["sampling"])
         self._replays: tuple[Callable[[], None], Callable[[], None]] | None = None
         self._loaded = _Loaded(specs=(), masks=None, reported=device.sampled[:0], zeroed=device.sampled[:0])
         self._launched: deque[_Launched] = deque()
@@ -288,7 +288,7 @@ class StepProgram:
         _put(fields["sample_rows"], step.last_rows(), 0)
 
     def _forward(self) -> None:
-        self.hidden = self._device.decoder.forward(self._rows, self._device.kv, self._lora)
+        self.hidden = self._device.decoder.forward(self.rows, self._device.kv, self._lora)
         if self.shape.samples:
             is_all = self.shape.is_decode
             rows = self.hidden if is_all else self.hidden.index_select(0, self._sample_rows)
@@ -296,7 +296,7 @@ class StepProgram:
 
     def _sample(self) -> None:
         if self.shape.samples:
-            self._device.sampler.kernels.sample(self.logits, self._columns, self._device.sampled[: self.shape.samples])
+            self._device.sampler.kernels.sample(self.logits, self.columns, self._device.sampled[: self.shape.samples])
 
 
 def _put(field: Int32Array, numbers: Int32Array, rest: int) -> None:

@@ -9,7 +9,11 @@ import torch
 
 from weft.adapters.lora.tiles import DECODE_TILE_ROWS, count_tiles, tile_capacity, tile_rows
 from weft.engine.execution.packed_step import PackedStep
+from weft.engine.execution.sampler import RowMasks
 from weft.engine.execution.step_program import Capture, StepDevice, StepProgram, StepShape
+
+WORD_BITS = 32
+"""Tokens in a word of a mask."""
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +77,8 @@ class StepPrograms:
                 program = self.decode[shape] = StepProgram(self._device, shape)
                 _run(program, nothing)
                 self._record(program)
+        masks = RowMasks([0], torch.full((1, -(-program.logits.shape[1] // WORD_BITS)), -1, dtype=torch.int32))
+        self._device.sampler.edit(program.logits, (), masks)
 
     def _record(self, program: StepProgram) -> None:
         if self._capture is None:
@@ -108,7 +114,8 @@ class StepPrograms:
 
 
 def _run(program: StepProgram, step: PackedStep) -> None:
-    program.load(step)
+    program.load(step, zero_pages=[0])  # which is none
+    program.zero_pages()
     program.run()
     program.collect()
 

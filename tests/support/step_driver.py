@@ -33,7 +33,7 @@ from weft.kernels.dispatch import kernels_for, triton_kernels
 from weft.kernels.weight_format import WeightFormat
 from weft.memory.arena import Arena
 from weft.memory.block_table import BlockTable
-from weft.memory.geometry import PageGeometry, page_geometry
+from weft.memory.geometry import PITCH_BYTES, PageGeometry, page_geometry
 from weft.memory.host_slab import HostSlab
 from weft.memory.pool import PagePool
 
@@ -123,13 +123,24 @@ class StepDriver:
 
     def load_adapter(self, folder: Path) -> SlotLease:
         """Read a PEFT checkpoint and put it into the pages and the next slot."""
+        slot = SlotLease(slot=len(self.slots), generation=1, digest=str(folder))
+        self._write_adapter(slot, folder)
+        self.slots.append(slot)
+        return slot
+
+    def move_adapter(self, lease: SlotLease, folder: Path) -> None:
+        """Let an adapter lose its pages, which then hold NaN, and come back to others."""
+        offsets = self.tables.host_offsets[lease.slot]
+        units = self.geometry.page_bytes // PITCH_BYTES
+        lost = sorted(set((offsets[offsets > 0] // units).tolist()))
+        self._write_adapter(lease, folder)
+        self.arena.poison(lost)
+
+    def _write_adapter(self, lease: SlotLease, folder: Path) -> None:
         checkpoint, layout, images = packed(folder, self.base, self.geometry, self.arena.dtype, self.max_rank)
         pages = self._pages(layout.num_pages, "adapter")
         self.arena.bytes[pages] = images
-        slot = SlotLease(slot=len(self.slots), generation=1, digest=str(folder))
-        self.tables.write(slot.slot, layout, pages, checkpoint.ranks, checkpoint.scalings)
-        self.slots.append(slot)
-        return slot
+        self.tables.write(lease.slot, layout, pages, checkpoint.ranks, checkpoint.scalings)
 
     def request(
         self, token_ids: Sequence[int], adapter: SlotLease | None = None, params: SamplingParams = GREEDY

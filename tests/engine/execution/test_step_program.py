@@ -208,3 +208,59 @@ def forget(step: PackedStep, device: StepDevice) -> None:
             value.fill(1 << 20)
     for image in device.images.hosts:
         image.fill_(0x7F)
+
+
+@interpreted
+def test_a_row_that_overflows_is_told_and_the_others_are_not_touched(model: Path, adapters: list[Path]) -> None:
+    world = World(model, adapters)
+    program = StepPrograms(world.device, max_running=8, capture=None).program
+    requests = world.requests((11, 12, 13), (0, 1, None))
+    step = world.step(requests)
+    _, expected = run(program(step[0]), step)
+    slot = world.leases[1].slot
+    world.driver.tables.scalings[slot].fill_(float("inf"))
+    _, tokens = run(program(step[0]), step)
+    wrong = step[0].slots.tolist().index(slot)
+    assert tokens[wrong] is None
+    assert [token for row, token in enumerate(tokens) if row != wrong] == [
+        token for row, token in enumerate(expected) if row != wrong
+    ]
+
+
+@interpreted
+def test_an_adapter_that_comes_back_to_other_pages_is_read_there(model: Path, adapters: list[Path]) -> None:
+    from recorded_graph import capture
+
+    world = World(model, adapters)
+    step = world.step(world.requests((11, 12, 13), (0, 1, 3)))
+    program = StepPrograms(world.device, max_running=8, capture=None).program(step[0])
+    logits, tokens = run(program, step)
+    program.load(step[0], step[1])
+    program.record(capture)
+    world.driver.move_adapter(world.leases[1], adapters[1])
+    again, same_tokens = run(program, step)
+    assert torch.equal(again, logits)
+    assert same_tokens == tokens
+
+
+@interpreted
+def test_nothing_moves_while_steps_come_and_go(model: Path, adapters: list[Path]) -> None:
+    world = World(model, adapters)
+    programs = StepPrograms(world.device, max_running=4, capture=None)
+    steps = [world.step(world.requests(lengths, slots)) for lengths, slots in (((5, 9), (0, None)), ((40,), (2,)))]
+    for step in steps:
+        run(programs.program(step[0]), step)
+    addresses = {shape: tensors_of(program) for shape, program in programs.decode.items()}
+    for number in range(50):
+        packed, specs, zeroed = steps[number % 2]
+        programs.program(packed).load(packed, specs, zero_pages=zeroed)
+    assert {shape: tensors_of(program) for shape, program in programs.decode.items()} == addresses
+
+
+def tensors_of(program: StepProgram) -> list[int]:
+    """Addresses of all that its kernels read and write."""
+    rows, columns = program.rows, program.columns
+    attention = [batch.rows(1, 0) for batch in rows.attention]
+    tensors = [rows.tokens, rows.positions, *rows.slot_mapping, rows.sampled, columns.temperature, columns.top_k]
+    tensors += [part for each in attention for part in (each.block_table, each.item_lens, each.work[0], each.tiles)]
+    return [tensor.data_ptr() for tensor in tensors if tensor is not None]

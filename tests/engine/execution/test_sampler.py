@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor
 
 from weft.engine.execution.sampler import PhiloxDraws, RowMasks, Sampler
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduling.plan import SampleSpec
-from weft.kernels.dispatch import kernels_for
+from weft.kernels.dispatch import kernels_for, torch_kernels
 from weft.kernels.sampling import SamplingColumns
 
 VOCAB = 300
@@ -250,3 +252,42 @@ def test_columns_of_a_step_are_its_parameters_and_draws() -> None:
     assert columns.top_p.tolist() == [0.25, 1.0, 1.0]
     assert columns.min_p.tolist() == [0.125, 0.0, 0.0]
     assert columns.uniform.tolist() == [PhiloxDraws().uniform(3, 0, 40), 0.0, PhiloxDraws().uniform(7, 0, 0)]
+
+
+class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts copies from the host. A read by the host raises on a meta tensor of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        is_moved = func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu"
+        self.count += is_moved and torch.device(named.get("device", "cpu")).type == "meta"
+        return func(*args, **named)
+
+
+def test_edits_are_one_copy_and_neither_they_nor_logprobs_are_waited_for() -> None:
+    """On a GPU, whose log-probabilities are shown here by those of Triton, which need no kernel of it."""
+    pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
+    from weft.kernels.triton.sampling import logprobs
+
+    masked = []
+    kernels = replace(
+        torch_kernels(), logprobs=logprobs, mask_tokens=lambda *operands: masked.append([x.shape for x in operands])
+    )
+    sampler = Sampler(kernels)
+    scores = torch.empty((3, VOCAB), device="meta")
+    specs = [
+        spec(logit_bias={9: 50.0, 3: 20.0}, repetition_penalty=1.5, prompt_token_ids=[5, 6], output_token_ids=[7]),
+        spec(allowed_token_ids=(8, 3), logprobs=3),
+        spec(),
+    ]
+    with Copies() as copies:
+        sampler.edit(scores, specs, RowMasks([0, 2], bits_of({3, 4}, {8})))
+        assert copies.count == 1
+        words = sampler.logprob_words(scores, torch.empty(3, dtype=torch.int32, device="meta"), 3)
+        assert copies.count == 1
+    assert masked == [[(3, VOCAB), (2,), (2, 10)]]
+    assert (words.shape, words.dtype) == ((3, 8), torch.int32)

@@ -33,7 +33,7 @@ EDGES = tl.constexpr(32)
 TILE = 128
 """Tokens that a program compares with all edges at once."""
 BLOCK = 1024
-"""Tokens between two edges that a program looks at once."""
+"""Tokens between two edges that the last program of a row compares at once."""
 WARPS = 8
 RANGE = tl.constexpr(32.0)
 """Filters look no further below the largest logit: a million tokens there have less than 2e-8 of the mass."""

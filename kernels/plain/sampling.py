@@ -168,7 +168,7 @@ def chosen_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, 
     expect("logits", logits, (None, None), torch.float32)
     expect("token_ids", token_ids, (logits.shape[0],), torch.int64, logits.device)
     is_sound = logits.amax(-1).abs() < MAX_LOGIT
-    total = torch.where(is_sound, torch.logsumexp(logits, dim=-1), torch.nan)
+    total = torch.logsumexp(logits, dim=-1).masked_fill_(~is_sound, torch.nan)
     chosen = logits.gather(1, token_ids[:, None])
     return chosen[:, 0] - total, (logits > chosen).sum(-1) + 1, total
 

@@ -8,6 +8,7 @@ from numerics import assert_rows_close
 from oracles import ORACLES
 from scattered_lora import LAYER, ScatteredLora, SgmvCase
 from weft.kernels.attention_batch import AttentionBatch
+from weft.kernels.sampling import RowSampling, SamplingColumns, sampling_words
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = torch.device("cuda")
@@ -30,6 +31,27 @@ def test_a_captured_graph_serves_a_different_mix_of_adapters() -> None:
         y.copy_(world.y)
         graph.replay()
         assert_rows_close(y.cpu(), world.expected())
+
+
+def test_a_captured_graph_samples_as_is_asked_later() -> None:
+    filters = [RowSampling(0.0), RowSampling(1.0, 40, 0.9, 0.05, 0.3), RowSampling(0.7, 0, 0.95, 0.0, 0.999)]
+    steps = [[filters[(row + step) % 3] for row in range(8)] for step in range(3)]
+    logits, out = torch.empty((8, 128_256), device=CUDA), torch.empty(8, dtype=torch.int32, device=CUDA)
+    words = torch.from_numpy(sampling_words(steps[0])).to(CUDA)
+    sample, columns = TRITON.make().sample, SamplingColumns.of_words(words)
+    sample(logits.normal_(), columns, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sample(logits, columns, out)
+    for step, rows in enumerate(steps):
+        logits.normal_(std=3.0 + step)
+        logits[step, 5] = torch.nan
+        words.copy_(torch.from_numpy(sampling_words(rows)))
+        graph.replay()
+        assert torch.equal(out, sample(logits, columns))
+        for row in range(8):
+            alone = SamplingColumns.build(rows[row : row + 1], CUDA)
+            assert torch.equal(out[row : row + 1], sample(logits[row : row + 1], alone))
 
 
 def test_an_arena_beyond_two_to_the_31_elements_is_addressed_right() -> None:

@@ -22,9 +22,8 @@ SGMV = [
     "expand heads int8",
 ]
 ATTENTION = ["items", "items limited", "items int8", "chunks", "chunks limited", "chunks int8"]
-ROWWISE = [
-    *("embed", "norm", "norm add", "heads", "heads normed", "heads int8", "silu_and_mul", "sample", "zero_pages"),
-]
+ROWWISE = ["embed", "norm", "norm add", "heads", "heads normed", "heads int8", "silu_and_mul", "zero_pages"]
+SAMPLING = [f"sample {name}" for name in ("stats", "edges top-k", "edges top-p", "bound top-k", "bound top-p", "draw")]
 Report = dict[str, dict[str, int]]
 
 
@@ -46,10 +45,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 
 def test_all_variants_are_compiled(report: Report) -> None:
-    assert set(report) == {*SGMV, *ATTENTION, *ROWWISE, "reduce", "reduce limited"}
+    assert set(report) == {*SGMV, *ATTENTION, *ROWWISE, *SAMPLING, "reduce", "reduce limited"}
 
 
-@pytest.mark.parametrize("variant", [*SGMV, *ATTENTION, *ROWWISE])
+@pytest.mark.parametrize("variant", [*SGMV, *ATTENTION, *ROWWISE, *SAMPLING])
 def test_no_weight_key_or_activation_moves_by_single_elements(report: Report, variant: str) -> None:
     assert report[variant]["load_2_bytes"] == 0
     assert report[variant]["store_2_bytes"] == 0

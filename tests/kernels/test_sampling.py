@@ -70,8 +70,12 @@ def test_evenly_spaced_draws_follow_the_exact_distribution(
             return
         uniforms = [0.0, 0.5, 1 - 2**-24]
     logits = logits_of(vocab_size)
-    p = probabilities(logits[0], *parameters)
     tokens = draws(logits, parameters, uniforms, impl)
+    assert_drawn_from(probabilities(logits[0], *parameters), tokens, uniforms, impl)
+
+
+def assert_drawn_from(p: torch.Tensor, tokens: torch.Tensor, uniforms: Sequence[float], impl: Implementation) -> None:
+    """Check tokens against the exact distribution."""
     # A draw belongs to the token whose interval of the cumulative distribution holds it, up to rounding at its ends.
     ends = p.cumsum(0)[tokens]
     u = torch.tensor(uniforms, dtype=torch.float64)
@@ -80,6 +84,62 @@ def test_evenly_spaced_draws_follow_the_exact_distribution(
     assert (u > ends - p[tokens] - rounding).all()
     # On a GPU a bound may round to either side of a token at its very edge.
     assert (p[tokens] > 0).float().mean() >= (1 if impl.device == CPU else 0.98)
+
+
+@pytest.mark.parametrize("vocab_size", [50_257, 128_256, 151_936])
+def test_vocabularies_of_models_are_drawn_from_exactly(vocab_size: int, impl: Implementation) -> None:
+    logits = logits_of(vocab_size, rows=2)
+    logits[1] = logits[1].round()  # equals in all places
+    uniforms = [0.7] if impl.is_interpreted else [0.0, 0.3, 1 - 2**-24]
+    cases = [FILTERS[-2]] if impl.is_interpreted else [*FILTERS[::4], (1.0, vocab_size - 1, 0.9, 0.0)]
+    for parameters in cases:
+        for row in range(1 if impl.is_interpreted else 2):
+            tokens = draws(logits[row : row + 1], parameters, uniforms, impl)
+            assert_drawn_from(probabilities(logits[row], *parameters), tokens, uniforms, impl)
+
+
+EDGE_CASES: list[Parameters] = [
+    (1.0, 0, 1.0, 0.0),
+    (1.0, 1, 1.0, 0.0),
+    (1.0, 299, 1.0, 0.0),
+    (1.0, 300, 1.0, 0.0),
+    (1.0, 2**31 - 1, 0.9, 0.0),
+    (1.0, 0, 1e-6, 0.0),
+    (1.0, 0, 0.999999, 0.0),
+    (1.0, 0, 1.0, 1.0),
+    (1.0, 150, 0.999999, 1e-9),
+    (1e-5, 20, 0.9, 0.0),
+    (1e-5, 0, 1.0, 0.5),
+    (100.0, 20, 0.9, 0.1),
+    (100.0, 0, 0.5, 0.0),
+]
+
+
+def test_extreme_parameters_and_logits_are_drawn_from_exactly(impl: Implementation) -> None:
+    ordinary = logits_of(300)[0]
+    masked = ordinary.where(torch.arange(300) % 3 == 1, -torch.inf)
+    only_last = torch.full((300,), -torch.inf)
+    only_last[299] = -2.0
+    peak = torch.full((300,), -70.0)
+    peak[[0, 150, 299]] = 3.0
+    kinds = [
+        ordinary,
+        torch.full((300,), 2.5),
+        ordinary.round(),
+        masked,
+        only_last,
+        peak,
+        ordinary * 1e-4,
+        -40 - ordinary,
+    ]
+    uniforms = [0.6] if impl.is_interpreted else [0.0, 0.6, 1 - 2**-24]
+    for kind, logits in enumerate(kinds):
+        cases = EDGE_CASES[kind % 4 :: 4] if impl.is_interpreted else EDGE_CASES
+        rows = [(parameters, uniform) for parameters in cases for uniform in uniforms]
+        repeated = logits.expand(len(rows), -1).to(impl.device)
+        tokens = impl.kernels.sample(repeated, columns_of(rows, impl.device)).cpu().view(len(cases), -1)
+        for parameters, drawn in zip(cases, tokens, strict=True):
+            assert_drawn_from(probabilities(logits, *parameters), drawn, uniforms, impl)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24, 1.0])
@@ -132,7 +192,7 @@ def test_a_row_that_is_no_distribution_gets_a_code_beside_rows_that_are(
 
 def test_a_row_does_not_depend_on_the_batch(impl: Implementation) -> None:
     filters = [*EACH_BRANCH[2:5], EACH_BRANCH[7]] if impl.is_interpreted else FILTERS
-    logits = logits_of(300 if impl.is_interpreted else 5000, rows=len(filters) + 1).to(impl.device)
+    logits = logits_of(5000, rows=len(filters) + 1).to(impl.device)
     rows = [(parameters, 0.37) for parameters in filters] + [(GREEDY, 0.0)]
     together = impl.kernels.sample(logits, columns_of(rows, impl.device))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
@@ -141,6 +201,22 @@ def test_a_row_does_not_depend_on_the_batch(impl: Implementation) -> None:
     for index, row in enumerate(rows):
         alone = impl.kernels.sample(logits[index : index + 1], columns_of([row], impl.device))
         assert alone == together[index]
+
+
+def test_no_pass_leaves_anything_for_the_next(impl: Implementation) -> None:
+    """Counters of the Triton kernels are zero between calls, whatever the rows need."""
+    if impl.name != "triton":
+        return
+    from weft.kernels.triton import sampling
+
+    rows = [(parameters, 0.5) for parameters in (GREEDY, *FILTERS[-5:])]
+    logits = logits_of(5000, rows=len(rows)).to(impl.device)
+    logits[2], logits[3, 4500] = -torch.inf, torch.nan
+    before = sampling._counters(logits.device, sampling.LEAST_ROWS)
+    first = impl.kernels.sample(logits, columns_of(rows, impl.device))
+    assert not before.any()
+    assert torch.equal(impl.kernels.sample(logits, columns_of(rows, impl.device)), first)
+    assert sampling._counters(logits.device, sampling.LEAST_ROWS) is before
 
 
 def test_equals_at_the_bound_are_kept_together(impl: Implementation) -> None:

@@ -158,14 +158,35 @@ def _row_variants() -> dict[str, str]:
         "heads normed": ptx_of(heads_kernel, "bf16", {**heads, **NO_SCALES}, eps, 4, 2),
         "heads int8": ptx_of(heads_kernel, "bf16", heads, eps, 4, 2, kv_dtype="i8"),
         "silu_and_mul": ptx_of(rows_triton.silu_and_mul_kernel, "bf16", gate, {}, 4, 2),
-        "sample": ptx_of(sampling_triton.sample_kernel, "fp32", {"BLOCK": 4096}, {}, 8, 2),
         "zero_pages": ptx_of(pages_triton.zero_pages_kernel, "", zero_pages, {}, 4, 2),
+    }
+
+
+def _sampling_variants() -> dict[str, str]:
+    # A vocabulary of 152,000 tokens.
+    scalars = {"sampled": "*i32", "bounds": "*i32", "counters": "*i32", "cursors": "*i32", "state": "*fp32"}
+    scalars["masses"] = "*i64"
+    shared = {"CHUNK": sampling_triton.CHUNK}
+    chunks = {**shared, "CHUNKS": 64}
+    edges = {**chunks, "TILE": sampling_triton.TILE}
+    limits = {False: {**scalars, "limits": "*i32"}, True: {**scalars, "limits": "*fp32"}}
+    kernels: dict[str, tuple[Any, Mapping[str, object]]] = {
+        "sample stats": (sampling_triton.stats_kernel, chunks),
+        "sample edges top-k": (sampling_triton.edges_kernel, {**edges, "MASS": False}),
+        "sample edges top-p": (sampling_triton.edges_kernel, {**edges, "MASS": True}),
+        "sample bound top-k": (sampling_triton.bound_kernel, {**shared, "BLOCK": sampling_triton.BLOCK, "MASS": False}),
+        "sample bound top-p": (sampling_triton.bound_kernel, {**shared, "BLOCK": sampling_triton.BLOCK, "MASS": True}),
+        "sample draw": (sampling_triton.draw_kernel, chunks),
+    }
+    return {
+        name: ptx_of(kernel, "fp32", constants, limits["top-p" in name], sampling_triton.WARPS, 3)
+        for name, (kernel, constants) in kernels.items()
     }
 
 
 def main() -> None:
     """Print the counts of all variants."""
-    variants = {**_lora_variants(), **_attention_variants(), **_row_variants()}
+    variants = {**_lora_variants(), **_attention_variants(), **_row_variants(), **_sampling_variants()}
     counts = {
         name: {kind: len(re.findall(pattern, ptx)) for kind, pattern in PATTERNS.items()}
         for name, ptx in variants.items()

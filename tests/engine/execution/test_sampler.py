@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor
 
-from weft.engine.execution.sampler import PhiloxDraws, Sampler
+from weft.engine.execution.sampler import PhiloxDraws, RowMasks, Sampler
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduling.plan import SampleSpec
-from weft.kernels.dispatch import kernels_for
+from weft.kernels.dispatch import kernels_for, torch_kernels
+from weft.kernels.sampling import SamplingColumns
 
 VOCAB = 300
 SAMPLER = Sampler(kernels_for(torch.device("cpu"), torch.float32))
@@ -36,7 +39,7 @@ def test_a_draw_is_the_philox_number_of_seed_choice_and_output_index_whatever_wa
     draws = PhiloxDraws()
     for seed in (0, 1, -3):
         for choice in (0, 2):
-            for output in (5, 0, 1):
+            for output in (5, 0, 1, 31, 32, 1000):
                 key = np.array([seed % 2**64, choice], dtype=np.uint64)
                 raw = int(np.random.Philox(key=key, counter=output).random_raw())
                 assert draws.uniform(seed, choice, output) == (raw >> 40) / 2**24
@@ -201,3 +204,90 @@ def test_ruled_out_tokens_keep_their_logprobs() -> None:
     ((token, found),) = SAMPLER.sample(scores.clone(), [spec(temperature=0.0, bad_words=((likeliest,),), logprobs=1)])
     assert found is not None
     assert (found.rank, found.top_ids, found.token_id) == (2, [likeliest], token)
+
+
+def bits_of(*allowed: set[int]) -> torch.Tensor:
+    """Masks that allow these tokens."""
+    words = np.zeros((len(allowed), -(-VOCAB // 32)), dtype=np.uint32)
+    for row, tokens in enumerate(allowed):
+        for token in tokens:
+            words[row, token // 32] |= 1 << token % 32
+    return torch.from_numpy(words.view(np.int32))
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_a_masked_row_is_dead_only_where_nothing_is_left_of_a_distribution(filters: dict[str, Any]) -> None:
+    scores = logits(6)
+    scores[2, 5] = math.nan  # which its grammar rules out
+    scores[3, 5] = 1e35
+    specs = [spec(**filters)] * 5 + [spec(allowed_token_ids=(4,), bad_words=((4,),))]
+    masks = RowMasks([3, 0, 1, 2], bits_of({7}, {7}, set(), {7}))
+    expected = sample(scores[4:5], specs[4])[0]
+    tokens = [token for token, _ in SAMPLER.sample(scores, specs, masks)]
+    assert tokens == [7, None, None, None, expected, None]
+    assert masks.dead == {1}
+
+
+def test_edits_come_before_masks_and_their_rows_are_told_apart() -> None:
+    scores = torch.zeros(3, VOCAB)
+    specs = [spec(temperature=0.0, logit_bias={9: 50.0, 3: 20.0}), spec(temperature=0.0, allowed_token_ids=(8, 3))]
+    masks = RowMasks([0, 1], bits_of({3, 4}, {8}))
+    assert SAMPLER.needs_edit(specs[:1])
+    assert SAMPLER.needs_edit([spec()], masks)
+    assert not SAMPLER.needs_edit([spec(), spec(logprobs=1)])
+    SAMPLER.edit(scores, [*specs, spec()], masks)
+    assert {token: float(scores[0, token]) for token in (3, 4)} == {3: 20.0, 4: 0.0}
+    assert (scores[0] > -math.inf).sum() == 2
+    assert (scores[1] > -math.inf).nonzero().tolist() == [[8]]
+    assert not scores[2].any()
+
+
+def test_columns_of_a_step_are_its_parameters_and_draws() -> None:
+    drawn = spec(seed=3, output=40, temperature=0.5, top_k=10**30, top_p=0.25, min_p=0.125)
+    columns = SamplingColumns.of_words(
+        torch.from_numpy(SAMPLER.columns([drawn, spec(temperature=1e-6), spec(top_k=-1)]))
+    )
+    assert columns.temperature.tolist() == [0.5, 0.0, 1.0]
+    assert columns.top_k.tolist() == [2**31 - 1, 0, 0]
+    assert columns.top_p.tolist() == [0.25, 1.0, 1.0]
+    assert columns.min_p.tolist() == [0.125, 0.0, 0.0]
+    assert columns.uniform.tolist() == [PhiloxDraws().uniform(3, 0, 40), 0.0, PhiloxDraws().uniform(7, 0, 0)]
+
+
+class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts copies from the host. A read by the host raises on a meta tensor of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        is_moved = func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu"
+        self.count += is_moved and torch.device(named.get("device", "cpu")).type == "meta"
+        return func(*args, **named)
+
+
+def test_edits_are_one_copy_and_neither_they_nor_logprobs_are_waited_for() -> None:
+    """On a GPU, whose log-probabilities are shown here by those of Triton, which need no kernel of it."""
+    pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
+    from weft.kernels.triton.sampling import logprobs
+
+    masked = []
+    kernels = replace(
+        torch_kernels(), logprobs=logprobs, mask_tokens=lambda *operands: masked.append([x.shape for x in operands])
+    )
+    sampler = Sampler(kernels)
+    scores = torch.empty((3, VOCAB), device="meta")
+    specs = [
+        spec(logit_bias={9: 50.0, 3: 20.0}, repetition_penalty=1.5, prompt_token_ids=[5, 6], output_token_ids=[7]),
+        spec(allowed_token_ids=(8, 3), logprobs=3),
+        spec(),
+    ]
+    with Copies() as copies:
+        sampler.edit(scores, specs, RowMasks([0, 2], bits_of({3, 4}, {8})))
+        assert copies.count == 1
+        words = sampler.logprob_words(scores, torch.empty(3, dtype=torch.int32, device="meta"), 3)
+        assert copies.count == 1
+    assert masked == [[(3, VOCAB), (2,), (2, 10)]]
+    assert (words.shape, words.dtype) == ((3, 8), torch.int32)

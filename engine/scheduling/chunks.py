@@ -84,7 +84,8 @@ class Chunks:
                     price = count * self._price(state)
                     plan.units += price
                     plan.batch_units += price * state.in_batch_lane
-                self._table.begin(state, state.next_chunk or state.chunk(count), plan)
+                state.begin(state.next_chunk or state.chunk(count), plan)
+        self._table.note_progress()
 
     def _left(self) -> tuple[int, float]:
         """Tokens and units besides those of the rows that decode."""

@@ -56,13 +56,15 @@ class Outcomes:
 
     def advance(self, state: RequestState, chunk: Chunk, result: ChunkResult) -> None:
         """Take in what a step computed for a request."""
-        state.end_flight()
+        del state.in_flight[0]
+        if state.num_coming and chunk.sample is not None:
+            state.num_coming -= 1
         if result.is_non_finite or result.failure is not None:
             self.finish(state.request_id, "error", result.failure or NON_FINITE)
             return
+        num_full = (chunk.start + len(chunk.token_ids)) // state.geometry.page_tokens
         output = _output(state, chunk, result, self._limits) if state.beam is None else None
-        num_full = state.num_complete // state.geometry.page_tokens
-        if state.status == "running" and num_full != len(state.pages.held):
+        if num_full != len(state.pages.held) and state.status == "running":
             self._table.kv.publish(state, num_full)
         if state.beam is not None:
             self._advance_beam(state, state.beam, result)
@@ -136,8 +138,8 @@ def _prompt_logprobs(state: RequestState) -> list[TokenLogprobs | None] | None:
 
 
 def _finish_reason(state: RequestState, token_id: int, limits: ModelLimits) -> Literal["stop", "length"] | None:
-    params, num_outputs = state.request.params, len(state.output_token_ids)
+    params = state.request.params
     if token_id in params.stop_token_ids or (not params.ignore_eos and token_id in limits.eos_token_ids):
         return "stop"
-    is_full = num_outputs >= params.max_tokens or state.num_prompt + num_outputs >= limits.max_model_len
-    return "length" if is_full else None
+    # With the prompt, `max_tokens` are never more than the model takes.
+    return "length" if len(state.output_token_ids) >= params.max_tokens else None

@@ -45,8 +45,8 @@ class SampleSpec:
 class Chunk:
     """Consecutive tokens of one request that are computed in this step.
 
-    After the step is committed, the scheduler may reuse this object for the request's next step. Copy it if you need it
-    longer than that.
+    After the step is committed, the scheduler may reuse this object for a later step of the request. Copy it if you
+    need it longer than that.
     """
 
     request_id: str

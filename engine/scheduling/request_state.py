@@ -246,16 +246,15 @@ class RequestState:
 
     def begin(self, chunk: Chunk, plan: StepPlan) -> None:
         """Add a chunk to a plan. From now on its tokens count as computed, and the token that it samples is coming."""
-        chunk.token_source = self.place if self.num_coming else None
-        self.place, self.last_step = len(plan.chunks), plan.step
+        num_coming, sample = self.num_coming, chunk.sample
+        chunk.token_source = self.place if num_coming else None
+        self.place, self.last_step, self.next_chunk = len(plan.chunks), plan.step, None
         plan.chunks.append(chunk)
         self.in_flight.append(chunk)
-        self.next_chunk = None
         self.num_computed = chunk.start + len(chunk.token_ids)
-        if chunk.sample is not None:
-            num_outputs = len(self.output_token_ids) + self.num_coming + 1
-            # Prompt and `max_tokens` are never longer than the model takes, so its length need not be looked at.
-            self.num_coming += num_outputs < self.request.params.max_tokens
+        # Prompt and `max_tokens` are never longer than the model takes, so its length need not be looked at.
+        if sample is not None and sample.output_index + 1 < self.request.params.max_tokens:
+            self.num_coming = num_coming + 1
 
     def needs_results(self, chunk: Chunk) -> bool:
         """Whether its next chunk can be made only once the results of this one are known."""
@@ -263,11 +262,6 @@ class RequestState:
         has_history = params.needs_history or bool(params.bad_words)
         depends = has_history or self.beam is not None or self.matcher is not None
         return self.keeps_prompt_logprobs or (depends and chunk.sample is not None)
-
-    def end_flight(self) -> None:
-        """The results of its oldest chunk in flight are known."""
-        if self.in_flight.pop(0).sample is not None and self.num_coming:
-            self.num_coming -= 1
 
     def take_token(self, token_id: int, chunk: Chunk) -> None:
         """Add to the output the token that came of a chunk.
@@ -277,12 +271,13 @@ class RequestState:
         """
         self.output_token_ids.append(token_id)
         self.next_chunk = None
-        if self.status == "running" and self.num_computed % self.geometry.page_tokens > 0:
-            is_alone = chunk.start + 1 == self.num_complete > self.num_prompt
-            if chunk.sample is not None and is_alone and self.num_left:
-                chunk.token_ids[0], chunk.start = 0 if self.num_coming else token_id, self.num_computed
-                chunk.sample.output_index = len(self.output_token_ids) + self.num_coming
-                self.next_chunk = chunk
+        num_coming, sample = self.num_coming, chunk.sample
+        has_room = self.num_computed % self.geometry.page_tokens > 0 and self.status == "running"
+        goes_on = num_coming > 0 or not self.in_flight
+        if has_room and goes_on and sample is not None and chunk.start >= self.num_prompt and len(chunk.token_ids) == 1:
+            chunk.token_ids[0], chunk.start = 0 if num_coming else token_id, self.num_computed
+            sample.output_index += 1 + num_coming
+            self.next_chunk = chunk
 
     def fork(self, request_id: str, arrival_index: float, token_id: int, beam: Beam) -> RequestState:
         """A waiting request that goes on from here with another token."""

@@ -14,7 +14,6 @@ from weft.adapters.residency.residency import Residency
 from weft.engine.fairness.fair_order import FairOrder
 from weft.engine.fairness.tenant_service import TenantService
 from weft.engine.scheduling.kv_pages import PREEMPTIONS, KvPages
-from weft.engine.scheduling.plan import Chunk, StepPlan
 from weft.engine.scheduling.request_state import RequestState
 from weft.errors import EngineError
 
@@ -252,11 +251,10 @@ class RequestTable:
         if state.num_left > 1:
             self.prefilling.add(state)
 
-    def begin(self, state: RequestState, chunk: Chunk, plan: StepPlan) -> None:
-        """A plan gets the next chunk of a request."""
-        state.begin(chunk, plan)
-        if state in self.prefilling and state.num_left <= 1:
-            self.prefilling.discard(state)
+    def note_progress(self) -> None:
+        """Chunks were planned: some requests have no more to compute than their last token."""
+        if self.prefilling:
+            self.prefilling = {state for state in self.prefilling if state.num_left > 1}
 
     def stop(self, state: RequestState, *, keeps_kv: bool) -> None:
         """A running request, which gave its device pages up, goes back to waiting."""

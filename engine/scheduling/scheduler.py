@@ -241,15 +241,17 @@ class Scheduler:
         Raises:
             EngineError: The results are not those of the plan; nothing was committed.
         """
-        if [chunk.request_id for chunk in plan.chunks] != [result.request_id for result in results]:
-            raise EngineError(f"step {plan.step} has {len(plan.chunks)} chunks, and results that do not fit them")
         live: list[tuple[RequestState, Chunk]] = []
         yielded: list[ChunkResult] = []
-        for chunk, result in zip(plan.chunks, results, strict=True):
-            state = self.table.requests.get(chunk.request_id)
+        requests, is_fitting = self.table.requests, len(plan.chunks) == len(results)
+        for chunk, result in zip(plan.chunks, results, strict=False):
+            is_fitting &= chunk.request_id == result.request_id
+            state = requests.get(chunk.request_id)
             if state is not None and state.in_flight and state.in_flight[0] is chunk:
                 live.append((state, chunk))
                 yielded.append(result)
+        if not is_fitting:
+            raise EngineError(f"step {plan.step} has {len(plan.chunks)} chunks, and results that do not fit them")
         charges = self.table.service.charge(live)
         self.table.order.charge(charges)
         self._last_units = sum(units for _, units in charges)

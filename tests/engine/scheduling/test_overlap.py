@@ -289,11 +289,29 @@ def test_all_kinds_of_requests_get_the_same_and_forks_share_as_much(num_pages: i
     assert found[0]["fork"][2] == 12
 
 
-def test_the_times_of_steps_do_not_overlap() -> None:
+def test_forks_share_the_blocks_of_their_leader_as_without_overlap() -> None:
+    """They wait until the step is complete that wrote them; before, they would copy them."""
+    for overlaps in (False, True):
+        simulator = Simulator(overlaps=overlaps)
+        simulator.submit(*mixed()[:3])
+        simulator.run()
+        assert not any(plan.copies for plan in simulator.runner.plans)
+
+
+def test_the_times_of_steps_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a step would seem to take as long as two, and prompts would get less of it."""
     simulator = overlapped()
+    collect = simulator.runner.collect
+
+    def slowly(results: list[ChunkResult]) -> list[ChunkResult]:
+        simulator.now_s += 0.5
+        return collect(results)
+
+    monkeypatch.setattr(simulator.runner, "collect", slowly)
     simulator.submit(request("x", max_tokens=20))
+    simulator.pump()
+    first_s = simulator.now_s
     simulator.run()
     seconds = [step.seconds for step in simulator.core.status().last_steps]
-    assert sum(seconds) == 20.0 == simulator.now_s - 1.0
-    assert max(seconds) == 1.0
+    assert len(seconds) == 20
+    assert sum(seconds) == simulator.now_s - first_s

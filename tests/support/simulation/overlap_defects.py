@@ -79,7 +79,12 @@ def go_on_after_the_end_while_a_row_is_in_flight(patch: pytest.MonkeyPatch) -> N
 
 
 def publish_what_is_in_flight(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RequestState, "num_complete", property(lambda self: self.num_computed))
+    publish = KvPages.publish
+
+    def early(self: KvPages, state: RequestState, _num_full: int) -> None:
+        publish(self, state, state.num_computed // self.geometry.page_tokens)
+
+    patch.setattr(KvPages, "publish", early)
 
 
 def plan_past_the_last_token(patch: pytest.MonkeyPatch) -> None:

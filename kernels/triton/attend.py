@@ -126,15 +126,26 @@ def heads_kernel(
         second = tl.where(is_v, second, (b * c + a * s).to(second.dtype))
     if k_pages is not None:
         token = tl.load(slot_mapping + rows, mask=live_m, other=-1).to(tl.int64)
-        is_stored = live_m & (token >= 0)
+        is_stored = tl.where(is_q, -1, token) >= 0
         page = token // PAGE_TOKENS
         offset = token % PAGE_TOKENS
         to = page * page_stride + index.to(tl.int64) * head_stride + offset * token_stride
-        scale_to = page * scale_page_stride + index.to(tl.int64) * scale_head_stride + offset
-        if is_v:
-            _store_vectors(v_pages, v_scales, to, scale_to, first, second, i, is_stored, HALF, LARGEST)
-        elif not is_q:
-            _store_vectors(k_pages, k_scales, to, scale_to, first, second, i, is_stored, HALF, LARGEST)
+        place_in_page = tl.where(is_v, v_pages, k_pages) + to[:, None] + i[None, :]
+        if k_scales is not None:
+            a = first.to(tl.float32)
+            b = second.to(tl.float32)
+            largest = tl.maximum(tl.max(tl.abs(a), axis=1), tl.max(tl.abs(b), axis=1))
+            # The sum is NaN where a number is not finite.
+            scale = tl.div_rn(largest, LARGEST) + (tl.sum(a * 0.0, axis=1) + tl.sum(b * 0.0, axis=1))
+            scale_to = page * scale_page_stride + index.to(tl.int64) * scale_head_stride + offset
+            tl.store(tl.where(is_v, v_scales, k_scales) + scale_to, scale, mask=is_stored)
+            stored_first = _codes(a, scale[:, None], LARGEST)
+            stored_second = _codes(b, scale[:, None], LARGEST)
+        else:
+            stored_first = first
+            stored_second = second
+        tl.store(place_in_page, stored_first, mask=is_stored[:, None] & live_i[None, :])
+        tl.store(place_in_page + HALF, stored_second, mask=is_stored[:, None] & live_i[None, :])
     if is_q | (k_pages is None):
         tl.store(place, first, mask=live)
         tl.store(place + HALF, second, mask=live)
@@ -156,24 +167,6 @@ def _weight(q_norm, k_norm, i, is_q, live_i):
     of_q = tl.load(q_norm + i, mask=live_i, other=0.0).to(tl.float32)
     of_k = tl.load(k_norm + i, mask=live_i, other=0.0).to(tl.float32)
     return tl.where(is_q, of_q, of_k)[None, :]
-
-
-@triton.jit
-def _store_vectors(pages, scales, to, scale_to, first, second, i, is_stored, HALF: tl.constexpr, LARGEST: tl.constexpr):
-    """Store vectors of which both halves are zero past their ends."""
-    live = is_stored[:, None] & (i < HALF)[None, :]
-    place = pages + to[:, None] + i[None, :]
-    if scales is not None:
-        a = first.to(tl.float32)
-        b = second.to(tl.float32)
-        largest = tl.maximum(tl.max(tl.abs(a), axis=1), tl.max(tl.abs(b), axis=1))
-        # The sum is NaN where a number is not finite.
-        scale = tl.div_rn(largest, LARGEST) + (tl.sum(a * 0.0, axis=1) + tl.sum(b * 0.0, axis=1))
-        first = _codes(a, scale[:, None], LARGEST)
-        second = _codes(b, scale[:, None], LARGEST)
-        tl.store(scales + scale_to, scale, mask=is_stored)
-    tl.store(place, first, mask=live)
-    tl.store(place + HALF, second, mask=live)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from weft import demo
 from weft.benchmarks.gpu.case_log import Case, Figures
-from weft.benchmarks.gpu.machine import Setup
+from weft.benchmarks.gpu.machine import MODES, Setup, mode_settings
 from weft.engine.llm import LLM
 from weft.engine.sampling_params import SamplingParams
 from weft.errors import EngineError
@@ -41,7 +41,7 @@ def check_cases(setup: Setup) -> list[Case]:
     if setup.is_tiny:
         tests = ["--collect-only", "-q", "tests/test_tree.py"]
     return [
-        Case("demo answers", partial(_demo, setup)),
+        *(Case(f"demo answers, {mode}", partial(_demo, setup, mode)) for mode in MODES),
         Case("tests", lambda _: run_command(pytest(*tests), setup, "tests")),
         Case("nvidia-smi", partial(_tool, setup, ["nvidia-smi", "-q"])),
         Case("nvcc", partial(_tool, setup, ["nvcc", "--version"])),
@@ -108,7 +108,7 @@ def run_command(command: Sequence[str], setup: Setup, name: str, **environment: 
     return {"measured": time.monotonic() - start_s, "unit": "s", "tail": tail}
 
 
-def _demo(setup: Setup, _: Mapping[str, Figures]) -> Figures:
+def _demo(setup: Setup, mode: str, _: Mapping[str, Figures]) -> Figures:
     """Ask the shipped model for its recorded answers, adapters coming and going, with freed pages poisoned."""
     expected = json.loads(demo.EXPECTED.read_text())
     asked = [
@@ -117,7 +117,7 @@ def _demo(setup: Setup, _: Mapping[str, Figures]) -> Figures:
         for name, answer in question["answers"].items()
     ]
     drawn = random.Random(0).choices(asked, k=setup.sized(NUM_REQUESTS, 20))
-    settings = {"memory_gib": 1 / 512, "host_gib": 1 / 64, "max_running": 16}
+    settings = {"memory_gib": 1 / 512, "host_gib": 1 / 64, "max_running": 16, **mode_settings(mode)}
     with LLM(demo.MODEL, device=setup.device.type, dtype="float32", poison=True, **settings) as llm:
         answers = llm.generate(
             [prompt for prompt, _, _ in drawn],

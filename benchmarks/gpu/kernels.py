@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from operator import methodcaller
 from typing import Any
 
@@ -39,30 +38,21 @@ SAMPLINGS = {
 }
 
 
-@dataclass
-class Bench:
-    """The operations, made when the first case wants them."""
-
-    setup: Setup
-    _made: list[KernelBench] = field(default_factory=list)
-
-    def __call__(self) -> KernelBench:
-        """The operations' data: 34 GiB for the 8B shape."""
-        if not self._made:
-            model = self.setup.model
-            pages = self.setup.sized(MAX_TOKENS, 4096) // model.geometry().page_tokens + 64
-            self._made.append(KernelBench(model, self.setup.device, kv_pages=pages))
-        return self._made[0]
+@lru_cache(maxsize=1)
+def bench_of(setup: Setup) -> KernelBench:
+    """The operations' data, made when the first case wants it: 34 GiB for the 8B shape."""
+    pages = setup.sized(MAX_TOKENS, 4096) // setup.model.geometry().page_tokens + 64
+    return KernelBench(setup.model, setup.device, kv_pages=pages)
 
 
 def cases(setup: Setup) -> list[Case]:
     """Attention, LoRA and sampling in the order of their share of a step, then the search for constants."""
-    bench, long = Bench(setup), setup.sized(1024, 64)
+    long = setup.sized(1024, 64)
     decodes = [(rows, long * times) for times in (1, 4, 16) for rows in (32, 1, 8, 64)]
     found = [
         Case(
             f"attention, {rows} rows, context {context:,}",
-            partial(_operation, setup, bench, methodcaller("attention", rows, context)),
+            partial(_operation, setup, methodcaller("attention", rows, context)),
         )
         for rows, context in decodes
         if rows * context <= MAX_TOKENS
@@ -71,11 +61,11 @@ def cases(setup: Setup) -> list[Case]:
         ranks = (rank,) * count
         about = f"{rows} rows, {count} of rank {rank}"
         found += [
-            Case(f"LoRA {site.name}, {about}", partial(_lora, setup, bench, ranks, rows, index))
+            Case(f"LoRA {site.name}, {about}", partial(_lora, setup, ranks, rows, index))
             for index, site in enumerate(SITES)
         ]
     found += [
-        Case(f"LoRA {site.name}, mixed ranks as one rank", partial(_mixed, setup, bench, index))
+        Case(f"LoRA {site.name}, mixed ranks as one rank", partial(_mixed, setup, index))
         for index, site in enumerate(SITES)
     ]
     operations = {
@@ -85,9 +75,9 @@ def cases(setup: Setup) -> list[Case]:
         f"attention, prompt of {tokens} after {before:,}": methodcaller("attention", 1, tokens + before, tokens)
         for tokens, before in PROMPTS[: setup.sized(3, 1)]
     }
-    found += [Case(name, partial(_operation, setup, bench, make)) for name, make in operations.items()]
-    found.append(Case("norms, SiLU and rope, 32 rows", partial(_small, setup, bench)))
-    return found + [Case(f"constants of {kernel}", partial(_sweep, setup, bench, kernel)) for kernel in sweeps(setup)]
+    found += [Case(name, partial(_operation, setup, make)) for name, make in operations.items()]
+    found.append(Case("norms, SiLU and rope, 32 rows", partial(_small, setup)))
+    return found + [Case(f"constants of {kernel}", partial(_sweep, setup, kernel)) for kernel in sweeps(setup)]
 
 
 def sweeps(setup: Setup) -> dict[str, dict[str, Sequence[int]]]:
@@ -108,22 +98,20 @@ def sites_by_width(setup: Setup) -> dict[int, int]:
     return {base.modules[site.modules[0]].in_features: index for index, site in reversed(list(enumerate(SITES)))}
 
 
-def _operation(setup: Setup, bench: Bench, make: Callable[[KernelBench], Work], _: Mapping[str, Figures]) -> Figures:
-    return timed(setup, make(bench()))
+def _operation(setup: Setup, make: Callable[[KernelBench], Work], _: Mapping[str, Figures]) -> Figures:
+    return timed(setup, make(bench_of(setup)))
 
 
-def _small(setup: Setup, bench: Bench, _: Mapping[str, Figures]) -> Figures:
-    parts = {work.name: timed(setup, work) for work in bench().small(32)}
+def _small(setup: Setup, _: Mapping[str, Figures]) -> Figures:
+    parts = {work.name: timed(setup, work) for work in bench_of(setup).small(32)}
     return {key: sum(part[key] for part in parts.values()) for key in ("measured", "floor")} | {
         "unit": "us",
         "parts": parts,
     }
 
 
-def _lora(
-    setup: Setup, bench: Bench, ranks: tuple[int, ...], rows: int, site: int, _: Mapping[str, Figures]
-) -> Figures:
-    work = bench().lora(ranks, rows)[site]
+def _lora(setup: Setup, ranks: tuple[int, ...], rows: int, site: int, _: Mapping[str, Figures]) -> Figures:
+    work = bench_of(setup).lora(ranks, rows)[site]
     found = dict(timed(setup, work))
     if len(ranks) == 1:
         found["goal"] = 1e6 * GOAL_SINGLE_S
@@ -132,9 +120,11 @@ def _lora(
     return found | {"ok": repeats(work)}
 
 
-def _mixed(setup: Setup, bench: Bench, site: int, _: Mapping[str, Figures]) -> Figures:
+def _mixed(setup: Setup, site: int, _: Mapping[str, Figures]) -> Figures:
     """K2: mixed ranks beside one rank with equally many bytes."""
-    even, mixed = (timed(setup, bench().lora(MIXES[mix], 32)[site]) for mix in ("10 of rank 24", "8 of ranks 8 to 64"))
+    even, mixed = (
+        timed(setup, bench_of(setup).lora(MIXES[mix], 32)[site]) for mix in ("10 of rank 24", "8 of ranks 8 to 64")
+    )
     return {**mixed, "even": even["measured"], "goal": GOAL_MIXED * even["measured"]}
 
 
@@ -158,9 +148,9 @@ def repeats(work: Work) -> bool:
     return torch.equal(*results)
 
 
-def _sweep(setup: Setup, bench: Bench, kernel: str, _: Mapping[str, Figures]) -> Figures:
+def _sweep(setup: Setup, kernel: str, _: Mapping[str, Figures]) -> Figures:
     """Vary one constant after the other, and keep the best value of each; those that do not run are kept as errors."""
-    work = work_of(kernel, setup, bench())
+    work = work_of(kernel, setup, bench_of(setup))
     before = best_s = per_call_s(work.run, setup.device)
     best, tried = dict[str, int](), dict[str, Any]()
     for name, values in sweeps(setup)[kernel].items():

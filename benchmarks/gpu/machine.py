@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,8 +18,12 @@ import torch
 
 from weft.benchmarks.engine.kernels import Machine
 from weft.benchmarks.model_shapes import MODELS, ModelShape
+from weft.config import ModelConfig
 
 N = TypeVar("N", int, float)
+MODES = ("graph", "eager")
+"""Whether the engine captures its decode steps."""
+GRAPH_SETTING = "cuda_graphs"
 GRAPH_CALLS = 20
 """Calls that one captured graph holds. A launch of it is then far shorter than what it computes."""
 REPLAYS = 30
@@ -77,6 +81,11 @@ def measure_machine(device: torch.device, *, is_tiny: bool = False) -> Machine:
     copy_s = per_call_s(lambda _: target.copy_(source), device, calls=2)
     product_s = per_call_s(lambda _: torch.mm(square, square), device, calls=2)
     return Machine(2 * num_bytes / copy_s, 2 * side**3 / product_s, LAUNCH_S)
+
+
+def mode_settings(mode: str) -> dict[str, bool]:
+    """Settings of `model` for one of `MODES`; none where this engine captures no graphs."""
+    return {GRAPH_SETTING: mode == MODES[0]} if GRAPH_SETTING in {each.name for each in fields(ModelConfig)} else {}
 
 
 class Timer:

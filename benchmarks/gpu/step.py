@@ -6,7 +6,6 @@ it; the profiler says, for three further steps, how long the device computed and
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 import shutil
@@ -37,15 +36,13 @@ from weft.benchmarks.gpu.floors import (
     decode_floor_s,
     prompt_floor_s,
 )
-from weft.benchmarks.gpu.machine import Setup, release
+from weft.benchmarks.gpu.machine import MODES, Setup, mode_settings, release
 from weft.benchmarks.gpu.random_model import adapter_folder, random_engine
-from weft.config import MemoryConfig, ModelConfig, SchedulerConfig
+from weft.config import MemoryConfig, SchedulerConfig
+from weft.errors import EngineError
 from weft.kernels.triton.compiles import CompileWatch
 
 RANK = 16
-MODES = ("graph", "eager")
-GRAPH_SETTING = "cuda_graphs"
-"""The field of `ModelConfig` that says whether steps are captured."""
 ROWS = (32, 1, 8, 64)
 ADAPTERS = (0, 1, 8, 32)
 PROMPTS = (512, 2048)
@@ -75,11 +72,14 @@ class Engines:
             size = self.setup.sized
             memory = MemoryConfig(gib=size(24.0, 0.0625), host_gib=size(8.0, 0.03125), prefix_cache=False)
             scheduler = SchedulerConfig(max_running=64, step_tokens=size(2048, 256))
-            graphs = {GRAPH_SETTING: mode == MODES[0]} if has_graphs() else {}
-            opened = random_engine(self.setup, memory, scheduler, graphs)
-            self._mode, self._engine = mode, self.stack.enter_context(opened)
+            opened = random_engine(self.setup, memory, scheduler, mode_settings(mode))
+            engine = self.stack.enter_context(opened)
+            programs = getattr(engine.core._runner, "_programs", None)
+            if mode == MODES[0] and programs is not None and not programs.num_recorded:
+                raise EngineError("no step could be captured; the engine's log says why")
             folders = [adapter_folder(self.setup, RANK)]
-            self._refs = store_adapters(self._engine.parts.ready, self._engine.blob_dir, folders, max(ADAPTERS))
+            self._refs = store_adapters(engine.parts.ready, engine.blob_dir, folders, max(ADAPTERS))
+            self._mode, self._engine = mode, engine
         return self._engine, self._refs
 
     def close(self) -> None:
@@ -87,11 +87,6 @@ class Engines:
         self._engine = None
         self.stack.close()
         release(self.setup.device)
-
-
-def has_graphs() -> bool:
-    """Whether this engine captures steps."""
-    return GRAPH_SETTING in {each.name for each in dataclasses.fields(ModelConfig)}
 
 
 def cases(setup: Setup) -> list[Case]:
@@ -120,7 +115,7 @@ def prompt_name(tokens: int, adapters: int, mode: str) -> str:
 
 
 def _decode(engines: Engines, mode: str, rows: int, count: int, context: int, before: Mapping[str, Figures]) -> Figures:
-    if mode == "graph" and not has_graphs():
+    if mode == MODES[0] and not mode_settings(mode):
         return {"absent": "this engine captures no graphs"}
     setup = engines.setup
     engine, refs = engines.open(mode)
@@ -153,7 +148,7 @@ def goal_of(count: int, floor: float, base: Figures | None) -> dict[str, float]:
 
 
 def _prompt(engines: Engines, mode: str, tokens: int, count: int, before: Mapping[str, Figures]) -> Figures:
-    if mode == "graph" and not has_graphs():
+    if mode == MODES[0] and not mode_settings(mode):
         return {"absent": "this engine captures no graphs"}
     setup = engines.setup
     engine, refs = engines.open(mode)

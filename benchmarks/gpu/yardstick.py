@@ -11,7 +11,7 @@ import torch
 
 from weft.benchmarks.engine.kernels import DTYPE, KernelBench, Work, relative_error
 from weft.benchmarks.gpu.case_log import Case, Figures
-from weft.benchmarks.gpu.kernels import PROMPTS, Bench, timed
+from weft.benchmarks.gpu.kernels import PROMPTS, bench_of, timed
 from weft.benchmarks.gpu.machine import Setup
 from weft.errors import EngineError
 
@@ -22,24 +22,25 @@ CLOSE = 2**-7
 
 def cases(setup: Setup) -> list[Case]:
     """Decode attention and prompts."""
-    bench, long = Bench(setup), setup.sized(1024, 64)
+    long = setup.sized(1024, 64)
     decodes = [(rows, long * times, 1) for times in (1, 4) for rows in (32, 1, 64)]
     prompts = [(1, tokens + before, tokens) for tokens, before in PROMPTS[: setup.sized(3, 1)]]
     return [
-        Case(f"{rows} rows, {query} of {context:,} tokens", partial(_beside, setup, bench, rows, context, query))
+        Case(f"{rows} rows, {query} of {context:,} tokens", partial(_beside, setup, rows, context, query))
         for rows, context, query in decodes + prompts
     ]
 
 
-def _beside(setup: Setup, bench: Bench, rows: int, context: int, query: int, _: Mapping[str, Figures]) -> Figures:
+def _beside(setup: Setup, rows: int, context: int, query: int, _: Mapping[str, Figures]) -> Figures:
     """Weft's time, with FlashInfer's as `yardstick`."""
     try:
         flashinfer = importlib.import_module("flashinfer")
     except ImportError as error:
         return {"absent": f"FlashInfer cannot be imported: {error}"}
-    q = bench().queries(rows * query)
-    ours = bench().attention(rows, context, query, q=q)
-    run = flashinfer_attention(flashinfer, bench(), q, context, query)
+    bench = bench_of(setup)
+    q = bench.queries(rows * query)
+    ours = bench.attention(rows, context, query, q=q)
+    run = flashinfer_attention(flashinfer, bench, q, context, query)
     with torch.inference_mode():
         difference = relative_error(torch.as_tensor(run(0)), torch.as_tensor(ours.run(0)))
     if not difference <= CLOSE:

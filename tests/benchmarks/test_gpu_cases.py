@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -238,7 +240,7 @@ def test_a_verb_of_the_real_size_has_cases_for_what_is_to_be_known(tmp_path: Pat
 
 def test_a_sweep_is_about_the_kernel_that_it_names(tmp_path: Path) -> None:
     setup = Setup(device=CPU, out=tmp_path, is_tiny=True)
-    bench = kernels.Bench(setup)()
+    bench = kernels.bench_of(setup)
     works = {kernel: kernels.work_of(kernel, setup, bench).name for kernel in kernels.sweeps(setup)}
     assert works == {
         "items": "attention, context 64",
@@ -264,3 +266,83 @@ def test_a_timer_takes_the_calls_in_order() -> None:
     assert calls == [0, 1, 2] * 3, "the first pass is not timed"
     assert len(seconds) == 2
     assert all(each > 0 for each in seconds)
+
+
+class FakeCuda:
+    """What the timers use of torch.cuda, on a CPU: events that are a second apart, and a graph that is run again."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.now_ms = 0.0
+        fake, log = self, self.log
+
+        class Event:
+            def __init__(self, *, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                fake.now_ms += 1000
+                self.at_ms = fake.now_ms
+
+            def synchronize(self) -> None:
+                log.append("waited for an event")
+
+            def elapsed_time(self, end: Event) -> float:
+                return end.at_ms - self.at_ms
+
+        class Graph:
+            def replay(self) -> None:
+                log.append("replay")
+
+        stream = SimpleNamespace(synchronize=lambda: log.append("waited for the stream"))
+        for name, value in {
+            "Event": Event,
+            "CUDAGraph": Graph,
+            "Stream": lambda: stream,
+            "graph": lambda _: nullcontext(),
+            "stream": lambda _: nullcontext(),
+            "current_stream": lambda: stream,
+            "synchronize": lambda: log.append("waited for the device"),
+            "empty_cache": lambda: log.append("emptied"),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+def test_on_a_gpu_replays_of_one_graph_are_timed_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, calls, cuda = FakeCuda(monkeypatch), list[int](), torch.device("cuda")
+    timer = machine.Timer(calls.append, cuda, calls=3)
+    assert calls == [0, 1, 2] * 2, "once to compile, once to capture"
+    assert fake.log == ["waited for the device"]
+    assert timer.seconds(2) == [1.0, 1.0]
+    assert fake.log[1:] == ["replay"] * 3 + ["waited for the stream"]
+    assert len(calls) == 6
+    assert machine.per_call_s(calls.append, cuda, calls=4) == 0.25
+    assert memory.copy_s(cuda, lambda: calls.append(-1)) == 1.0
+    assert (calls[-1], fake.log[-1]) == (-1, "waited for an event")
+
+
+def test_a_device_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, cuda = FakeCuda(monkeypatch), torch.device("cuda")
+    assert machine.release(CPU)
+    assert machine.release(cuda)
+    assert fake.log == ["waited for the device", "emptied"]
+
+    def fail() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    assert not machine.release(cuda)
+
+
+def test_a_result_says_what_it_was_measured_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=141 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '580.1, 1980 MHz, 1980 MHz, 3201 MHz, 120.5 W, 41, 12 MiB, 143771 MiB'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    about = machine.describe_device(torch.device("cuda"))
+    assert (about["name"], about["capability"], about["memory_gib"]) == ("NVIDIA H200", "9.0", 141)
+    assert (about["driver_version"], about["clocks.sm"]) == ("580.1", "1980 MHz")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert machine.describe_device(CPU) == {"name": "cpu", "cuda": torch.version.cuda}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from weft import demo
 from weft.benchmarks.engine.kernels import KernelBench, Work
 from weft.benchmarks.gpu import commands, kernels, serve, step
 from weft.benchmarks.gpu.case_log import DONE, FAILED
-from weft.benchmarks.gpu.machine import Setup
+from weft.benchmarks.gpu.machine import Setup, mode_settings
 from weft.benchmarks.main import main
 from weft.errors import EngineError
 from weft.kernels.triton import plans
@@ -78,7 +79,24 @@ def test_steps_are_timed_and_what_a_graph_needs_is_told(verb: Callable[..., dict
     prompts = [cases[f"prompt of 512, {count} adapters, eager"] for count in (0, 1)]
     assert prompts[1]["goal"] == pytest.approx(1.12 * prompts[0]["measured"], rel=1e-4)
     graph = cases["decode, 32 rows, 0 adapters, graph"]
-    assert step.has_graphs() or "captures no graphs" in graph["absent"]
+    assert mode_settings("graph") or "captures no graphs" in graph["absent"]
+
+
+def test_an_engine_that_cannot_capture_its_steps_is_not_timed_as_graphs(
+    tiny: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = SimpleNamespace(_programs=SimpleNamespace(num_recorded=0))
+    parts = SimpleNamespace(ready=None)
+    opened: Any = SimpleNamespace(core=SimpleNamespace(_runner=runner), parts=parts, blob_dir=None)
+    monkeypatch.setattr(step, "random_engine", lambda *_: nullcontext(opened))
+    monkeypatch.setattr(step, "store_adapters", lambda *_: [])
+    engines = step.Engines(tiny)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="no step could be captured"):
+            engines.open("graph")
+    assert engines.open("eager")[0] is opened
+    runner._programs.num_recorded = 3
+    assert engines.open("graph")[0] is opened
 
 
 def test_waits_are_told_where_the_runner_has_them(tiny: Setup) -> None:
@@ -119,8 +137,9 @@ def test_steps_with_swaps_are_compared_with_steps_without(verb: Callable[..., di
 
 def test_the_demo_s_answers_are_checked_and_the_tests_run(verb: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     cases = verb("check", status=DONE)["cases"]
-    assert cases["demo answers"]["measured"] == 20
-    assert cases["demo answers"]["evictions"]["adapter"] > 0
+    for mode in ("graph", "eager"):
+        assert cases[f"demo answers, {mode}"]["measured"] == 20
+        assert cases[f"demo answers, {mode}"]["evictions"]["adapter"] > 0
     assert "test_tree" in (tmp_path / "tests.log").read_text()
 
 

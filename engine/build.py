@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,11 +43,11 @@ from weft.engine.scheduling.request_limits import ModelLimits
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.status import EngineReady, MemoryPlan
 from weft.engine.text.tokenizer import read_eos_token_ids
-from weft.kernels.dispatch import kernels_for
+from weft.kernels.dispatch import AttentionNeeds, kernels_for
 from weft.kernels.triton.compiles import CompileWatch
-from weft.kernels.weight_format import WeightFormat
 from weft.memory.arena import Arena, PageCopier
 from weft.memory.eviction import Evictor, PageCosts, eviction_policy
+from weft.memory.geometry import PageGeometry
 from weft.memory.host_slab import HostSlab, SwapSpace
 from weft.memory.pool import PagePool
 from weft.memory.prefix_cache import PrefixCache
@@ -97,7 +98,17 @@ def build_engine(
     if device.type == "cpu":
         torch.set_num_threads(choose_threads(config.model.threads, plan.weight_bytes))
     longest = max_model_len(config, spec, plan)
-    decoder, base = _load(folder, spec, shape, dtype, device, plan.weights, longest)
+    decoder, base = _load(
+        folder,
+        shape,
+        partial(
+            load_decoder,
+            *(folder, spec, dtype, device),
+            weights=plan.weights,
+            num_positions=longest,
+            attention=_attention_needs(config, spec, geometry),
+        ),
+    )
 
     num_pages = plan.num_pages + 1  # and the zero page
     arena = Arena(geometry, num_pages, device, dtype)
@@ -176,20 +187,23 @@ def build_engine(
     return EngineParts(core, ready, folder, residency, pool, loader.memory, grammar_tokens)
 
 
-def _load(
-    folder: Path,
-    spec: DecoderSpec,
-    shape: BaseShape,
-    dtype: torch.dtype,
-    device: torch.device,
-    weights: WeightFormat,
-    num_positions: int,
-) -> tuple[Decoder, BaseShape]:
+def _attention_needs(config: Config, spec: DecoderSpec, geometry: PageGeometry) -> AttentionNeeds:
+    return AttentionNeeds(
+        setting=config.model.attention,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        page_tokens=geometry.page_tokens,
+        windows=spec.sliding_windows,
+        is_kv_int8=geometry.is_kv_int8,
+    )
+
+
+def _load(folder: Path, shape: BaseShape, load: Callable[[], Decoder]) -> tuple[Decoder, BaseShape]:
     """Load the weights while a second thread hashes the same files; they are read from disk once."""
     with ThreadPoolExecutor(1, "base-digest") as hashing:
         digest = hashing.submit(base_digest, folder)
-        decoder = load_decoder(folder, spec, dtype, device, weights=weights, num_positions=num_positions)
-        return decoder, replace(shape, digest=digest.result())
+        return load(), replace(shape, digest=digest.result())
 
 
 def runs_beside_host(device: torch.device) -> bool:

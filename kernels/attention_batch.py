@@ -9,7 +9,7 @@ An item's keys are divided into splits, by what it sees alone. So its result doe
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -171,9 +171,7 @@ class AttentionBatch:
                 pages.
         """
         _check(block_tables, query_lens, context_lens, page_tokens)
-        table = np.zeros((len(block_tables), max((len(t) for t in block_tables), default=0)), dtype=np.int32)
-        for index, pages in enumerate(block_tables):
-            table[index, : len(pages)] = pages
+        table = _padded(block_tables)
         indptr = np.zeros(len(query_lens) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=indptr[1:])
         return cls(
@@ -193,26 +191,41 @@ class AttentionBatch:
         )
 
     @classmethod
-    def of_rows(cls, rows: AttentionRows, num_rows: int) -> AttentionBatch:
+    def of_rows(
+        cls,
+        rows: AttentionRows,
+        num_rows: int,
+        chunks: Sequence[PromptChunk] = (),
+        block_tables: Sequence[np.ndarray] = (),
+    ) -> AttentionBatch:
         """A step whose numbers are on the device; kernels on a CPU refuse it.
 
         Args:
             rows: Which of its items and tiles have the first `num_rows` rows of the queries, each row once.
             num_rows: How many rows that are.
+            chunks: The rows of all its tiles, for kernels that are planned on the host; without them, it has only
+                tiles. `request` of each is an index of `block_tables`.
+            block_tables: Pages of the requests of `chunks` in order; those past their contexts are never read.
         """
-        nothing = np.zeros((0, 0), dtype=np.int32)
+        table = _padded(block_tables)
         return cls(
-            block_table=torch.from_numpy(nothing),
+            block_table=torch.from_numpy(table),
             query_lens=(),
             context_lens_host=(),
-            block_table_host=nothing,
+            block_table_host=table,
             items_host=np.zeros((3, 0), dtype=np.int32),
-            chunks=(),
+            chunks=tuple(chunks),
             page_tokens=rows.page_tokens,
             num_rows=num_rows,
             device=rows.block_table.device,
             _rows=rows,
         )
+
+    def items(self) -> AttentionBatch:
+        """The same step without its chunks; their rows of the output have any value."""
+        rows = None if self._rows is None else replace(self._rows, tiles=self._rows.tiles[:, :0])
+        items: AttentionBatch = self.keep("items", lambda: replace(self, chunks=(), _rows=rows, _kept={}))
+        return items
 
     def rows(self, group: int, window: int) -> AttentionRows:
         """What kernels on a device read, with the work of items for one window.
@@ -296,6 +309,14 @@ def _check(
                 f"context_lens[{request}]: expected at most {len(pages) * page_tokens} tokens of {len(pages)} pages, "
                 f"got {context}"
             )
+
+
+def _padded(block_tables: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+    """[R, max_blocks], int32: pages of each request, padded with 0."""
+    table = np.zeros((len(block_tables), max((len(t) for t in block_tables), default=0)), dtype=np.int32)
+    for index, pages in enumerate(block_tables):
+        table[index, : len(pages)] = pages
+    return table
 
 
 def _items(indptr: np.ndarray, contexts: np.ndarray) -> np.ndarray:

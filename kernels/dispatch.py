@@ -1,8 +1,12 @@
-"""The one place that chooses an implementation: Triton on a GPU, on a CPU C++, or torch operators without that."""
+"""The one place that chooses an implementation: Triton on a GPU, on a CPU C++, or torch operators without that.
+
+On a GPU, attention of prompts may be computed by FlashInfer.
+"""
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -11,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from weft.config import Attention
 from weft.errors import ConfigError
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.kv_scales import KvScales
@@ -18,6 +23,8 @@ from weft.kernels.native.library import NATIVE_DTYPES, native_library
 from weft.kernels.quantised import Int8Weight, QuantisedWeight
 from weft.kernels.sampling import SamplingColumns
 from weft.kernels.sgmv import LoraDelta, SgmvSite, SgmvTables, Tiles
+
+logger = logging.getLogger(__name__)
 
 PagedAttention = Callable[[Tensor, Tensor, Tensor, AttentionBatch, float, int | None, KvScales | None], Tensor]
 Sgmv = Callable[[Tensor, Tensor, Tensor, SgmvTables, Tiles, SgmvSite, int], None]
@@ -64,21 +71,41 @@ class Kernels:
     """Makes a layer of logits with weights in 8 bits, in float32; None where there are none."""
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionNeeds:
+    """What the attention of a model computes, and what is to compute it on a GPU."""
+
+    setting: Attention
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_tokens: int
+    windows: tuple[int | None, ...]
+    """The sliding windows of its layers; None for none."""
+    is_kv_int8: bool
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype, attention: AttentionNeeds | None = None) -> Kernels:
     """Return the operations for tensors on `device`.
 
     Args:
         device: Where the tensors are.
         dtype: Of weights and activations.
+        attention: Of the model that runs; None for those who do not need attention, or that of Triton on a GPU.
 
     Raises:
         ValueError: There are none for this kind of device.
-        ConfigError: The device needs Triton, which is not installed.
+        ConfigError: The device needs Triton, which is not installed, or does not compute attention as it is asked to.
     """
     if device.type == "cpu":
+        if attention is not None and attention.setting != "auto":
+            raise ConfigError(
+                f"model.attention: {attention.setting} computes on a CUDA device only; take auto, or model.device cuda",
+                param="model.attention",
+            )
         return native_kernels() if dtype in NATIVE_DTYPES and native_library() else torch_kernels()
     if device.type == "cuda":
-        return triton_kernels()
+        return triton_kernels() if attention is None else with_flashinfer(triton_kernels(), device, dtype, attention)
     raise ValueError(f"device: expected cpu or cuda, got {device.type}")
 
 
@@ -138,6 +165,30 @@ def triton_kernels() -> Kernels:
     return replace(
         _kernels_of(rows, attend, attention, sgmv, sampling, pages), attend=attend.attend, shrink=sgmv.shrink
     )
+
+
+def with_flashinfer(kernels: Kernels, device: torch.device, dtype: torch.dtype, attention: AttentionNeeds) -> Kernels:
+    """The operations with FlashInfer for prompts, where it can be used and is not ruled out; else as they are.
+
+    Raises:
+        ConfigError: FlashInfer is asked for and cannot be used; the message says why and what to do.
+    """
+    if attention.setting == "triton":
+        return kernels
+    from weft.kernels.flashinfer.probe import FlashInferUnavailableError, open_flashinfer
+
+    try:
+        found = open_flashinfer(attention, device, dtype, kernels.paged_attention)
+    except FlashInferUnavailableError as error:
+        if attention.setting == "flashinfer":
+            raise ConfigError(
+                f"model.attention: flashinfer cannot be used: {error}; or take auto or triton", param="model.attention"
+            ) from error
+        logger.warning("attention of prompts runs in Triton, not in FlashInfer: %s", error)
+        return kernels
+    logger.info("attention of prompts runs in FlashInfer")
+    attend = kernels.attend and functools.partial(kernels.attend, paged_attention=found.paged_attention)
+    return replace(kernels, paged_attention=found.paged_attention, attend=attend)
 
 
 def _kernels_of(

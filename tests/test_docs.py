@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 INSIDE_THE_MAP = {
     *("weft/demo", "weft/cli/demo", "weft/cli/top", "registry/db/migrations", "registry/db/migrations/versions"),
-    *("weft/client", "kernels/plain", "kernels/native", "kernels/triton"),
+    *("weft/client", "kernels/plain", "kernels/native", "kernels/triton", "kernels/flashinfer"),
 }
 """Packages whose parent's row speaks for them."""
 DOCUMENTS = [

@@ -57,7 +57,10 @@ def test_a_cpu_serves_without_triton(tmp_path: Path) -> None:
     extras = project["optional-dependencies"]
     assert not [line for line in project["dependencies"] if line.startswith("triton")]
     assert extras["triton"][0].startswith("triton>=")
-    assert "weft[postgres,quant,s3,triton]" in extras["dev"]
+    assert "weft[postgres,quant,s3,triton]" in extras["dev"], "without cuda, which is large and for GPUs only"
+    assert extras["cuda"] == [
+        "flashinfer-python>=0.6.1,<0.8; platform_system == 'Linux' and platform_machine == 'x86_64'"
+    ]
     (tmp_path / "triton.py").write_text("raise ModuleNotFoundError(\"No module named 'triton'\", name='triton')\n")
     code = (
         "import sys, weft.cli.serve, weft.server.app, weft.engine.process.worker\n"
@@ -65,7 +68,7 @@ def test_a_cpu_serves_without_triton(tmp_path: Path) -> None:
         "with LLM(sys.argv[1], device='cpu', memory_gib=0.05, host_gib=0.05, threads=1) as llm:\n"
         "    adapter = llm.load_adapter(sys.argv[2])\n"
         "    print(len(llm.generate(['Hello', 'Hello'], None, [None, adapter])))\n"
-        "sys.exit('triton' in sys.modules)\n"
+        "sys.exit(any(name in sys.modules for name in ('triton', 'flashinfer', 'weft.kernels.flashinfer')))\n"
     )
     demo = ROOT / "weft" / "demo"
     command = [sys.executable, "-P", "-c", code, str(demo / "weft-demo"), str(demo / "adapters" / "pirate")]

@@ -14,8 +14,6 @@ from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 from unittest.mock import patch
 
-import torch
-
 from weft.adapters.lora.step import LoraStep, PagedLora
 from weft.engine.core import EngineCore
 from weft.engine.execution import runner
@@ -85,8 +83,8 @@ def timed_parts() -> Generator[PartClock]:
     """Time the parts of all engines that are built or run until the block is left."""
     clock = PartClock()
 
-    def timed_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
-        kernels = kernels_for(device, dtype)
+    def timed_kernels(*operands: Any) -> Kernels:  # noqa: ANN401 - those of kernels_for
+        kernels = kernels_for(*operands)
         found = {name: getattr(kernels, name) for name in _KERNEL_PARTS}
         return replace(
             kernels, **{name: each and clock.around(_KERNEL_PARTS[name], each) for name, each in found.items()}

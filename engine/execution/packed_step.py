@@ -17,7 +17,7 @@ import numpy.typing as npt
 from weft.adapters.residency.slots import SlotLease
 from weft.engine.scheduling.plan import Chunk, StepPlan
 from weft.errors import EngineError, PageAccountingError
-from weft.kernels.attention_batch import MAX_ITEM_ROWS, chunk_tiles
+from weft.kernels.attention_batch import MAX_ITEM_ROWS, PromptChunk, chunk_tiles
 from weft.memory.geometry import PageGeometry
 
 BASE_SLOT = -1
@@ -102,6 +102,20 @@ class PackedStep:
         return Items(
             rows, np.repeat(self.first_blocks[is_item], self.lengths[is_item]), self.positions[rows] + np.int32(1)
         )
+
+    def prompts(self, page_tokens: int) -> tuple[list[PromptChunk], list[list[Int32Array]]]:
+        """The chunks that are cut into tiles, and by layer group the pages of each."""
+        chosen = np.flatnonzero(self.lengths > MAX_ITEM_ROWS).tolist()
+        contexts = (self.starts + self.lengths).tolist()
+        chunks = [
+            PromptChunk(index, int(self.first_rows[place]), int(self.lengths[place]), contexts[place])
+            for index, place in enumerate(chosen)
+        ]
+        spans = [
+            slice(begin, begin + -(-contexts[place] // page_tokens))
+            for place, begin in zip(chosen, self.first_blocks[chosen].tolist(), strict=True)
+        ]
+        return chunks, [[table[span] for span in spans] for table in self.tables]
 
     def tiles(self, head_group: int) -> Int32Array:
         """The other rows, as `AttentionRows.tiles`, where so many heads share a KV head."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -155,7 +155,7 @@ class StepProgram:
         geometry, images = device.arena.geometry, device.images
         self._layout = shape.layout(geometry.num_groups, device.windows)
         fields = self._layout.on_device(images.device)
-        attention = [
+        self._attention = [
             AttentionRows(
                 block_table=images.device[self._layout.num_bytes :].view(torch.int32),
                 item_rows=fields["item_rows"],
@@ -172,7 +172,7 @@ class StepProgram:
             tokens=fields["tokens"],
             positions=fields["positions"],
             slot_mapping=tuple(fields["kv_slots"]),
-            attention=tuple(AttentionBatch.of_rows(rows, shape.rows) for rows in attention),
+            attention=tuple(AttentionBatch.of_rows(rows, shape.rows) for rows in self._attention),
             sampled=device.sampled,
         )
         self._lora = device.lora.static_step(fields["lora_tiles"], shape.lora_tile_rows) if shape.lora_tiles else None
@@ -207,6 +207,11 @@ class StepProgram:
         images, sampler = self._device.images, self._device.sampler
         fields = images.begin(self._layout)
         self._fill(fields, step)
+        if not self.shape.is_decode:
+            chunks, tables = step.prompts(self._device.arena.geometry.page_tokens)
+            batches = zip(self._attention, tables, strict=True)
+            attention = tuple(AttentionBatch.of_rows(rows, self.shape.rows, chunks, pages) for rows, pages in batches)
+            self.rows = replace(self.rows, attention=attention)
         _put(fields["sampling"], sampler.columns(specs), 0)
         images.append(step.tables)
         reported = images.append(sampler.reported_rows(specs).astype(np.int32))

@@ -28,7 +28,7 @@ from weft.engine.model.rope import rope_table
 from weft.engine.model.spec import EMBEDDING, HEAD, NORM, DecoderSpec, expected_tensors
 from weft.errors import ConfigError
 from weft.kernels.attend import HeadNorms
-from weft.kernels.dispatch import kernels_for
+from weft.kernels.dispatch import AttentionNeeds, kernels_for
 from weft.kernels.quantised import Int8Weight, side_by_side
 from weft.kernels.weight_format import HEAD_FORMAT, WeightFormat
 
@@ -82,6 +82,7 @@ def load_decoder(
     *,
     weights: WeightFormat = "bf16",
     num_positions: int | None = None,
+    attention: AttentionNeeds | None = None,
 ) -> Decoder:
     """Load a checkpoint.
 
@@ -92,10 +93,13 @@ def load_decoder(
         device: Where the decoder runs.
         weights: What the linear layers are kept in. They are rounded as they are read, one after another.
         num_positions: Positions that will be used; None takes the model's own limit.
+        attention: What its attention needs, as `kernels_for` takes it.
 
     Raises:
-        ConfigError: A tensor is missing, unexpected, or of a wrong shape or kind; the message names it.
+        ConfigError: A tensor is missing, unexpected, or of a wrong shape or kind; the message names it. Or the
+            device does not compute attention as it is asked to.
     """
+    kernels = kernels_for(device, dtype, attention)
     with ExitStack() as stack:
         checkpoint = _Checkpoint(stack, weight_files(folder), spec, dtype, device, weights)
         checkpoint.check()
@@ -103,7 +107,7 @@ def load_decoder(
         head = embedding if spec.is_tied else checkpoint.weight(HEAD, "bf16" if weights == "bf16" else HEAD_FORMAT)
         return Decoder(
             spec=spec,
-            kernels=kernels_for(device, dtype),
+            kernels=kernels,
             embedding=embedding,
             layers=[_load_layer(checkpoint, spec, f"model.layers.{index}.") for index in range(spec.num_layers)],
             norm=checkpoint.tensor(NORM),

@@ -6,6 +6,8 @@ values in their pages. Semantics: `weft.kernels.attend`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -189,11 +191,13 @@ def attend(
     sliding_window: int | None = None,
     kv_scales: KvScales | None = None,
     delta: LoraDelta | None = None,
+    *,
+    paged_attention: Callable[..., Tensor] = paged_attention,
 ) -> Tensor:
     """All of a layer between its fused projection and its output projection.
 
     Semantics and arguments: `weft.kernels.attend.attend`; the delta is added to qkv first. Of qkv only the queries are
-    what they become there.
+    what they become there. `paged_attention` computes the attention.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.

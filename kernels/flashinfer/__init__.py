@@ -1,0 +1,1 @@
+"""Attention of prompts by FlashInfer, an optional dependency for CUDA devices."""

@@ -1,0 +1,101 @@
+"""Whether FlashInfer computes the prompts of a model on this device, found out by a trial before the first request."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from weft.config import environment
+from weft.kernels.attention_batch import AttentionBatch
+from weft.kernels.flashinfer.attention import FlashInferAttention, refusal
+
+if TYPE_CHECKING:
+    from weft.kernels.dispatch import AttentionNeeds
+
+OLDEST_DEVICE = (8, 0)
+TOOLKIT = "/usr/local/cuda"
+ROWS, CONTEXT, WINDOW = 64, 300, 100
+"""Of the trial: query rows, KV tokens with them, and the sliding window where the model has any."""
+TOLERANCE = 2.0**-7
+"""Largest difference of two results, relative to the largest value: two roundings of bfloat16."""
+
+
+class FlashInferUnavailableError(RuntimeError):
+    """FlashInfer cannot be used; the message says why and what to do."""
+
+
+def open_flashinfer(
+    needs: AttentionNeeds, device: torch.device, dtype: torch.dtype, others: Callable[..., Tensor]
+) -> FlashInferAttention:
+    """Prepare FlashInfer and compare it with another implementation. Where it compiles, this takes minutes.
+
+    Args:
+        needs: What the model's layers compute.
+        device: Where the tensors are.
+        dtype: Of weights and activations.
+        others: The implementation to compare with, which also computes what FlashInfer does not.
+
+    Raises:
+        FlashInferUnavailableError: It does not take what the model needs, it is not installed, device or compiler do
+            not suffice, it fails, or its result is another one.
+    """
+    if reason := refusal(dtype, needs.head_dim, is_int8=needs.is_kv_int8):
+        raise FlashInferUnavailableError(reason)
+    if importlib.util.find_spec("flashinfer") is None:
+        raise FlashInferUnavailableError("it is not installed; pip install 'weft[cuda]'")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_DEVICE:
+        own = ".".join(map(str, capability))
+        raise FlashInferUnavailableError(f"it needs a GPU of compute capability 8.0 or more, this one has {own}")
+    if not _has_compiler():
+        raise FlashInferUnavailableError(
+            "it compiles its kernels with nvcc, which is not found; install the CUDA toolkit, or set CUDA_HOME to it"
+        )
+    try:
+        attention = FlashInferAttention(importlib.import_module("flashinfer"), device, others)
+        operands, both = _operands(needs, device, dtype), (attention.paged_attention, others)
+        errors = [_error(both, (*operands, window and WINDOW)) for window in set(needs.windows)]
+    except Exception as error:  # an installation, a compiler and a driver are tried, and a library that may change
+        raise FlashInferUnavailableError(f"a trial of it failed: {type(error).__name__}: {error}") from error
+    largest = float(torch.tensor(errors).max())  # NaN if one is
+    if not largest <= TOLERANCE:
+        raise FlashInferUnavailableError(
+            f"in a trial, it differed from Triton by {largest:.2g} of the largest value, more than {TOLERANCE:.2g}; "
+            "install another version of flashinfer-python"
+        )
+    return attention
+
+
+def _has_compiler() -> bool:
+    """Whether there is an nvcc where FlashInfer looks for one."""
+    settings = environment()
+    home = settings.get("CUDA_HOME") or settings.get("CUDA_PATH")
+    found = shutil.which(f"{home}/bin/nvcc") if home else shutil.which("nvcc") or shutil.which(f"{TOOLKIT}/bin/nvcc")
+    return found is not None
+
+
+def _operands(needs: AttentionNeeds, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+    """One chunk over pages whose unused places are NaN: what `paged_attention` takes but for the window."""
+    generator = torch.Generator().manual_seed(0)
+    num_pages = -(-CONTEXT // needs.page_tokens)
+    pages = list(range(2 * num_pages, 0, -2))
+    arena = torch.full((2 * num_pages + 1, 2, 2, needs.num_kv_heads, needs.page_tokens, needs.head_dim), torch.nan)
+    arena[0] = 0
+    for start, page in zip(range(0, CONTEXT, needs.page_tokens), pages, strict=True):
+        live = arena[page, 1, :, :, : CONTEXT - start]
+        live.copy_(torch.randn(live.shape, generator=generator))
+    keys, values = arena.to(device, dtype)[:, 1].unbind(1)
+    qkv = torch.randn((ROWS, needs.num_heads + 2 * needs.num_kv_heads, needs.head_dim), generator=generator)
+    batch = AttentionBatch.build([pages], [ROWS], [CONTEXT], device, needs.page_tokens)
+    return qkv.to(device, dtype)[:, : needs.num_heads], keys, values, batch, needs.head_dim**-0.5
+
+
+def _error(versions: Sequence[Callable[..., Tensor]], operands: tuple[Any, ...]) -> float:
+    """The largest difference of both, relative to the largest value; NaN if one is."""
+    got, expected = (version(*operands).float() for version in versions)
+    return float((got - expected).abs().max() / expected.abs().max())

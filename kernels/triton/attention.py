@@ -1,63 +1,91 @@
 """Paged attention in Triton: a split-KV kernel for single query rows, a tiled kernel for prompt chunks.
 
 Flash-Decoding (Dao et al., 2023, crfm.stanford.edu/2023/10/12/flashdecoding.html) for items, FlashAttention
-(arXiv:2205.14135) with the heads of a KV group as rows of a tile for chunks. A row's keys are divided at multiples of a
-fixed number of tokens, so its result does not depend on what else is in the batch. Page ids and all strides of the
-arena are int64: an arena may be larger than 2^31 elements. Out-of-range keys and values are replaced by select. Keys of
-int8 are multiplied as they are and their scales multiply the scores; values are multiplied by theirs first, because
-their products with weights may be too small for float16.
+(arXiv:2205.14135) with the heads of a KV group as rows of a tile for chunks. An item's keys are divided by what it sees
+alone, and its splits are merged in their order, so its result does not depend on what else is in the batch. Grids and
+variants do not depend on lengths, which are read from device memory: a captured launch serves other lengths as well.
+
+Page ids and all strides of the arena are int64: an arena may be larger than 2^31 elements. Out-of-range keys and values
+are replaced by select. Keys of int8 are multiplied as they are and their scales multiply the scores; values are
+multiplied by theirs first, because their products with weights may be too small for float16. Products and sums are not
+fused, so that a row has the same bits in every place of a tile.
 """
 
 from __future__ import annotations
+
+import functools
+import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.attention_batch import SPLIT_TOKENS, TILE_HEADS, AttentionBatch, AttentionRows
+from weft.kernels.attention_batch import MAX_SPLITS, SPLIT_TOKENS, AttentionBatch, chunk_tile_rows
 from weft.kernels.kv_scales import KvScales
 from weft.kernels.plain.attention import check_operands
+from weft.kernels.triton.attention_blocks import attend, load, shrunk
+
+PARTIAL_PAD = 4
+"""Floats behind a partial sum: its maximum, its sum of weights, and two that keep rows on a multiple of 16 bytes."""
+MERGED = 4096
+"""Elements of partial sums that are read at once: 32 of each thread."""
+PROGRAMS_PER_SM = 4
 
 
 @triton.jit
-def _scores(q, k, live, scale):
-    # In units of log2, so that exp2 can be used; masked by select, never by arithmetic.
-    s = tl.dot(q, k, input_precision="ieee") * scale
-    return tl.where(live, s * 1.4426950408889634, float("-inf"))
+def _item_of(work, num_items, unit, BLOCK: tl.constexpr):
+    """The item that a split belongs to: the number of items that end before it, counted without a chain of loads."""
+    found = num_items * 0
+    for start in range(0, num_items, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        ends = tl.load(work + 1 + i, mask=i < num_items, other=2147483647)
+        found += tl.sum((ends <= unit).to(tl.int32), axis=0)
+    return found
 
 
 @triton.jit
-def _load(pointers, live, INTERPRET: tl.constexpr):
-    """What is live of a block, zero elsewhere; the interpreter computes other dtypes than float32 wrongly."""
-    values = tl.load(pointers, mask=live, other=0.0)
-    if INTERPRET:
-        values = values.to(tl.float32)
-    return values
+def _merged(
+    partials,
+    first,
+    count,
+    kv_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ALL_G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PITCH: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """The result of an item's heads of one KV group from its splits, [ALL_G, BLOCK_D]."""
+    g = tl.arange(0, ALL_G)
+    d = tl.arange(0, BLOCK_D)
+    top = tl.full((ALL_G,), float("-inf"), tl.float32)
+    total = tl.zeros((ALL_G,), tl.float32)
+    acc = tl.zeros((ALL_G, BLOCK_D), tl.float32)
+    for start in range(0, count, BLOCK_S):
+        s = start + tl.arange(0, BLOCK_S)
+        live = (s < count)[:, None] & (g < GROUP)[None, :]
+        place = partials + (((first + s).to(tl.int64) * HEADS + kv_head) * GROUP)[:, None] * PITCH + g[None, :] * PITCH
+        # From the cache that all programs share: others wrote them.
+        tops = tl.load(place + D, mask=live, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(place + D + 1, mask=live, other=0.0, cache_modifier=".cg")
+        live_values = live[:, :, None] & (d < D)[None, None, :]
+        values = tl.load(place[:, :, None] + d[None, None, :], mask=live_values, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(tops, axis=0))
+        shrink, base = shrunk(top, new_top)
+        weights = tl.exp2(tops - base[None, :])
+        total = total * shrink + tl.sum(weights * totals, axis=0)
+        acc = acc * shrink[:, None] + tl.sum(weights[:, :, None] * values, axis=0)
+        top = new_top
+    return acc / tl.where(total > 0.0, total, 1.0)[:, None]
 
 
-@triton.jit
-def _scaled(q, k, v, k_scales, v_scales, place, live, scale):
-    """Keys and values of int8 in the dtype of q, and the factors of the scores, [1, tokens]."""
-    key_scales = tl.load(k_scales + place, mask=live, other=0.0)
-    value_scales = tl.load(v_scales + place, mask=live, other=0.0)
-    values = v.to(tl.float32) * value_scales[:, None]
-    return k.to(q.dtype), values.to(q.dtype), scale * key_scales[None, :]
-
-
-@triton.jit
-def _add_block(s, v, top, total, acc):
-    """Take in a block of scores and values: the running maximum, the sum of weights and the weighted sum of values."""
-    new_top = tl.maximum(top, tl.max(s, axis=1))
-    # A row that has seen no key yet keeps -inf; the difference of two infinities is not a number.
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    shrink = tl.exp2(top - base)
-    p = tl.exp2(s - base[:, None])
-    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-    return new_top, total * shrink + tl.sum(p, axis=1), acc
-
-
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_items"],
+    do_not_specialize_on_alignment=["block_table", "item_rows", "item_tables", "item_lens", "work"],
+)
 def item_kernel(
     q,
     k_pages,
@@ -65,14 +93,15 @@ def item_kernel(
     k_scales,
     v_scales,
     out,
-    partial,
-    partial_max,
-    partial_sum,
+    partials,
+    counters,
     block_table,
     item_rows,
     item_tables,
     item_lens,
-    scale,
+    work,
+    num_items,
+    factor,
     q_row: tl.int64,
     q_head: tl.int64,
     out_row: tl.int64,
@@ -82,109 +111,81 @@ def item_kernel(
     token_stride: tl.int64,
     scale_page_stride: tl.int64,
     scale_head_stride: tl.int64,
+    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    ALL_G: tl.constexpr,
     BLOCK_G: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PITCH: tl.constexpr,
     WINDOW: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Attention of one item's heads of one KV group over one split of its keys. Grid: (items, Hkv, NUM_SPLITS).
+    """Attention of single rows. Grid: any number of programs, which take splits of items and KV heads in turn.
 
-    With one split the result goes to `out`; else the unnormalised sum, the running maximum and the sum of weights go to
-    the partial tensors, [items, Hq, NUM_SPLITS(, D)].
+    The result of an item's only split goes to `out`. Else the unnormalised sum, the running maximum and the sum of
+    weights go to the partials, [splits of all items, Hq, PITCH], and the program that finishes an item's last split of
+    a KV head merges them all. None waits for another.
     """
-    item = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    length = tl.load(item_lens + item)
-    begin = split * SPLIT
-    end = tl.minimum(length, begin + SPLIT)
-    if WINDOW > 0:
-        begin = tl.maximum(begin, length - WINDOW)
-    if (begin >= end) & (NUM_SPLITS > 1):
-        return
-    row = tl.load(item_rows + item).to(tl.int64)
-    table = block_table + tl.load(item_tables + item)
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
-    live_g = g < GROUP
-    live_d = d < D
-    head = kv_head * GROUP + g
-    live = live_g[:, None] & live_d[None, :]
-    query = _load(q + row * q_row + head[:, None] * q_head + d[None, :], live, INTERPRET)
-    top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_G,), tl.float32)
-    acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        live_n = n < end
-        page = tl.load(table + n // PAGE_TOKENS, mask=live_n, other=0).to(tl.int64)
-        token = (n % PAGE_TOKENS).to(tl.int64)
-        tokens = kv_head * head_stride + page * page_stride + token * token_stride
-        k = _load(k_pages + tokens[None, :] + d[:, None], live_d[:, None] & live_n[None, :], INTERPRET)
-        v = _load(v_pages + tokens[:, None] + d[None, :], live_n[:, None] & live_d[None, :], INTERPRET)
-        factors = scale
+    live = (g < GROUP)[:, None] & (d < D)[None, :]
+    for task in range(tl.program_id(0), tl.load(work + num_items) * HEADS, tl.num_programs(0)):
+        unit = task // HEADS
+        kv_head = tl.cast(task % HEADS, tl.int64)
+        item = _item_of(work, num_items, unit, 128)
+        first = tl.load(work + item)
+        count = tl.load(work + item + 1) - first
+        length = tl.load(item_lens + item)
+        row = tl.load(item_rows + item).to(tl.int64)
+        table = block_table + tl.load(item_tables + item)
+        head = kv_head * GROUP + g
+        query = load(q + row * q_row + head[:, None] * q_head + d[None, :], live, INTERPRET)
+        seen = length
+        if WINDOW > 0:
+            seen = tl.minimum(length, WINDOW)
+        size = seen * 0 + SPLIT
+        while size * SPLITS < seen:
+            size *= 2
+        begin = length - seen + (unit - first) * size
+        top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_G,), tl.float32)
+        acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+        position = tl.zeros((BLOCK_G,), tl.int32) + length
+        end = tl.minimum(length, begin + size)
+        k_head, v_head = k_pages + kv_head * head_stride, v_pages + kv_head * head_stride
+        k_scale, v_scale = k_scales, v_scales
         if k_scales is not None:
-            place = kv_head * scale_head_stride + page * scale_page_stride + token
-            k, v, factors = _scaled(query, k, v, k_scales, v_scales, place, live_n, scale)
-        s = _scores(query, k, live_n[None, :], factors)
-        top, total, acc = _add_block(s, v, top, total, acc)
-    if NUM_SPLITS == 1:
-        result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        place = out + row * out_row + head[:, None] * out_head + d[None, :]
-        tl.store(place, result.to(out.dtype.element_ty), mask=live)
-    else:
-        heads = tl.num_programs(1) * GROUP
-        place = (item * heads + head) * NUM_SPLITS + split
-        tl.store(partial + place[:, None] * D + d[None, :], acc, mask=live)
-        tl.store(partial_max + place, top, mask=live_g)
-        tl.store(partial_sum + place, total, mask=live_g)
+            k_scale, v_scale = k_scales + kv_head * scale_head_stride, v_scales + kv_head * scale_head_stride
+        top, total, acc = attend(
+            *(query, top, total, acc, k_head, v_head, k_scale, v_scale, table, begin, end, length, position, factor),
+            *(page_stride, token_stride, scale_page_stride, D, BLOCK_D, PAGE_TOKENS, BLOCK_N, 0, True, INTERPRET),
+        )
+        if count == 1:
+            result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+            place = out + row * out_row + head[:, None] * out_head + d[None, :]
+            tl.store(place, result.to(out.dtype.element_ty), mask=live)
+        else:
+            partial = partials + (tl.cast(unit, tl.int64) * HEADS * GROUP + head) * PITCH
+            tl.store(partial[:, None] + d[None, :], acc, mask=live)
+            tl.store(partial + D, top, mask=g < GROUP)
+            tl.store(partial + D + 1, total, mask=g < GROUP)
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            counter = counters + item * HEADS + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
+                tl.store(counter, 0)
+                merged = _merged(partials, first, count, kv_head, HEADS, GROUP, ALL_G, D, BLOCK_D, PITCH, BLOCK_S)
+                all_g = tl.arange(0, ALL_G)
+                target = out + row * out_row + (kv_head * GROUP + all_g)[:, None] * out_head + d[None, :]
+                tl.store(target, merged.to(out.dtype.element_ty), mask=(all_g < GROUP)[:, None] & (d < D)[None, :])
 
 
-@triton.jit
-def reduce_kernel(
-    partial,
-    partial_max,
-    partial_sum,
-    out,
-    item_rows,
-    item_lens,
-    out_row: tl.int64,
-    out_head: tl.int64,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLIT: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Merge the splits of one head of one item. Grid: (items, Hq). Splits that were not computed are not read."""
-    item = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    length = tl.load(item_lens + item)
-    first = length * 0
-    if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0)
-    s = tl.arange(0, BLOCK_S)
-    live_s = (s < NUM_SPLITS) & (s * SPLIT < length) & ((s + 1) * SPLIT > first)
-    d = tl.arange(0, BLOCK_D)
-    place = (item * tl.num_programs(1) + head) * NUM_SPLITS + s
-    top = tl.load(partial_max + place, mask=live_s, other=float("-inf"))
-    best = tl.max(top, axis=0)
-    weight = tl.where(live_s, tl.exp2(top - best), 0.0)
-    total = tl.sum(weight * tl.load(partial_sum + place, mask=live_s, other=0.0), axis=0)
-    values = tl.load(partial + place[:, None] * D + d[None, :], mask=live_s[:, None] & (d < D)[None, :], other=0.0)
-    result = tl.sum(weight[:, None] * values, axis=0) / tl.where(total > 0.0, total, 1.0)
-    row = tl.load(item_rows + item).to(tl.int64)
-    tl.store(out + row * out_row + head * out_head + d, result.to(out.dtype.element_ty), mask=d < D)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["block_table", "tiles"])
 def chunk_kernel(
     q,
     k_pages,
@@ -194,7 +195,8 @@ def chunk_kernel(
     out,
     block_table,
     tiles,
-    scale,
+    num_tiles,
+    factor,
     q_row: tl.int64,
     q_head: tl.int64,
     out_row: tl.int64,
@@ -204,6 +206,7 @@ def chunk_kernel(
     token_stride: tl.int64,
     scale_page_stride: tl.int64,
     scale_head_stride: tl.int64,
+    PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
@@ -213,49 +216,54 @@ def chunk_kernel(
     WINDOW: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Attention of BLOCK_M // GROUP query rows of one request and the heads of one KV group. Grid: (tiles, Hkv)."""
+    """Attention of BLOCK_M // GROUP rows of a tile and the heads of one KV group. Grid: (Hkv * PARTS, tiles)."""
     ROWS: tl.constexpr = BLOCK_M // GROUP
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
-    num_tiles = tl.num_programs(0)
-    first_row = tl.load(tiles + tile)
-    num_rows = tl.load(tiles + num_tiles + tile)
-    first_position = tl.load(tiles + 2 * num_tiles + tile)
-    table = block_table + tl.load(tiles + 3 * num_tiles + tile)
+    tile = tiles + tl.program_id(1)
+    kv_head = (tl.program_id(0) // PARTS).to(tl.int64)
+    before = tl.program_id(0) % PARTS * ROWS
+    num_rows = tl.minimum(tl.load(tile + num_tiles) - before, ROWS)
+    if num_rows <= 0:
+        return
+    first = tl.load(tile + 2 * num_tiles) + before
+    last = first + num_rows
     m = tl.arange(0, BLOCK_M)
-    index = m // GROUP
-    live_m = (m < ROWS * GROUP) & (index < num_rows)
-    position = first_position + index
-    row = (first_row + index).to(tl.int64)
-    head = kv_head * GROUP + m % GROUP
     d = tl.arange(0, BLOCK_D)
-    live_d = d < D
-    live = live_m[:, None] & live_d[None, :]
-    query = _load(q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], live, INTERPRET)
+    live = (m // GROUP < num_rows)[:, None] & (d < D)[None, :]
+    position = first + m // GROUP
+    row = (tl.load(tile) + before + m // GROUP).to(tl.int64)
+    head = kv_head * GROUP + m % GROUP
+    query = load(q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], live, INTERPRET)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    end = first_position + num_rows
-    begin = end * 0
+    table = block_table + tl.load(tile + 3 * num_tiles)
+    k_pages += kv_head * head_stride
+    v_pages += kv_head * head_stride
+    if k_scales is not None:
+        k_scales += kv_head * scale_head_stride
+        v_scales += kv_head * scale_head_stride
+    # All rows see the blocks from `full` to `diagonal`.
+    full = first * 0
+    diagonal = (first + 1) // BLOCK_N * BLOCK_N
     if WINDOW > 0:
-        begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    for start in range(begin, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        live_n = n < end
-        page = tl.load(table + n // PAGE_TOKENS, mask=live_n, other=0).to(tl.int64)
-        token = (n % PAGE_TOKENS).to(tl.int64)
-        tokens = kv_head * head_stride + page * page_stride + token * token_stride
-        k = _load(k_pages + tokens[None, :] + d[:, None], live_d[:, None] & live_n[None, :], INTERPRET)
-        v = _load(v_pages + tokens[:, None] + d[None, :], live_n[:, None] & live_d[None, :], INTERPRET)
-        seen = (n[None, :] <= position[:, None]) & live_n[None, :]
-        if WINDOW > 0:
-            seen = seen & (n[None, :] > position[:, None] - WINDOW)
-        factors = scale
-        if k_scales is not None:
-            place = kv_head * scale_head_stride + page * scale_page_stride + token
-            k, v, factors = _scaled(query, k, v, k_scales, v_scales, place, live_n, scale)
-        s = _scores(query, k, seen, factors)
-        top, total, acc = _add_block(s, v, top, total, acc)
+        begin = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        full = tl.maximum(last - WINDOW + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
+        diagonal = tl.maximum(diagonal, full)
+        top, total, acc = attend(
+            *(query, top, total, acc, k_pages, v_pages, k_scales, v_scales, table, begin, full, last, position, factor),
+            *(page_stride, token_stride, scale_page_stride),
+            *(D, BLOCK_D, PAGE_TOKENS, BLOCK_N, WINDOW, True, INTERPRET),
+        )
+    top, total, acc = attend(
+        *(query, top, total, acc, k_pages, v_pages, k_scales, v_scales, table, full, diagonal, last, position, factor),
+        *(page_stride, token_stride, scale_page_stride),
+        *(D, BLOCK_D, PAGE_TOKENS, BLOCK_N, 0, False, INTERPRET),
+    )
+    top, total, acc = attend(
+        *(query, top, total, acc, k_pages, v_pages, k_scales, v_scales, table, diagonal, last, last, position, factor),
+        *(page_stride, token_stride, scale_page_stride),
+        *(D, BLOCK_D, PAGE_TOKENS, BLOCK_N, WINDOW, True, INTERPRET),
+    )
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     place = out + row[:, None] * out_row + head[:, None] * out_head + d[None, :]
     tl.store(place, result.to(out.dtype.element_ty), mask=live)
@@ -263,6 +271,47 @@ def chunk_kernel(
 
 INTERPRET = not isinstance(item_kernel, triton.runtime.JITFunction)
 """Whether the kernels run through Triton's interpreter; decided by TRITON_INTERPRET when this module is imported."""
+INTERPRETED_SIZES = {"BLOCK_N": 64} if INTERPRET else {}
+"""What the interpreter takes instead: it is fastest with few large blocks."""
+
+
+def item_sizes(num_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: torch.dtype) -> dict[str, int]:
+    """The constants of `item_kernel` that shapes and the dtype of keys decide, with its warps and stages.
+
+    Five stages load the pages of a block two blocks ahead, and its keys and values one block ahead.
+    """
+    group, block_d = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))
+    all_g = triton.next_power_of_2(group)
+    return {
+        "HEADS": num_kv_heads,
+        "GROUP": group,
+        "ALL_G": all_g,
+        "BLOCK_G": max(16, all_g),
+        "D": head_dim,
+        "BLOCK_D": block_d,
+        "BLOCK_N": 64 if kv_dtype.itemsize == 2 else 32,  # registers limit int8, shared memory float32
+        "SPLIT": SPLIT_TOKENS,
+        "SPLITS": MAX_SPLITS,
+        "BLOCK_S": min(MAX_SPLITS, max(1, MERGED // (all_g * block_d))),
+        "PITCH": head_dim + PARTIAL_PAD,
+        "num_warps": 4,
+        "num_stages": 5,
+    }
+
+
+def chunk_sizes(group: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """The constants of `chunk_kernel` that shapes and the dtype of queries decide, with its warps and stages."""
+    block_m = max(16 if dtype == torch.float32 else 128, triton.next_power_of_2(group))  # float32: no tensor cores
+    return {
+        "PARTS": triton.cdiv(chunk_tile_rows(group), block_m // group),
+        "GROUP": group,
+        "BLOCK_M": block_m,
+        "D": head_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_N": 32,
+        "num_warps": 8,
+        "num_stages": 5,
+    }
 
 
 def paged_attention(
@@ -276,61 +325,45 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of a step's query rows over keys and values in pages.
 
-    Semantics and arguments: `weft.kernels.plain.attention.paged_attention`. The grid depends on the numbers of
-    items and tiles and on `batch.max_item_len`, not on the lengths themselves.
+    Semantics and arguments: `weft.kernels.plain.attention.paged_attention`. The grids depend on how many items and
+    tiles there may be, not on their lengths.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
     """
     check_operands(q, k_pages, v_pages, batch, sliding_window, kv_scales)
-    rows = batch.rows(q.shape[1] // k_pages.shape[1], sliding_window or 0)
+    window, num_kv_heads = sliding_window or 0, k_pages.shape[1]
+    group, head_dim = q.shape[1] // num_kv_heads, q.shape[2]
+    rows = batch.rows(group, window)
     out = q.new_empty(q.shape) if batch.num_rows == q.shape[0] else q.new_zeros(q.shape)
     tensors = (q, k_pages, v_pages, *(kv_scales or (None, None)), out)
     scale_strides = (0, 0) if kv_scales is None else kv_scales[0].stride()[:2]
-    strides = (*q.stride()[:2], *out.stride()[:2], *k_pages.stride()[:3], *scale_strides)
-    numbers = (scale, *strides)
+    numbers = (scale * math.log2(math.e), *q.stride()[:2], *out.stride()[:2], *k_pages.stride()[:3], *scale_strides)
     shared = {
-        "GROUP": q.shape[1] // k_pages.shape[1],
-        "D": q.shape[2],
-        "BLOCK_D": max(16, triton.next_power_of_2(q.shape[2])),
-        "BLOCK_N": 64,
         "PAGE_TOKENS": batch.page_tokens,
-        "WINDOW": sliding_window or 0,
+        "WINDOW": window,
         "INTERPRET": INTERPRET,
-        "num_warps": 4,
-        "num_stages": 2,
+        "enable_fp_fusion": False,
+        **INTERPRETED_SIZES,
     }
-    if len(rows.item_rows):
-        _launch_items(tensors, rows, int(batch.items_host[2].max()), numbers, shared)
-    if rows.tiles.shape[1]:
-        _launch_chunks(tensors, rows, numbers, shared)
+    if num_items := len(rows.item_rows):
+        splits = num_items * rows.max_splits if rows.max_splits > 1 else 0
+        partials = torch.empty((splits, q.shape[1], head_dim + PARTIAL_PAD), dtype=torch.float32, device=q.device)
+        items = (rows.item_rows, rows.item_tables, rows.item_lens, rows.work[window], num_items)
+        item_kernel[(_num_programs(q.device),)](
+            *(*tensors, partials, rows.counters(num_kv_heads), rows.block_table, *items, *numbers),
+            **(item_sizes(q.shape[1], num_kv_heads, head_dim, k_pages.dtype) | shared),
+        )
+    if num_tiles := rows.tiles.shape[1]:
+        sizes = chunk_sizes(group, head_dim, torch.bfloat16 if INTERPRET else q.dtype) | shared
+        chunk_kernel[(num_kv_heads * sizes["PARTS"], num_tiles)](
+            *tensors, rows.block_table, rows.tiles, num_tiles, *numbers, **sizes
+        )
     return out
 
 
-def _launch_items(tensors, rows: AttentionRows, max_len: int, numbers, shared) -> None:
-    q, k_pages, *_, out = tensors
-    num_items, num_heads, head_dim = len(rows.item_rows), q.shape[1], q.shape[2]
-    num_splits = max(1, -(-max_len // SPLIT_TOKENS))
-    split = SPLIT_TOKENS if num_splits > 1 else max(SPLIT_TOKENS, max_len)
-    wide = {"dtype": torch.float32, "device": q.device}
-    cells = (num_items, num_heads, num_splits) if num_splits > 1 else (0, 0, 0)
-    partials = (torch.empty((*cells, head_dim), **wide), torch.empty(cells, **wide), torch.empty(cells, **wide))
-    splits = {"SPLIT": split, "NUM_SPLITS": num_splits}
-    block_g = max(16, triton.next_power_of_2(shared["GROUP"]))
-    items = (rows.item_rows, rows.item_tables, rows.item_lens)
-    item_kernel[(num_items, k_pages.shape[1], num_splits)](
-        *tensors, *partials, rows.block_table, *items, *numbers, BLOCK_G=block_g, **splits, **shared
-    )
-    if num_splits > 1:
-        sizes = {name: shared[name] for name in ("D", "BLOCK_D", "WINDOW", "num_warps")}
-        block_s = triton.next_power_of_2(num_splits)
-        reduce_kernel[(num_items, num_heads)](
-            *partials, out, rows.item_rows, rows.item_lens, *out.stride()[:2], BLOCK_S=block_s, **splits, **sizes
-        )
-
-
-def _launch_chunks(tensors, rows: AttentionRows, numbers, shared) -> None:
-    block_m = max(TILE_HEADS, triton.next_power_of_2(shared["GROUP"]))
-    chunk_kernel[(rows.tiles.shape[1], tensors[1].shape[1])](
-        *tensors, rows.block_table, rows.tiles, *numbers, BLOCK_M=block_m, **shared
-    )
+@functools.cache
+def _num_programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 3  # interpreted, one after the other
+    return PROGRAMS_PER_SM * int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -47,7 +47,7 @@ class _Driver:
     def get_current_device(self) -> int:
         return self.device
 
-    def get_current_stream(self, device: int) -> int:
+    def get_current_stream(self, *_: object) -> int:
         return 0
 
     def get_current_target(self) -> Any:

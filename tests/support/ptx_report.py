@@ -1,16 +1,23 @@
-"""Compiles all Triton kernels for sm_90 without a GPU and prints how wide their memory accesses are.
+"""Compiles the Triton kernels without a GPU and prints what came of it: `ptx_report.py ARCHITECTURE [KIND...] [--all]`.
 
-A program, not to be imported: it needs a process in which TRITON_INTERPRET is not set. Prints one JSON object,
-variant -> counts.
+A program, not to be imported: it needs a process in which TRITON_INTERPRET is not set. ARCHITECTURE is 80, 90 or 100,
+KIND a key of `KINDS` (all of them if none is given). Prints one JSON object, variant -> counts of instructions, and
+registers, bytes of stack and bytes of shared memory. Without --all, it leaves out the variants that are minor.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-from collections.abc import Mapping
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -27,43 +34,54 @@ PATTERNS = {
     "load_2_bytes": r"ld\.global\S*\.[bu]16\b",
     "store_16_bytes": r"st\.global\S*\.(?:v4\.b32|v2\.b64)\b",
     "store_2_bytes": r"st\.global\S*\.[bu]16\b",
-    "tensor_core": r"mma\.sync|wgmma\.mma_async",
+    "tensor_core": r"mma\.sync|wgmma\.mma_async|tcgen05\.mma",
 }
-
-
-def ptx_of(
-    kernel: Any,
-    dtype: str,
-    constants: Mapping[str, object],
-    scalars: Mapping[str, str],
-    warps: int,
-    stages: int,
-    kv_dtype: str | None = None,
-) -> str:
-    """PTX of one variant; pointers, strides and the vocabulary are multiples of 16, as the launchers' are."""
-    signature, attributes = {}, {}
-    pages = dict.fromkeys(("k_pages", "v_pages"), f"*{kv_dtype}" if kv_dtype else None)
-    for index, name in enumerate(kernel.arg_names):
-        annotation = kernel.params[index].annotation
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        signature[name] = (
-            pages.get(name) or _pointer(name, dtype) or scalars.get(name) or ("i64" if "64" in annotation else "i32")
-        )
-        is_stride = signature[name] == "i64" and not kernel.params[index].do_not_specialize
-        if is_stride or name == "V" or signature[name].startswith("*"):
-            attributes[index,] = [["tt.divisibility", 16]]
-    constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    target = GPUTarget("cuda", 90, 32)
-    return str(triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages}).asm["ptx"])
-
-
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 FLOATS = (*"xyqkv", "out", "arena", "k_pages", "v_pages", "residual", "new_residual", "weight", "gate_up")
 WIDE = ("planes", "scalings", "cos", "sin", "logits", "temperatures", "top_ps", "min_ps", "uniforms")
-TABLES = ("offsets", "ranks", "block_table", "tiles", "top_ks")
+TABLES = ("offsets", "ranks", "block_table", "tiles", "top_ks", "work", "counters")
 LONGS = ("positions", "slot_mapping", "tokens")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel is compiled for; pointers, strides and the vocabulary are multiples of 16, as in launches."""
+
+    kernel: Any
+    dtype: str
+    constants: Mapping[str, object]
+    scalars: Mapping[str, str]
+    warps: int
+    stages: int
+    kv_dtype: str | None = None
+    is_minor: bool = False
+    """Whether it differs from another variant in the dtype or in a number."""
+    options: Mapping[str, object] | None = None
+    """Further options of the launch."""
+
+    def compile(self, arch: int) -> Any:
+        """Compile it for a GPU of this compute capability."""
+        signature, attributes = {}, {}
+        pages = dict.fromkeys(("k_pages", "v_pages"), f"*{self.kv_dtype}" if self.kv_dtype else None)
+        for index, name in enumerate(self.kernel.arg_names):
+            parameter = self.kernel.params[index]
+            if name in self.constants:
+                signature[name] = "constexpr"
+                continue
+            signature[name] = (
+                pages.get(name)
+                or _pointer(name, self.dtype)
+                or self.scalars.get(name)
+                or ("i64" if "64" in parameter.annotation else "i32")
+            )
+            is_stride = signature[name] == "i64" and not parameter.do_not_specialize
+            is_aligned = signature[name].startswith("*") and not parameter.do_not_specialize_on_alignment
+            if is_stride or is_aligned or name == "V":
+                attributes[index,] = [["tt.divisibility", 16]]
+        constexprs = {(self.kernel.arg_names.index(name),): value for name, value in self.constants.items()}
+        source = ASTSource(fn=self.kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+        options = {"num_warps": self.warps, "num_stages": self.stages, **(self.options or {})}
+        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def _pointer(name: str, dtype: str) -> str | None:
@@ -76,7 +94,7 @@ def _pointer(name: str, dtype: str) -> str | None:
     return "*i32" if name in TABLES or name.startswith(("tile_", "item_")) else None
 
 
-def _sgmv_variants() -> dict[str, str]:
+def _lora_variants() -> dict[str, Variant]:
     found = {}
     # Llama-3-8B: q, k, v of unequal width; a decode tile with split-K and a prefill tile.
     for tile_rows, capacity in ((16, 8), (64, 64)):
@@ -86,36 +104,48 @@ def _sgmv_variants() -> dict[str, str]:
         shrink = {**shared, "K": 4096, "PITCH": 4096, "BR": rank_block, "BK": k_block}
         expand = {**shared, "W0": 4096, "W1": 1024, "W2": 1024, "ALIGN": 16, "BN": column_block, "BR": 16}
         for dtype in ("bf16", "fp16", "fp32"):
-            name = f"{tile_rows} {dtype}"
-            found[f"shrink {name}"] = ptx_of(sgmv_triton.shrink_kernel, dtype, shrink, {}, 4, 3)
-            found[f"expand {name}"] = ptx_of(sgmv_triton.expand_kernel, dtype, expand, {}, 4, 2)
+            name, is_minor = f"{tile_rows} {dtype}", dtype != "bf16"
+            found[f"shrink {name}"] = Variant(sgmv_triton.shrink_kernel, dtype, shrink, {}, 4, 3, is_minor=is_minor)
+            found[f"expand {name}"] = Variant(sgmv_triton.expand_kernel, dtype, expand, {}, 4, 2, is_minor=is_minor)
     return found
 
 
-def _attention_variants() -> dict[str, str]:
-    shared = {"GROUP": 4, "D": 128, "BLOCK_D": 128, "PAGE_TOKENS": 16, "BLOCK_N": 64, "INTERPRET": False}
-    scalars = {"scale": "fp32"}
-    no_scales = {"k_scales": None, "v_scales": None}
-    plain, limited = {"WINDOW": 0, **no_scales}, {"WINDOW": 4096, **no_scales}
-    items = {**shared, "BLOCK_G": 16, "SPLIT": 256}
-    chunks = {**shared, "BLOCK_M": 64}
-    reduce = {"D": 128, "BLOCK_D": 128, "SPLIT": 256, "NUM_SPLITS": 5, "BLOCK_S": 8}
-    item_kernel, chunk_kernel = attention_triton.item_kernel, attention_triton.chunk_kernel
-    return {
-        "items": ptx_of(item_kernel, "bf16", {**items, **plain, "NUM_SPLITS": 8}, scalars, 4, 2),
-        "items limited": ptx_of(item_kernel, "bf16", {**items, **limited, "NUM_SPLITS": 1}, scalars, 4, 2),
-        "items int8": ptx_of(
-            item_kernel, "bf16", {**items, "WINDOW": 0, "NUM_SPLITS": 8}, scalars, 4, 2, kv_dtype="i8"
-        ),
-        "chunks int8": ptx_of(chunk_kernel, "bf16", {**chunks, "WINDOW": 0}, scalars, 4, 2, kv_dtype="i8"),
-        "reduce": ptx_of(attention_triton.reduce_kernel, "bf16", {**reduce, "WINDOW": 0}, {}, 4, 2),
-        "reduce limited": ptx_of(attention_triton.reduce_kernel, "bf16", {**reduce, "WINDOW": 300}, {}, 4, 2),
-        "chunks": ptx_of(chunk_kernel, "bf16", {**chunks, **plain}, scalars, 4, 2),
-        "chunks limited": ptx_of(chunk_kernel, "bf16", {**chunks, **limited}, scalars, 4, 2),
-    }
+def _attention_variants() -> dict[str, Variant]:
+    found = {}
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "i8": torch.int8}
+    # Llama-3-8B, Qwen2.5-0.5B, and heads of 80 and of 24 numbers; with a window, and with keys and values of int8.
+    for heads, dtype, window, kv_dtype, is_minor in (
+        ((32, 8, 128), "bf16", 0, None, False),
+        ((32, 8, 128), "bf16", 4096, None, True),
+        ((32, 8, 128), "bf16", 0, "i8", False),
+        ((32, 8, 128), "bf16", 4096, "i8", True),
+        ((32, 8, 128), "fp16", 0, None, True),
+        ((32, 8, 128), "fp32", 0, None, False),
+        ((14, 2, 64), "bf16", 0, None, True),
+        ((32, 8, 80), "bf16", 0, None, True),
+    ):
+        num_heads, num_kv_heads, head_dim = heads
+        shared: dict[str, object] = {"PAGE_TOKENS": 16, "WINDOW": window, "INTERPRET": False}
+        if kv_dtype is None:
+            shared |= {"k_scales": None, "v_scales": None}
+        name = f"{head_dim} {dtype}" + f" window {window}" * bool(window) + " int8" * bool(kv_dtype)
+        for kind, kernel, sizes in (
+            ("items", attention_triton.item_kernel, attention_triton.item_sizes(*heads, dtypes[kv_dtype or dtype])),
+            (
+                "chunks",
+                attention_triton.chunk_kernel,
+                attention_triton.chunk_sizes(num_heads // num_kv_heads, head_dim, dtypes[dtype]),
+            ),
+        ):
+            warps, stages = sizes.pop("num_warps"), sizes.pop("num_stages")
+            found[f"{kind} {name}"] = Variant(
+                *(kernel, dtype, {**sizes, **shared}, {"factor": "fp32"}, warps, stages, kv_dtype, is_minor),
+                options={"enable_fp_fusion": False},
+            )
+    return found
 
 
-def _rowwise_variants() -> dict[str, str]:
+def _row_variants() -> dict[str, Variant]:
     norm = {"N": 4096, "BLOCK": 4096}
     rope = {"HALF": 64, "BLOCK_H": 16, "BLOCK_D": 64}
     kv_write = {"PAGE_TOKENS": 16, "HEADS": 8, "D": 128, "BLOCK": 1024}
@@ -123,24 +153,50 @@ def _rowwise_variants() -> dict[str, str]:
     silu_and_mul = {"N": 14336, "BLOCK": 1024}
     eps = {"eps": "fp32"}
     return {
-        "norm": ptx_of(rows_triton.rms_norm_kernel, "bf16", {**norm, "ADD": False}, eps, 4, 2),
-        "norm add": ptx_of(rows_triton.rms_norm_kernel, "bf16", {**norm, "ADD": True}, eps, 4, 2),
-        "rope": ptx_of(rows_triton.rope_kernel, "bf16", rope, {}, 4, 2),
-        "silu_and_mul": ptx_of(rows_triton.silu_and_mul_kernel, "bf16", silu_and_mul, {}, 4, 2),
-        "kv_write": ptx_of(rows_triton.kv_write_kernel, "bf16", kv_write, {}, 4, 2),
-        "kv_write int8": ptx_of(rows_triton.kv_write_int8_kernel, "bf16", kv_write_int8, {}, 1, 2, kv_dtype="i8"),
-        "sample": ptx_of(sampling_triton.sample_kernel, "fp32", {"BLOCK": 4096}, {}, 8, 2),
+        "norm": Variant(rows_triton.rms_norm_kernel, "bf16", {**norm, "ADD": False}, eps, 4, 2),
+        "norm add": Variant(rows_triton.rms_norm_kernel, "bf16", {**norm, "ADD": True}, eps, 4, 2),
+        "rope": Variant(rows_triton.rope_kernel, "bf16", rope, {}, 4, 2),
+        "silu_and_mul": Variant(rows_triton.silu_and_mul_kernel, "bf16", silu_and_mul, {}, 4, 2),
+        "kv_write": Variant(rows_triton.kv_write_kernel, "bf16", kv_write, {}, 4, 2),
+        "kv_write int8": Variant(rows_triton.kv_write_int8_kernel, "bf16", kv_write_int8, {}, 1, 2, kv_dtype="i8"),
     }
+
+
+def _sampling_variants() -> dict[str, Variant]:
+    return {"sample": Variant(sampling_triton.sample_kernel, "fp32", {"BLOCK": 4096}, {}, 8, 2)}
+
+
+KINDS: dict[str, Callable[[], dict[str, Variant]]] = {
+    "attention": _attention_variants,
+    "lora": _lora_variants,
+    "rows": _row_variants,
+    "sampling": _sampling_variants,
+}
+
+
+def figures(compiled: Any) -> dict[str, int]:
+    """Counts of instructions, and what a program takes of its processor."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {kind: len(re.findall(pattern, str(compiled.asm["ptx"]))) for kind, pattern in PATTERNS.items()}
+    for name, key in (("registers", "REG"), ("stack", "STACK"), ("local", "LOCAL")):
+        found[name] = max(map(int, re.findall(rf"\b{key}:(\d+)", used)))
+    return {**found, "shared": compiled.metadata.shared}
 
 
 def main() -> None:
-    """Print the counts of all variants."""
-    variants = {**_sgmv_variants(), **_attention_variants(), **_rowwise_variants()}
-    counts = {
-        name: {kind: len(re.findall(pattern, ptx)) for kind, pattern in PATTERNS.items()}
-        for name, ptx in variants.items()
-    }
-    print(json.dumps(counts))
+    """Print the figures of variants for one architecture."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("arch", type=int)
+    parser.add_argument("kinds", nargs="*", default=list(KINDS))
+    parser.add_argument("--all", action="store_true")
+    options = parser.parse_args()
+    found = {name: each for kind in options.kinds for name, each in KINDS[kind]().items()}
+    variants = {name: each for name, each in found.items() if options.all or not each.is_minor}
+    print(json.dumps({name: figures(each.compile(options.arch)) for name, each in variants.items()}))
 
 
 if __name__ == "__main__":

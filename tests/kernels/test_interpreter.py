@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 FILES = (
-    *("test_attention.py", "test_kv_int8.py", "test_masks.py", "test_rope_and_kv_write.py", "test_rows.py"),
+    *(
+        "test_attention.py",
+        "test_attention_rows.py",
+        "test_kv_int8.py",
+        "test_masks.py",
+        "test_rope_and_kv_write.py",
+        "test_rows.py",
+    ),
     *("test_sampling.py", "test_sgmv.py"),
 )
 

@@ -184,7 +184,7 @@ def with_flashinfer(kernels: Kernels, device: torch.device, dtype: torch.dtype, 
             raise ConfigError(
                 f"model.attention: flashinfer cannot be used: {error}; or take auto or triton", param="model.attention"
             ) from error
-        logger.warning("attention of prompts runs in Triton, not in FlashInfer: %s", error)
+        logger.info("attention of prompts runs in Triton, not in FlashInfer: %s", error)
         return kernels
     logger.info("attention of prompts runs in FlashInfer")
     attend = kernels.attend and functools.partial(kernels.attend, paged_attention=found.paged_attention)

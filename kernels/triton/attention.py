@@ -21,102 +21,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.attention_batch import MAX_SPLITS, SPLIT_TOKENS, AttentionBatch, AttentionRows, chunk_tile_rows
+from weft.kernels.attention_batch import MAX_SPLITS, SPLIT_TOKENS, AttentionBatch, chunk_tile_rows
 from weft.kernels.kv_scales import KvScales
 from weft.kernels.plain.attention import check_operands
+from weft.kernels.triton.attention_blocks import attend, load, shrunk
 
 PARTIAL_PAD = 4
 """Floats behind a partial sum: its maximum, its sum of weights, and two that keep rows on a multiple of 16 bytes."""
 MERGED = 4096
 """Elements of partial sums that are read at once: 32 of each thread."""
 PROGRAMS_PER_SM = 4
-
-
-@triton.jit
-def _load(pointers, live, INTERPRET: tl.constexpr):
-    """What is live of a block, zero elsewhere; the interpreter computes other dtypes than float32 wrongly."""
-    values = tl.load(pointers, mask=live, other=0.0)
-    if INTERPRET:
-        values = values.to(tl.float32)
-    return values
-
-
-@triton.jit
-def _scaled(q, k, v, k_scales, v_scales, place, live, factor):
-    """Keys and values of int8 in the dtype of q, and the factors of the scores, [1, tokens]."""
-    key_scales = tl.load(k_scales + place, mask=live, other=0.0)
-    value_scales = tl.load(v_scales + place, mask=live, other=0.0)
-    values = v.to(tl.float32) * value_scales[:, None]
-    return k.to(q.dtype), values.to(q.dtype), factor * key_scales[None, :]
-
-
-@triton.jit
-def _shrink(old_top, new_top):
-    """What sums relative to the old maximum are multiplied by, and what scores are relative to from now on."""
-    # What has seen no key yet keeps -inf; the difference of two infinities is not a number.
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    return tl.exp2(old_top - base), base
-
-
-@triton.jit
-def _attend(
-    query,
-    top,
-    total,
-    acc,
-    k_pages,
-    v_pages,
-    k_scales,
-    v_scales,
-    table,
-    begin,
-    end,
-    last,
-    position,
-    factor,
-    page_stride,
-    token_stride,
-    scale_page_stride,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE_TOKENS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MASKED: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """Take in the keys from `begin` on: the running maximum, the sum of weights and the weighted sum of values.
-
-    Masked, keys from `last` on are not read, and a row sees those up to its position in its window. Else the blocks
-    from `begin` to `end` are full, and all rows see them.
-    """
-    d = tl.arange(0, BLOCK_D)
-    live_d = d < D
-    for start in range(begin, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        live_n = n < last if MASKED else n >= 0
-        page = tl.load(table + n // PAGE_TOKENS, mask=live_n, other=0).to(tl.int64)
-        token = (n % PAGE_TOKENS).to(tl.int64)
-        tokens = page * page_stride + token * token_stride
-        k = _load(k_pages + tokens[None, :] + d[:, None], live_d[:, None] & live_n[None, :], INTERPRET)
-        v = _load(v_pages + tokens[:, None] + d[None, :], live_n[:, None] & live_d[None, :], INTERPRET)
-        factors = factor
-        if k_scales is not None:
-            place = page * scale_page_stride + token
-            k, v, factors = _scaled(query, k, v, k_scales, v_scales, place, live_n, factor)
-        s = tl.dot(query, k, input_precision="ieee") * factors
-        if MASKED:
-            seen = (n[None, :] <= position[:, None]) & live_n[None, :]
-            if WINDOW > 0:
-                seen = seen & (n[None, :] > position[:, None] - WINDOW)
-            s = tl.where(seen, s, float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, axis=1))
-        shrink, base = _shrink(top, new_top)
-        p = tl.exp2(s - base[:, None])
-        total = total * shrink + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(v.dtype), v, acc=acc * shrink[:, None], input_precision="ieee")
-        top = new_top
-    return top, total, acc
 
 
 @triton.jit
@@ -160,7 +74,7 @@ def _merged(
         live_values = live[:, :, None] & (d < D)[None, None, :]
         values = tl.load(place[:, :, None] + d[None, None, :], mask=live_values, other=0.0, cache_modifier=".cg")
         new_top = tl.maximum(top, tl.max(tops, axis=0))
-        shrink, base = _shrink(top, new_top)
+        shrink, base = shrunk(top, new_top)
         weights = tl.exp2(tops - base[None, :])
         total = total * shrink + tl.sum(weights * totals, axis=0)
         acc = acc * shrink[:, None] + tl.sum(weights[:, :, None] * values, axis=0)
@@ -231,7 +145,7 @@ def item_kernel(
         row = tl.load(item_rows + item).to(tl.int64)
         table = block_table + tl.load(item_tables + item)
         head = kv_head * GROUP + g
-        query = _load(q + row * q_row + head[:, None] * q_head + d[None, :], live, INTERPRET)
+        query = load(q + row * q_row + head[:, None] * q_head + d[None, :], live, INTERPRET)
         seen = length
         if WINDOW > 0:
             seen = tl.minimum(length, WINDOW)
@@ -239,31 +153,18 @@ def item_kernel(
         while size * SPLITS < seen:
             size *= 2
         begin = length - seen + (unit - first) * size
-        top, total, acc = _attend(
-            query,
-            tl.full((BLOCK_G,), float("-inf"), tl.float32),
-            tl.zeros((BLOCK_G,), tl.float32),
-            tl.zeros((BLOCK_G, BLOCK_D), tl.float32),
-            k_pages + kv_head * head_stride,
-            v_pages + kv_head * head_stride,
-            k_scales if k_scales is None else k_scales + kv_head * scale_head_stride,
-            v_scales if v_scales is None else v_scales + kv_head * scale_head_stride,
-            table,
-            begin,
-            tl.minimum(length, begin + size),
-            length,
-            tl.zeros((BLOCK_G,), tl.int32) + length,
-            factor,
-            page_stride,
-            token_stride,
-            scale_page_stride,
-            D,
-            BLOCK_D,
-            PAGE_TOKENS,
-            BLOCK_N,
-            0,
-            True,
-            INTERPRET,
+        top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_G,), tl.float32)
+        acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+        position = tl.zeros((BLOCK_G,), tl.int32) + length
+        end = tl.minimum(length, begin + size)
+        k_head, v_head = k_pages + kv_head * head_stride, v_pages + kv_head * head_stride
+        k_scale, v_scale = k_scales, v_scales
+        if k_scales is not None:
+            k_scale, v_scale = k_scales + kv_head * scale_head_stride, v_scales + kv_head * scale_head_stride
+        top, total, acc = attend(
+            *(query, top, total, acc, k_head, v_head, k_scale, v_scale, table, begin, end, length, position, factor),
+            *(page_stride, token_stride, scale_page_stride, D, BLOCK_D, PAGE_TOKENS, BLOCK_N, 0, True, INTERPRET),
         )
         if count == 1:
             result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -315,7 +216,7 @@ def chunk_kernel(
     WINDOW: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Attention of at most BLOCK_M // GROUP rows of a tile and the heads of one KV group. Grid: (Hkv * PARTS, tiles)."""
+    """Attention of BLOCK_M // GROUP rows of a tile and the heads of one KV group. Grid: (Hkv * PARTS, tiles)."""
     ROWS: tl.constexpr = BLOCK_M // GROUP
     tile = tiles + tl.program_id(1)
     kv_head = (tl.program_id(0) // PARTS).to(tl.int64)
@@ -331,7 +232,7 @@ def chunk_kernel(
     position = first + m // GROUP
     row = (tl.load(tile) + before + m // GROUP).to(tl.int64)
     head = kv_head * GROUP + m % GROUP
-    query = _load(q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], live, INTERPRET)
+    query = load(q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], live, INTERPRET)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -348,17 +249,17 @@ def chunk_kernel(
         begin = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         full = tl.maximum(last - WINDOW + BLOCK_N - 1, 0) // BLOCK_N * BLOCK_N
         diagonal = tl.maximum(diagonal, full)
-        top, total, acc = _attend(
+        top, total, acc = attend(
             *(query, top, total, acc, k_pages, v_pages, k_scales, v_scales, table, begin, full, last, position, factor),
             *(page_stride, token_stride, scale_page_stride),
             *(D, BLOCK_D, PAGE_TOKENS, BLOCK_N, WINDOW, True, INTERPRET),
         )
-    top, total, acc = _attend(
+    top, total, acc = attend(
         *(query, top, total, acc, k_pages, v_pages, k_scales, v_scales, table, full, diagonal, last, position, factor),
         *(page_stride, token_stride, scale_page_stride),
         *(D, BLOCK_D, PAGE_TOKENS, BLOCK_N, 0, False, INTERPRET),
     )
-    top, total, acc = _attend(
+    top, total, acc = attend(
         *(query, top, total, acc, k_pages, v_pages, k_scales, v_scales, table, diagonal, last, last, position, factor),
         *(page_stride, token_stride, scale_page_stride),
         *(D, BLOCK_D, PAGE_TOKENS, BLOCK_N, WINDOW, True, INTERPRET),

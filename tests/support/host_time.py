@@ -16,10 +16,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-
 from fake_triton import fake_triton
 from meta_step import LLAMA, a_plan, step_device
-
 from weft.engine.execution.packed_step import pack_step
 from weft.engine.execution.step_programs import StepPrograms
 from weft.engine.sampling_params import SamplingParams

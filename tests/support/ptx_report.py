@@ -1,17 +1,24 @@
-"""Compiles all Triton kernels for sm_90 without a GPU and prints how wide their memory accesses are.
+"""Compiles the Triton kernels without a GPU and prints what came of it: `ptx_report.py ARCHITECTURE [KIND...] [--all]`.
 
-A program, not to be imported: it needs a process in which TRITON_INTERPRET is not set. Prints one JSON object,
-variant -> counts.
+A program, not to be imported: it needs a process in which TRITON_INTERPRET is not set. ARCHITECTURE is 80, 90 or 100,
+KIND a key of `KINDS` (all of them if none is given). Prints one JSON object, variant -> counts of instructions, and
+registers, bytes of stack and bytes of shared memory. Without --all, it leaves out the variants that are minor.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import re
-from collections.abc import Mapping
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -30,45 +37,55 @@ PATTERNS = {
     "load_2_bytes": r"ld\.global\S*\.[bu]16\b",
     "store_16_bytes": r"st\.global\S*\.(?:v4\.b32|v2\.b64)\b",
     "store_2_bytes": r"st\.global\S*\.[bu]16\b",
-    "tensor_core": r"mma\.sync|wgmma\.mma_async",
+    "tensor_core": r"mma\.sync|wgmma\.mma_async|tcgen05\.mma",
 }
-
-
-def ptx_of(
-    kernel: Any,
-    dtype: str,
-    constants: Mapping[str, object],
-    scalars: Mapping[str, str],
-    warps: int,
-    stages: int,
-    kv_dtype: str | None = None,
-) -> str:
-    """PTX of one variant; pointers, strides and the vocabulary are multiples of 16, as the launchers' are."""
-    signature, attributes = {}, {}
-    pages = dict.fromkeys(("k_pages", "v_pages"), f"*{kv_dtype}" if kv_dtype else None)
-    for index, name in enumerate(kernel.arg_names):
-        annotation = kernel.params[index].annotation
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        signature[name] = (
-            pages.get(name) or _pointer(name, dtype) or scalars.get(name) or ("i64" if "64" in annotation else "i32")
-        )
-        is_stride = signature[name] == "i64" and not kernel.params[index].do_not_specialize
-        is_aligned = not kernel.params[index].do_not_specialize_on_alignment
-        if is_stride or name == "V" or (signature[name].startswith("*") and is_aligned):
-            attributes[index,] = [["tt.divisibility", 16]]
-    constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    target = GPUTarget("cuda", 90, 32)
-    return str(triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages}).asm["ptx"])
-
-
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 FLOATS = (*"xyqkv", "out", "arena", "k_pages", "v_pages", "residual", "new_residual", "weight", "gate_up")
-FLOATS += ("table", "q_norm", "k_norm")
 WIDE = ("planes", "scalings", "cos", "sin", "logits", "temperatures", "top_ps", "min_ps", "uniforms")
-TABLES = ("offsets", "ranks", "block_table", "tiles", "top_ks", "words", "listed")
+FLOATS += ("table", "q_norm", "k_norm")
+TABLES = ("offsets", "ranks", "block_table", "tiles", "top_ks", "words", "listed", "work")
 INTEGERS = ("positions", "slot_mapping", "tokens", "sampled", "counters")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel is compiled for; pointers, strides and the vocabulary are multiples of 16, as in launches."""
+
+    kernel: Any
+    dtype: str
+    constants: Mapping[str, object]
+    scalars: Mapping[str, str]
+    warps: int
+    stages: int
+    kv_dtype: str | None = None
+    is_minor: bool = False
+    """Whether it differs from another variant in the dtype or in a number."""
+    options: Mapping[str, object] | None = None
+    """Further options of the launch."""
+
+    def compile(self, arch: int) -> Any:
+        """Compile it for a GPU of this compute capability."""
+        signature, attributes = {}, {}
+        pages = dict.fromkeys(("k_pages", "v_pages"), f"*{self.kv_dtype}" if self.kv_dtype else None)
+        for index, name in enumerate(self.kernel.arg_names):
+            parameter = self.kernel.params[index]
+            if name in self.constants:
+                signature[name] = "constexpr"
+                continue
+            signature[name] = (
+                pages.get(name)
+                or _pointer(name, self.dtype)
+                or self.scalars.get(name)
+                or ("i64" if "64" in parameter.annotation else "i32")
+            )
+            is_stride = signature[name] == "i64" and not parameter.do_not_specialize
+            is_aligned = signature[name].startswith("*") and not parameter.do_not_specialize_on_alignment
+            if is_stride or is_aligned or name == "V":
+                attributes[index,] = [["tt.divisibility", 16]]
+        constexprs = {(self.kernel.arg_names.index(name),): value for name, value in self.constants.items()}
+        source = ASTSource(fn=self.kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+        options = {"num_warps": self.warps, "num_stages": self.stages, **(self.options or {})}
+        return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def _pointer(name: str, dtype: str) -> str | None:
@@ -79,7 +96,7 @@ def _pointer(name: str, dtype: str) -> str | None:
     return "*i32" if name in (*TABLES, *INTEGERS) or name.startswith(("tile_", "item_")) else None
 
 
-def _lora_variants() -> dict[str, str]:
+def _lora_variants() -> dict[str, Variant]:
     found = {}
     # Llama-3-8B: a tile of decode with split-K, and one of a prompt; q, k, v of unequal width. Ranks to 64.
     for tile_rows, dtype in itertools.product((16, 64), ("bf16", "fp16", "fp32")):
@@ -92,47 +109,62 @@ def _lora_variants() -> dict[str, str]:
         expand = {**site, "W0": 4096, "W1": 1024, "W2": 1024, "ALIGN": 16, "BN": 128}
         gate = {**site, "SITE": (2, *shape[1:]), "N": 14336, "BN": 128}
         stages, eps = sgmv_triton.shrink_stages(element_size), {"eps": "fp32"}
-        name = f"{tile_rows} {dtype}"
-        found[f"shrink {name}"] = ptx_of(sgmv_triton.shrink_kernel, dtype, shrink, {}, warps, stages)
-        found[f"expand {name}"] = ptx_of(sgmv_triton.expand_kernel, dtype, expand, {}, warps, 2)
+        name, minor = f"{tile_rows} {dtype}", dtype != "bf16"
+        found[f"shrink {name}"] = Variant(sgmv_triton.shrink_kernel, dtype, shrink, {}, warps, stages, is_minor=minor)
+        found[f"expand {name}"] = Variant(sgmv_triton.expand_kernel, dtype, expand, {}, warps, 2, is_minor=minor)
         heads = {**site, **HEADS, **NO_NORMS, **NO_SCALES}
-        found[f"expand heads {name}"] = ptx_of(attend_triton.heads_kernel, dtype, heads, eps, warps, 2)
-        found[f"expand silu {name}"] = ptx_of(rows_triton.silu_and_mul_kernel, dtype, gate, {}, warps, 2)
+        found[f"expand heads {name}"] = Variant(attend_triton.heads_kernel, dtype, heads, eps, warps, 2, is_minor=minor)
+        found[f"expand silu {name}"] = Variant(
+            rows_triton.silu_and_mul_kernel, dtype, gate, {}, warps, 2, is_minor=minor
+        )
         if tile_rows == 16:
             norm = {
                 **site,
-                "NUM_SLICES": 1,
                 "N": 4096,
                 "BLOCK": 4096,
                 "BN": rows_triton.NORM_BLOCK_BYTES // element_size,
             }
-            found[f"expand norm {name}"] = ptx_of(rows_triton.expand_add_norm_kernel, dtype, norm, eps, 8, 2)
+            found[f"expand norm {name}"] = Variant(
+                rows_triton.expand_add_norm_kernel, dtype, norm, eps, 8, 2, is_minor=minor
+            )
     heads = {"MODULE": 0, "BM": 16, "SITE": (3, 128, 8, 4, 16, False), **HEADS}
-    found["expand heads int8"] = ptx_of(attend_triton.heads_kernel, "bf16", heads, eps, 4, 2, kv_dtype="i8")
+    found["expand heads int8"] = Variant(attend_triton.heads_kernel, "bf16", heads, eps, 4, 2, kv_dtype="i8")
     return found
 
 
-def _attention_variants() -> dict[str, str]:
-    shared = {"GROUP": 4, "D": 128, "BLOCK_D": 128, "PAGE_TOKENS": 16, "BLOCK_N": 64, "INTERPRET": False}
-    scalars = {"scale": "fp32"}
-    no_scales = {"k_scales": None, "v_scales": None}
-    plain, limited = {"WINDOW": 0, **no_scales}, {"WINDOW": 4096, **no_scales}
-    items = {**shared, "BLOCK_G": 16, "SPLIT": 256}
-    chunks = {**shared, "BLOCK_M": 64}
-    reduce = {"D": 128, "BLOCK_D": 128, "SPLIT": 256, "NUM_SPLITS": 5, "BLOCK_S": 8}
-    item_kernel, chunk_kernel = attention_triton.item_kernel, attention_triton.chunk_kernel
-    return {
-        "items": ptx_of(item_kernel, "bf16", {**items, **plain, "NUM_SPLITS": 8}, scalars, 4, 2),
-        "items limited": ptx_of(item_kernel, "bf16", {**items, **limited, "NUM_SPLITS": 1}, scalars, 4, 2),
-        "items int8": ptx_of(
-            item_kernel, "bf16", {**items, "WINDOW": 0, "NUM_SPLITS": 8}, scalars, 4, 2, kv_dtype="i8"
-        ),
-        "chunks int8": ptx_of(chunk_kernel, "bf16", {**chunks, "WINDOW": 0}, scalars, 4, 2, kv_dtype="i8"),
-        "reduce": ptx_of(attention_triton.reduce_kernel, "bf16", {**reduce, "WINDOW": 0}, {}, 4, 2),
-        "reduce limited": ptx_of(attention_triton.reduce_kernel, "bf16", {**reduce, "WINDOW": 300}, {}, 4, 2),
-        "chunks": ptx_of(chunk_kernel, "bf16", {**chunks, **plain}, scalars, 4, 2),
-        "chunks limited": ptx_of(chunk_kernel, "bf16", {**chunks, **limited}, scalars, 4, 2),
-    }
+def _attention_variants() -> dict[str, Variant]:
+    found = {}
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "i8": torch.int8}
+    # Llama-3-8B, Qwen2.5-0.5B, and heads of 80 and of 24 numbers; with a window, and with keys and values of int8.
+    for heads, dtype, window, kv_dtype, is_minor in (
+        ((32, 8, 128), "bf16", 0, None, False),
+        ((32, 8, 128), "bf16", 4096, None, True),
+        ((32, 8, 128), "bf16", 0, "i8", False),
+        ((32, 8, 128), "bf16", 4096, "i8", True),
+        ((32, 8, 128), "fp16", 0, None, True),
+        ((32, 8, 128), "fp32", 0, None, False),
+        ((14, 2, 64), "bf16", 0, None, True),
+        ((32, 8, 80), "bf16", 0, None, True),
+    ):
+        num_heads, num_kv_heads, head_dim = heads
+        shared: dict[str, object] = {"PAGE_TOKENS": 16, "WINDOW": window, "INTERPRET": False}
+        if kv_dtype is None:
+            shared |= {"k_scales": None, "v_scales": None}
+        name = f"{head_dim} {dtype}" + f" window {window}" * bool(window) + " int8" * bool(kv_dtype)
+        for kind, kernel, sizes in (
+            ("items", attention_triton.item_kernel, attention_triton.item_sizes(*heads, dtypes[kv_dtype or dtype])),
+            (
+                "chunks",
+                attention_triton.chunk_kernel,
+                attention_triton.chunk_sizes(num_heads // num_kv_heads, head_dim, dtypes[dtype]),
+            ),
+        ):
+            warps, stages = sizes.pop("num_warps"), sizes.pop("num_stages")
+            found[f"{kind} {name}"] = Variant(
+                *(kernel, dtype, {**sizes, **shared}, {"factor": "fp32"}, warps, stages, kv_dtype, is_minor),
+                options={"enable_fp_fusion": False},
+            )
+    return found
 
 
 HEADS = {"Q_HEADS": 32, "KV_HEADS": 8, "D": 128, "BLOCK": 64, "PAGE_TOKENS": 16, "LARGEST": 127.0}
@@ -145,24 +177,24 @@ NO_DELTA: dict[str, object] = {
 }
 
 
-def _row_variants() -> dict[str, str]:
+def _row_variants() -> dict[str, Variant]:
     norm, eps = {"N": 4096, "BLOCK": 4096}, {"eps": "fp32"}
     heads, gate = {**NO_DELTA, **HEADS}, {**NO_DELTA, "N": 14336, "BN": 128}
     zero_pages = {"WORDS": 1 << 19, "BLOCK": pages_triton.BLOCK_WORDS, "PROGRAMS": pages_triton.PROGRAMS}
     heads_kernel, embed_kernel = attend_triton.heads_kernel, rows_triton.embed_kernel
     return {
-        "embed": ptx_of(embed_kernel, "bf16", {"N": 4096, "BLOCK": 1024}, {}, 4, 2),
-        "norm": ptx_of(rows_triton.rms_norm_kernel, "bf16", {**norm, "ADD": False}, eps, 8, 2),
-        "norm add": ptx_of(rows_triton.rms_norm_kernel, "bf16", {**norm, "ADD": True}, eps, 8, 2),
-        "heads": ptx_of(heads_kernel, "bf16", {**heads, **NO_NORMS, **NO_SCALES}, eps, 4, 2),
-        "heads normed": ptx_of(heads_kernel, "bf16", {**heads, **NO_SCALES}, eps, 4, 2),
-        "heads int8": ptx_of(heads_kernel, "bf16", heads, eps, 4, 2, kv_dtype="i8"),
-        "silu_and_mul": ptx_of(rows_triton.silu_and_mul_kernel, "bf16", gate, {}, 4, 2),
-        "zero_pages": ptx_of(pages_triton.zero_pages_kernel, "", zero_pages, {}, 4, 2),
+        "embed": Variant(embed_kernel, "bf16", {"N": 4096, "BLOCK": 1024}, {}, 4, 2),
+        "norm": Variant(rows_triton.rms_norm_kernel, "bf16", {**norm, "ADD": False}, eps, 8, 2),
+        "norm add": Variant(rows_triton.rms_norm_kernel, "bf16", {**norm, "ADD": True}, eps, 8, 2),
+        "heads": Variant(heads_kernel, "bf16", {**heads, **NO_NORMS, **NO_SCALES}, eps, 4, 2),
+        "heads normed": Variant(heads_kernel, "bf16", {**heads, **NO_SCALES}, eps, 4, 2),
+        "heads int8": Variant(heads_kernel, "bf16", heads, eps, 4, 2, kv_dtype="i8"),
+        "silu_and_mul": Variant(rows_triton.silu_and_mul_kernel, "bf16", gate, {}, 4, 2),
+        "zero_pages": Variant(pages_triton.zero_pages_kernel, "", zero_pages, {}, 4, 2),
     }
 
 
-def _sampling_variants() -> dict[str, str]:
+def _sampling_variants() -> dict[str, Variant]:
     # A vocabulary of 152,000 tokens.
     scalars = {"sampled": "*i32", "bounds": "*i32", "counters": "*i32", "cursors": "*i32", "state": "*fp32"}
     scalars["masses"] = "*i64"
@@ -179,19 +211,42 @@ def _sampling_variants() -> dict[str, str]:
         "sample draw": (sampling_triton.draw_kernel, chunks),
     }
     return {
-        name: ptx_of(kernel, "fp32", constants, limits["top-p" in name], sampling_triton.WARPS, 3)
+        name: Variant(kernel, "fp32", constants, limits["top-p" in name], sampling_triton.WARPS, 3)
         for name, (kernel, constants) in kernels.items()
     }
 
 
+KINDS: dict[str, Callable[[], dict[str, Variant]]] = {
+    "attention": _attention_variants,
+    "lora": _lora_variants,
+    "rows": _row_variants,
+    "sampling": _sampling_variants,
+}
+
+
+def figures(compiled: Any) -> dict[str, int]:
+    """Counts of instructions, and what a program takes of its processor."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {kind: len(re.findall(pattern, str(compiled.asm["ptx"]))) for kind, pattern in PATTERNS.items()}
+    for name, key in (("registers", "REG"), ("stack", "STACK"), ("local", "LOCAL")):
+        found[name] = max(map(int, re.findall(rf"\b{key}:(\d+)", used)))
+    return {**found, "shared": compiled.metadata.shared}
+
+
 def main() -> None:
-    """Print the counts of all variants."""
-    variants = {**_lora_variants(), **_attention_variants(), **_row_variants(), **_sampling_variants()}
-    counts = {
-        name: {kind: len(re.findall(pattern, ptx)) for kind, pattern in PATTERNS.items()}
-        for name, ptx in variants.items()
-    }
-    print(json.dumps(counts))
+    """Print the figures of variants for one architecture."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("arch", type=int)
+    parser.add_argument("kinds", nargs="*", default=list(KINDS))
+    parser.add_argument("--all", action="store_true")
+    options = parser.parse_args()
+    found = {name: each for kind in options.kinds for name, each in KINDS[kind]().items()}
+    variants = {name: each for name, each in found.items() if options.all or not each.is_minor}
+    print(json.dumps({name: figures(each.compile(options.arch)) for name, each in variants.items()}))
 
 
 if __name__ == "__main__":

@@ -98,13 +98,8 @@ def _lora_variants() -> dict[str, str]:
         found[f"expand heads {name}"] = ptx_of(attend_triton.heads_kernel, dtype, heads, eps, warps, 2)
         found[f"expand silu {name}"] = ptx_of(rows_triton.silu_and_mul_kernel, dtype, gate, {}, warps, 2)
         if tile_rows == 16:
-            norm = {
-                **site,
-                "NUM_SLICES": 1,
-                "N": 4096,
-                "BLOCK": 4096,
-                "BN": rows_triton.NORM_BLOCK_BYTES // element_size,
-            }
+            norm = {**site, "SITE": (1, *shape[1:]), "N": 4096, "BLOCK": 4096}
+            norm["BN"] = rows_triton.NORM_BLOCK_BYTES // element_size
             found[f"expand norm {name}"] = ptx_of(rows_triton.expand_add_norm_kernel, dtype, norm, eps, 8, 2)
     heads = {"MODULE": 0, "BM": 16, "SITE": (3, 128, 8, 4, 16, False), **HEADS}
     found["expand heads int8"] = ptx_of(attend_triton.heads_kernel, "bf16", heads, eps, 4, 2, kv_dtype="i8")

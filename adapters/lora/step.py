@@ -13,7 +13,7 @@ import torch
 
 from weft.adapters.base_shape import SITES, BaseShape
 from weft.adapters.lora.tables import AdapterTables
-from weft.adapters.lora.tiles import fill_tiles, tile_capacity, tile_rows
+from weft.adapters.lora.tiles import DECODE_TILE_ROWS, fill_tiles, tile_capacity, tile_rows
 from weft.kernels.dispatch import Kernels, Linear, kernels_for
 from weft.kernels.sgmv import LoraDelta, SgmvSite, SgmvTables, Tiles
 from weft.memory.arena import Arena
@@ -55,7 +55,8 @@ class PagedLora:
         used = self.tables.touched(sorted(set(row_slots) - {BASE_SLOT}))
         if not used.any():
             return None
-        rows_per_tile = tile_rows(num_rows)
+        # In C++ short tiles are faster for prompts, too.
+        rows_per_tile = DECODE_TILE_ROWS if self.shrink is None else tile_rows(num_rows)
         tiles = np.empty((3, tile_capacity(num_rows, self.tables.slots, rows_per_tile)), dtype=np.int32)
         live = fill_tiles(tiles, row_slots, rows_per_tile)
         touched = [[bool(used[layer, list(site.modules)].any()) for site in SITES] for layer in range(len(used))]

@@ -10,9 +10,9 @@ import numpy.typing as npt
 DECODE_TILE_ROWS = 16
 PREFILL_TILE_ROWS = 64
 PREFILL_MIN_ROWS = 128
-"""Batches with at least this many rows use the larger tile, which reads an adapter's weights once for four times as
-many rows of a prompt. Nothing but the number of rows decides: sums are cut by the kind of tile, and a row's result must
-not depend on who else is in the batch."""
+"""On a GPU, batches with at least this many rows use the larger tile, which reads an adapter's weights once for four
+times as many rows of a prompt. Nothing but the number of rows decides: sums are cut by the kind of tile, and a row's
+result must not depend on who else is in the batch."""
 
 
 def tile_rows(num_rows: int) -> int:

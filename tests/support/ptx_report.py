@@ -118,12 +118,8 @@ def _lora_variants() -> dict[str, Variant]:
             rows_triton.silu_and_mul_kernel, dtype, gate, {}, warps, 2, is_minor=minor
         )
         if tile_rows == 16:
-            norm = {
-                **site,
-                "N": 4096,
-                "BLOCK": 4096,
-                "BN": rows_triton.NORM_BLOCK_BYTES // element_size,
-            }
+            norm = {**site, "SITE": (1, *shape[1:]), "N": 4096, "BLOCK": 4096}
+            norm["BN"] = rows_triton.NORM_BLOCK_BYTES // element_size
             found[f"expand norm {name}"] = Variant(
                 rows_triton.expand_add_norm_kernel, dtype, norm, eps, 8, 2, is_minor=minor
             )

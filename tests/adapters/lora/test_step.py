@@ -27,7 +27,7 @@ def test_a_step_equals_plain_products_in_bf16() -> None:
     lora_arena.check(PagedLora(lora_arena.arena, lora_arena.tables, BASE), BATCHES["a prompt beside single rows"])
 
 
-def test_a_prompt_of_many_rows_is_cut_into_the_larger_tiles() -> None:
+def test_prompts_of_many_rows_equal_plain_products() -> None:
     lora_arena = fill()
     lora_arena.check(PagedLora(lora_arena.arena, lora_arena.tables, BASE), [-1, *[0] * 300, 1, *[2] * 260])
 

@@ -29,6 +29,7 @@ from weft.engine.model.linear import Linear
 from weft.engine.model.rope import RopeTable
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
+from weft.kernels.attend import HeadNorms
 from weft.kernels.dispatch import triton_kernels
 from weft.memory.arena import Arena
 from weft.memory.block_table import BlockTable
@@ -44,7 +45,7 @@ FREE = {
 """Operations of torch that launch nothing."""
 
 
-def step_device(device: torch.device = META, max_rows: int = 2048, max_samples: int = 64) -> StepDevice:
+def step_device(device: torch.device = META, *, has_head_norms: bool = False) -> StepDevice:
     """The 8B shape, with rank 16 on all linear layers in 64 adapter slots. Linear layers compute nothing on a CPU."""
     spec, geometry, base, kernels = LLAMA.spec(), LLAMA.geometry(), LLAMA.base(), triton_kernels()
     arena = Arena(geometry, NUM_PAGES if device == META else 4001, device, BF16)
@@ -57,12 +58,14 @@ def step_device(device: torch.device = META, max_rows: int = 2048, max_samples: 
     half = LLAMA.head_dim // 2
     table = torch.zeros(MAX_MODEL_LEN if device == META else 8192, half, device=device)
     hidden, norm = LLAMA.hidden, torch.empty(LLAMA.hidden, dtype=BF16, device=device)
+    head_norm = torch.empty(LLAMA.head_dim, dtype=BF16, device=device)
+    head_norms = HeadNorms(head_norm, head_norm, 1e-6) if has_head_norms else None
     kv_width = LLAMA.num_kv_heads * LLAMA.head_dim
     layers = [
         DecoderLayer(
             input_norm=norm,
             qkv=_linear(hidden + 2 * kv_width, hidden, device),
-            head_norms=None,
+            head_norms=head_norms,
             o=_linear(hidden, hidden, device),
             post_norm=norm,
             gate_up=_linear(2 * LLAMA.intermediate, hidden, device),
@@ -84,8 +87,8 @@ def step_device(device: torch.device = META, max_rows: int = 2048, max_samples: 
         arena=arena,
         lora=PagedLora(arena, tables, base, kernels),
         sampler=Sampler(kernels),
-        max_samples=max_samples,
-        max_rows=max_rows,
+        max_samples=64,
+        max_rows=2048,
         max_model_len=MAX_MODEL_LEN,
     )
 

@@ -23,11 +23,14 @@ TOP_P = SamplingParams(temperature=0.7, top_p=0.9)
 GREEDY = SamplingParams(temperature=0.0)
 LAUNCHES = {0: 310, 32: 440}
 """The most kernels of a decode step of 32 rows, by its adapters."""
+PER_LAYER = {0: {"heads": 1, "item": 1, "silu_and_mul": 1, "rms_norm": 2}}
+PER_LAYER[32] = {"heads": 1, "item": 1, "silu_and_mul": 1, "expand_add_norm": 2, "shrink": 4}
+"""Kernels of a layer beside its four matrix products."""
 
 
-@pytest.fixture(scope="module")
-def device() -> StepDevice:
-    return step_device()
+@pytest.fixture(scope="module", params=[False, True], ids=["llama", "head norms"])
+def device(request: pytest.FixtureRequest) -> StepDevice:
+    return step_device(has_head_norms=request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +70,11 @@ def test_a_decode_step_asks_nothing_and_is_one_copy_and_one_read(
     assert running.copies == 0
     assert running.reads == 1  # which `collect` waits for
     num_launches = len(triton.launches) + running.operations.total()
-    print(num_launches, triton.counts, running.operations)
     assert num_launches <= LAUNCHES[num_adapters], (triton.counts, running.operations)
+    per_layer = {f"{name}_kernel": count * LLAMA.num_layers for name, count in PER_LAYER[num_adapters].items()}
+    per_layer["rms_norm_kernel"] = per_layer.get("rms_norm_kernel", 0) + 1  # before the first layer
+    assert {name: triton.counts[name] for name in per_layer} == per_layer
+    assert running.operations["linear"] == 4 * LLAMA.num_layers + 1
 
 
 def test_one_replay_is_all_that_a_recorded_step_launches(device: StepDevice) -> None:
@@ -95,14 +101,14 @@ def test_no_kernel_is_compiled_after_the_start(device: StepDevice) -> None:
     programs = StepPrograms(device, max_running=64, capture=None)
     with fake_triton() as triton:
         programs.prepare()
-        before = dict(triton.variants)
+        before = triton.variants.copy()
         for num_rows in range(1, 65):
             context = (40, 300, 1500, 8000, 131_072)[num_rows % 5]
             contexts = [max(1, context - row % 30) for row in range(num_rows)]
             load(programs, a_plan(contexts, num_rows % 3 * 5, TOP_P, seed=num_rows)).run()
         for rows in (9, 65, 100, 129, 511, 512, 1024, 2048):
             load(programs, a_plan([rows + 300], rows % 2, TOP_P, rows=rows)).run()
-        assert {
-            name: count - before.get(name, 0) for name, count in triton.variants.items() if count != before.get(name)
-        } == {}
-    print(before)
+    assert triton.variants == before
+    # Tiles of decode and of prompts at the four sites; with and without adapters elsewhere.
+    assert max(before.values()) == before["shrink_kernel"] == 8
+    assert before["item_kernel"] == before["chunk_kernel"] == 1

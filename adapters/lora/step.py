@@ -19,6 +19,8 @@ from weft.kernels.sgmv import LoraDelta, SgmvSite, SgmvTables, Tiles
 from weft.memory.arena import Arena
 
 BASE_SLOT = -1
+SIDE_ROWS = 64
+"""Steps of at most so many rows leave a GPU room for the shrink of a site beside the base's layer."""
 
 
 class PagedLora:
@@ -37,6 +39,8 @@ class PagedLora:
         self.operands = SgmvTables(tables.offsets, tables.ranks, tables.scalings)
         kernels = kernels or kernels_for(arena.device, arena.dtype)
         self.sgmv, self.shrink = kernels.sgmv, kernels.shrink
+        self.side = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        """Where shrinks of small steps run; None has them run in order."""
         self.sites = [
             SgmvSite(base.modules[site.modules[0]].in_features, site.modules, base.site_widths(index))
             for index, site in enumerate(SITES)
@@ -63,15 +67,16 @@ class PagedLora:
         slot, start, length = torch.from_numpy(tiles[:, :live]).to(self.arena.device)
         return LoraStep(self, Tiles(slot, start, length, rows_per_tile), touched)
 
-    def static_step(self, tiles: torch.Tensor, rows_per_tile: int) -> LoraStep:
+    def static_step(self, tiles: torch.Tensor, rows_per_tile: int, *, is_small: bool = False) -> LoraStep:
         """A step whose rows and adapters change under it, as those of a captured graph do: it works on all sites.
 
         Args:
             tiles: [3, capacity], int32, on the device: what `fill_tiles` fills, for all rows of the step.
             rows_per_tile: Most rows in a tile.
+            is_small: Whether it never has more than `SIDE_ROWS` rows.
         """
         slot, start, length = tiles
-        return LoraStep(self, Tiles(slot, start, length, rows_per_tile), None)
+        return LoraStep(self, Tiles(slot, start, length, rows_per_tile), None, self.side if is_small else None)
 
 
 class LoraStep:
@@ -81,12 +86,20 @@ class LoraStep:
         lora: Where the weights are.
         tiles: Which rows use which adapter.
         touched: [layers][sites] whether any adapter of the step changes the site; None to work on all.
+        side: Where shrinks run beside the base's layers; None has them run in order.
     """
 
-    def __init__(self, lora: PagedLora, tiles: Tiles, touched: Sequence[Sequence[bool]] | None) -> None:
+    def __init__(
+        self,
+        lora: PagedLora,
+        tiles: Tiles,
+        touched: Sequence[Sequence[bool]] | None,
+        side: torch.cuda.Stream | None = None,
+    ) -> None:
         self._lora = lora
         self._tiles = tiles
         self._touched = touched
+        self._side = side
 
     def project(self, layer: int, site: int, linear: Linear, x: torch.Tensor) -> tuple[torch.Tensor, LoraDelta | None]:
         """The base's linear layer, and what the adapters add to it.
@@ -101,13 +114,24 @@ class LoraStep:
             [T, sum of the site's widths], and what the next operation is to add to it; None where nothing is left to
             be added.
         """
-        y, lora = linear(x), self._lora
-        if lora.shrink is None:
+        shrink = self._lora.shrink
+        if shrink is None:
+            y = linear(x)
             self.apply(layer, site, x, y)
-        elif self._touches(layer, site):
-            operands = lora.arena.elements, lora.operands, self._tiles, lora.sites[site], layer
-            return y, lora.shrink(x, *operands)
-        return y, None
+            return y, None
+        if not self._touches(layer, site):
+            return linear(x), None
+        operands = self._lora.arena.elements, self._lora.operands, self._tiles, self._lora.sites[site], layer
+        if self._side is None:
+            return linear(x), shrink(x, *operands)
+        # Each stream waits for the other, so that neither reuses memory which the other one still reads.
+        main = torch.cuda.current_stream(x.device)
+        self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):
+            delta = shrink(x, *operands)
+        y = linear(x)
+        main.wait_stream(self._side)
+        return y, delta
 
     def apply(self, layer: int, site: int, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the adapters' deltas at one site, in place.

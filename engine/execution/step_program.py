@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from weft.adapters.lora.step import PagedLora
+from weft.adapters.lora.step import SIDE_ROWS, PagedLora
 from weft.adapters.lora.tiles import fill_tiles
 from weft.engine.execution.packed_step import Int32Array, PackedStep
 from weft.engine.execution.sampler import RowMasks, Sampler, num_top_logprobs
@@ -175,7 +175,10 @@ class StepProgram:
             attention=tuple(AttentionBatch.of_rows(rows, shape.rows) for rows in self._attention),
             sampled=device.sampled,
         )
-        self._lora = device.lora.static_step(fields["lora_tiles"], shape.lora_tile_rows) if shape.lora_tiles else None
+        self._lora = None
+        if shape.lora_tiles:
+            tiles, is_small = fields["lora_tiles"], shape.rows <= SIDE_ROWS
+            self._lora = device.lora.static_step(tiles, shape.lora_tile_rows, is_small=is_small)
         self._sample_rows = fields["sample_rows"]
         self.columns = SamplingColumns.of_words(fields["sampling"])
         self._replays: tuple[Callable[[], None], Callable[[], None]] | None = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,3 +52,41 @@ def test_a_static_step_serves_other_rows_and_more_adapters_than_before(make_kern
     for row_slots in ([1] * 20, [-1] * 20, [-1] * 3 + [0] * 17, [-1, *range(8), *[8] * 11]):
         fill_tiles(tiles, row_slots, 16)
         lora_arena.check_step(step, row_slots)
+
+
+def test_the_shrink_of_a_small_step_runs_beside_the_layer_and_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    lora_arena, events = fill(), []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            events.append(f"{self.name} waits for {other.name}")
+
+    @contextmanager
+    def current(stream: Stream) -> Iterator[None]:
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    streams = [Stream("main")]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: streams[-1])
+    monkeypatch.setattr(torch.cuda, "stream", current)
+
+    def shrink(*_: object) -> object:
+        events.append(f"shrink on {streams[-1].name}")
+        return "delta"
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        events.append(f"linear on {streams[-1].name}")
+        return x
+
+    paged = PagedLora(lora_arena.arena, lora_arena.tables, BASE, replace(torch_kernels(), shrink=shrink))  # type: ignore[arg-type]
+    paged.side = Stream("side")  # type: ignore[assignment]
+    tiles, x = torch.zeros((3, 1), dtype=torch.int32), torch.zeros(1, 4)
+    assert list(paged.static_step(tiles, 16, is_small=True).project(0, 0, linear, x)) == [x, "delta"]
+    in_parallel = ["side waits for main", "shrink on side", "linear on main", "main waits for side"]
+    assert events == in_parallel
+    assert list(paged.static_step(tiles, 16).project(0, 0, linear, x)) == [x, "delta"]
+    assert events == [*in_parallel, "linear on main", "shrink on main"]

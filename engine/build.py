@@ -231,7 +231,7 @@ def _runner(
             lora=lora,
             sampler=sampler,
             max_samples=bucket_rows(config.scheduler.max_running),
-            max_rows=bucket_rows(plan.step_tokens),
+            max_rows=bucket_rows(plan.step_tokens + config.scheduler.max_running),
             max_model_len=limits.max_model_len,
         )
         capture = cuda_graphs() if config.model.cuda_graphs else None

@@ -212,14 +212,17 @@ def forget(step: PackedStep, device: StepDevice) -> None:
 
 @interpreted
 def test_a_row_that_overflows_is_told_and_the_others_are_not_touched(model: Path, adapters: list[Path]) -> None:
+    from recorded_graph import capture
+
     world = World(model, adapters)
-    program = StepPrograms(world.device, max_running=8, capture=None).program
-    requests = world.requests((11, 12, 13), (0, 1, None))
-    step = world.step(requests)
-    _, expected = run(program(step[0]), step)
+    step = world.step(world.requests((11, 12, 13), (0, 1, None)))
+    program = StepPrograms(world.device, max_running=8, capture=None).program(step[0])
+    _, expected = run(program, step)
+    program.load(step[0], step[1])
+    program.record(capture)
     slot = world.leases[1].slot
     world.driver.tables.scalings[slot].fill_(float("inf"))
-    _, tokens = run(program(step[0]), step)
+    _, tokens = run(program, step)
     wrong = step[0].slots.tolist().index(slot)
     assert tokens[wrong] is None
     assert [token for row, token in enumerate(tokens) if row != wrong] == [

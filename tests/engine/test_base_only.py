@@ -18,12 +18,16 @@ from weft.engine.build import EngineParts, build_engine
 from weft.engine.core import EngineCore
 from weft.engine.request import GenerationRequest
 from weft.engine.sampling_params import SamplingParams
+from weft.memory.arena import Arena
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
 class NoLora:
     """What a build without LoRA has in its place."""
+
+    def __init__(self, arena: Arena, *_: object) -> None:
+        self.arena = arena
 
     def prepare(self, *_: object) -> None:
         raise AssertionError("a step without adapters asks for LoRA")
@@ -66,7 +70,7 @@ def test_base_requests_run_the_same_operators_with_adapters_resident_and_in_a_bu
 
     with_lora = build_engine(config)
     fresh, resident = run(with_lora, store_adapter(LocalBlobs(config.blob_dir), folder, with_lora.ready.base))
-    monkeypatch.setattr(build, "PagedLora", lambda *_: NoLora())
+    monkeypatch.setattr(build, "PagedLora", NoLora)
     without_lora = build_engine(config)
     _, bare = run(without_lora, None)
     assert resident == fresh == bare

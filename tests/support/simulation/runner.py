@@ -186,7 +186,7 @@ class SimulatedRunner:
         for chunk in plan.chunks:
             first, last = chunk.start, chunk.start + len(chunk.token_ids) - 1
             for table in chunk.block_table:
-                pages += table[first // self._geometry.page_tokens : last // self._geometry.page_tokens + 1]
+                pages.extend(table[first // self._geometry.page_tokens : last // self._geometry.page_tokens + 1])
         for page in pages:
             if self._pool.state(page) != "kv":
                 self._fail(f"page {page} is to be written while it is {self._pool.state(page)}")

@@ -13,8 +13,6 @@ import numpy.typing as npt
 import torch
 
 ALIGN_BYTES = 64
-RING = 3
-"""Host images. One is filled while the copies of others may still run."""
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -50,7 +48,9 @@ class ImageLayout:
 
 
 class StepImages:
-    """The image on the device, whose address stays the same, and a ring of host images that are copied to it.
+    """The image on the device, whose address stays the same, and the host's image of the step that is being loaded.
+
+    A host image is used for one step. Where it is pinned, torch hands its memory out again once its copy has ended.
 
     Args:
         num_bytes: The most that a step has.
@@ -60,21 +60,16 @@ class StepImages:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.device = torch.zeros(aligned(num_bytes), dtype=torch.uint8, device=device)
         """uint8 [bytes]."""
+        self.host = torch.empty(0, dtype=torch.uint8)
+        """uint8 [bytes]: what was sent last."""
         self._is_async = device.type == "cuda"
-        self.hosts = [torch.zeros(len(self.device), dtype=torch.uint8, pin_memory=self._is_async) for _ in range(RING)]
-        self._arrays = [host.numpy() for host in self.hosts]
-        self._copied: list[torch.cuda.Event | None] = [None] * RING
-        self._place = 0
         self._end = 0
 
     def begin(self, layout: ImageLayout) -> dict[str, Int32Array]:
-        """The fields of the next host image, to be filled. Waits until its copy of `RING` steps ago has ended."""
-        self._place = (self._place + 1) % RING
-        copied = self._copied[self._place]
-        if copied is not None:
-            copied.synchronize()
+        """The fields of a new host image, to be filled."""
+        self.host = torch.empty(len(self.device), dtype=torch.uint8, pin_memory=self._is_async)
         self._end = layout.num_bytes
-        return layout.on_host(self._arrays[self._place])
+        return layout.on_host(self.host.numpy())
 
     def append(self, numbers: Int32Array) -> slice:
         """Put int32 numbers after what the image has; returns their bytes in it.
@@ -85,18 +80,14 @@ class StepImages:
         start, end = self._end, self._end + numbers.nbytes
         if end > len(self.device):
             raise ValueError(f"a step has {end} bytes of numbers, its image has room for {len(self.device)}")
-        self._arrays[self._place][start:end].view(np.int32)[:] = numbers.reshape(-1)
+        self.host[start:end].view(torch.int32).numpy()[:] = numbers.reshape(-1)
         self._end = aligned(end)
         return slice(start, end)
 
     def send(self) -> None:
         """Copy the image to the device, as far as it was filled. On a GPU this is in the order of the steps."""
         end = min(self._end, len(self.device))
-        self.device[:end].copy_(self.hosts[self._place][:end], non_blocking=self._is_async)
-        if self._is_async:
-            event = self._copied[self._place] or torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            self._copied[self._place] = event
+        self.device[:end].copy_(self.host[:end], non_blocking=self._is_async)
 
 
 def aligned(num_bytes: int) -> int:

@@ -19,7 +19,7 @@ from weft.adapters.lora.step import SIDE_ROWS, PagedLora
 from weft.adapters.lora.tiles import fill_tiles
 from weft.engine.execution.packed_step import Int32Array, PackedStep
 from weft.engine.execution.sampler import RowMasks, Sampler, num_top_logprobs
-from weft.engine.execution.step_image import RING, ImageLayout, StepImages
+from weft.engine.execution.step_image import ImageLayout, StepImages
 from weft.engine.model.decoder import Decoder, KvViews, StepRows
 from weft.engine.request import TokenLogprobs
 from weft.engine.scheduling.plan import SampleSpec
@@ -84,8 +84,6 @@ class StepDevice:
     images: StepImages = field(init=False)
     sampled: torch.Tensor = field(init=False)
     """[max_samples], int32, on the device: what the last step chose. The next one may take its tokens from here."""
-    results: list[torch.Tensor] = field(init=False)
-    """A ring of tensors like `sampled` on the host, where it is copied to."""
     windows: list[int] = field(init=False)
     """The sliding windows of the layers; 0 is none."""
     head_group: int = field(init=False)
@@ -107,15 +105,12 @@ class StepDevice:
         num_pages = geometry.pages(self.max_model_len) * self.max_samples + self.arena.num_pages
         self.images = StepImages(largest.num_bytes + 4 * num_pages + 128, device)
         self.sampled = torch.zeros(self.max_samples, dtype=torch.int32, device=device)
-        self.results = [self.on_host(self.sampled.shape) for _ in range(RING)]
 
-    def on_host(self, shape: Sequence[int]) -> torch.Tensor:
-        """An int32 tensor that the device copies to while the host goes on."""
-        return torch.zeros(shape, dtype=torch.int32, pin_memory=self.arena.device.type == "cuda")
-
-    def read(self, numbers: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Start to copy int32 numbers to the host, after what was launched before."""
-        return target[: len(numbers)].copy_(numbers, non_blocking=self.arena.device.type == "cuda")
+    def read(self, numbers: torch.Tensor) -> torch.Tensor:
+        """A copy of int32 numbers on the host, complete once the device has done what was launched so far."""
+        is_gpu = self.arena.device.type == "cuda"
+        target = torch.empty(numbers.shape, dtype=torch.int32, pin_memory=is_gpu)
+        return target.copy_(numbers, non_blocking=is_gpu)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -246,13 +241,12 @@ class StepProgram:
         if is_reported:
             codes = device.sampled.index_select(0, loaded.reported)
             found = sampler.logprob_words(original, codes, num_top_logprobs(loaded.specs))
-            words = device.read(found, device.on_host(found.shape))
-        device.results.append(device.results.pop(0))
+            words = device.read(found)
         self._launched.append(
             _Launched(
                 specs=loaded.specs,
                 masks=masks,
-                codes=device.read(device.sampled[: len(loaded.specs)], device.results[0]),
+                codes=device.read(device.sampled[: len(loaded.specs)]),
                 logprob_words=words,
                 done=mark(device.arena.device) if device.arena.device.type == "cuda" else None,
             )

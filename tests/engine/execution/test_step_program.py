@@ -80,12 +80,15 @@ def test_an_image_that_is_full_says_so() -> None:
         images.append(np.zeros(17, dtype=np.int32))
 
 
-def test_each_host_image_is_sent_before_it_is_filled_again() -> None:
+def test_each_step_has_a_host_image_of_its_own() -> None:
     images, layout = StepImages(64, CPU), ImageLayout({"field": (4,)})
-    for number in range(5):
+    hosts = []
+    for number in range(3):
         images.begin(layout)["field"][:] = number
         images.send()
+        hosts.append(images.host)
         assert layout.on_device(images.device)["field"].tolist() == [number] * 4
+    assert [layout.on_device(host)["field"].tolist() for host in hosts] == [[number] * 4 for number in range(3)]
 
 
 @pytest.fixture(scope="module")
@@ -206,8 +209,7 @@ def forget(step: PackedStep, device: StepDevice) -> None:
         value = getattr(step, name)
         if isinstance(value, np.ndarray):
             value.fill(1 << 20)
-    for image in device.images.hosts:
-        image.fill_(0x7F)
+    device.images.host.fill_(0x7F)
 
 
 @interpreted

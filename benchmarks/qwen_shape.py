@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from weft.adapters.base_shape import BaseShape
 from weft.benchmarks.engine.stored import random_lora
 from weft.benchmarks.model_shapes import ALL_LINEAR, QUERY_AND_VALUE, QWEN
 
@@ -40,7 +41,7 @@ def make_checkpoints(cache: Path) -> tuple[Path, list[Path]]:
         root.mkdir(parents=True, exist_ok=True)
         _save_base(base)
         for index, folder in enumerate(adapters):
-            _save_adapter(folder, ALL_LINEAR, RANKS[index], _SEED + 1 + index)
+            save_random_adapter(folder, QWEN.base(), ALL_LINEAR, RANKS[index], _SEED + 1 + index)
         finished.touch()
     return base, adapters
 
@@ -51,7 +52,7 @@ def make_small_adapters(cache: Path) -> Path:
     for index in range(NUM_SMALL):
         folder = root / f"small-{index}"
         if not (folder / "adapter_model.safetensors").exists():
-            _save_adapter(folder, QUERY_AND_VALUE, SMALL_RANK, _SEED + index)
+            save_random_adapter(folder, QWEN.base(), QUERY_AND_VALUE, SMALL_RANK, _SEED + index)
     return root
 
 
@@ -74,8 +75,8 @@ def _save_base(folder: Path) -> None:
     fast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
 
 
-def _save_adapter(folder: Path, modules: Sequence[int], rank: int, seed: int) -> None:
-    base = QWEN.base()
+def save_random_adapter(folder: Path, base: BaseShape, modules: Sequence[int], rank: int, seed: int) -> None:
+    """Write an adapter for a base as PEFT does, with random weights in these modules of every layer."""
     targets = [base.modules[module].name for module in modules]
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
     config.save_pretrained(str(folder))

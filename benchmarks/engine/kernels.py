@@ -52,6 +52,8 @@ MIXES = {
 PROMPT_TOKENS = 512
 CALLS = 30
 KV_PAGES = 256
+LAUNCH_S = 3e-6
+"""The least time of one kernel in a CUDA graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,9 @@ class KernelBench:
         """LoRA at each site for a batch of adapters of these ranks, each with at least one row.
 
         They take the slots and pages of the adapters of the call before: do not run its work any more.
+
+        Raises:
+            ValueError: The arena has too few pages for them.
         """
         next_page = 1  # each mix takes the same pages
         for slot, rank in enumerate(ranks):
@@ -111,6 +116,8 @@ class KernelBench:
             layout = plan_layout(of_modules, self.base, self.geometry)
             pages = list(range(next_page, next_page + layout.num_pages))
             next_page += layout.num_pages
+            if next_page > self.arena.num_pages:
+                raise ValueError(f"ranks: expected adapters of fewer than {self.arena.num_pages} pages, got {ranks}")
             self.tables.write(slot, layout, pages, of_modules, dict.fromkeys(of_modules, 0.5))
         step = PagedLora(self.arena, self.tables, self.base).prepare(sorted(row % len(ranks) for row in range(rows)))
         if step is None:
@@ -193,10 +200,9 @@ class KernelBench:
             kv, scales = self.arena.kv(layer), self.arena.kv_scales(layer)
             return self.kernels.paged_attention(q, *kv, batch, model.head_dim**-0.5, None, scales)
 
-        if query == 1:
-            return Work(f"attention, context {context}{stored}", attend, kv_bytes + 2 * q.nbytes)
-        flops = 4 * query * (context - query / 2) * model.num_heads * model.head_dim
-        return Work(f"attention, prompt of {context}{stored}", attend, kv_bytes + 2 * q.nbytes, flops)
+        flops = 4 * len(q) * (context - query / 2) * model.num_heads * model.head_dim
+        name = f"attention, {'context' if query == 1 else 'prompt of'} {context}{stored}"
+        return Work(name, attend, kv_bytes + 2 * q.nbytes, flops)
 
     def decoded(self, context: int) -> torch.Tensor:
         """Attention of one row over the keys and values of a first layer, all normally distributed: [Hq, D].
@@ -243,20 +249,28 @@ def all_modules(base: BaseShape, rank: int) -> dict[tuple[int, int], int]:
     return dict.fromkeys(itertools.product(range(base.num_layers), range(len(base.modules))), rank)
 
 
-def measure_machine(device: torch.device) -> Machine:
-    """Bandwidth of a large copy and speed of a large product."""
-    source = torch.ones(1 << 28, dtype=torch.uint8, device=device)
-    target = torch.ones_like(source)
-    side = 1536
-    square = torch.ones(side, side, dtype=DTYPE, device=device)
-    copy_s = min(timings(lambda _: target.copy_(source), 5))
-    product_s = min(timings(lambda _: square @ square, 5))
-    return Machine(2 * source.nbytes / copy_s, 2 * side**3 / product_s)
+def measure_machine(device: torch.device, num_bytes: int = 1 << 28, side: int = 1536) -> Machine:
+    """Bandwidth of a copy of so many bytes, read and written, and speed of a product of square matrices.
+
+    The numbers are random: on zeros a GPU needs less power and is faster.
+    """
+    source = torch.randn(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    square = torch.randn(side, side, device=device).to(DTYPE)
+    copy_s = call_s(lambda _: target.copy_(source), device)
+    product_s = call_s(lambda _: torch.mm(square, square), device)
+    return Machine(2 * num_bytes / copy_s, 2 * side**3 / product_s, LAUNCH_S if device.type == "cuda" else 0.0)
 
 
-def timings(run: Callable[[int], object], calls: int) -> list[float]:
-    """Seconds of each call, after equally many calls that are not timed."""
-    return timings_in_turns([run], calls)[0]
+def call_s(run: Callable[[int], object], device: torch.device) -> float:
+    """Median seconds of a call that follows others, which takes its number: on a GPU as CUDA graphs replay it."""
+    if device.type != "cuda":
+        return statistics.median(timings_in_turns([run], 5)[0])
+    from triton.testing import do_bench_cudagraph  # not installed where there is no GPU
+
+    numbers = itertools.count()
+    with torch.inference_mode():
+        return float(do_bench_cudagraph(lambda: run(next(numbers)), return_mode="median")) / 1e3
 
 
 def timings_in_turns(runs: Sequence[Callable[[int], object]], calls: int) -> list[list[float]]:

@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from operator import methodcaller
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from weft.adapters.base_shape import SITES
-from weft.benchmarks.engine.kernels import MIXES, KernelBench, Work
-from weft.benchmarks.gpu.case_log import Case, Figures
+from weft.benchmarks.engine.kernels import MIXES, KernelBench, Work, call_s, relative_error
+from weft.benchmarks.gpu.case_log import Cases, Figures
 from weft.benchmarks.gpu.floors import GOAL_LORA, GOAL_MIXED, GOAL_SINGLE_S
-from weft.benchmarks.gpu.machine import Setup, per_call_s
+from weft.benchmarks.gpu.machine import MAX_TOKENS, Setup
+from weft.errors import EngineError
 from weft.kernels.sampling import RowSampling
-from weft.kernels.triton.plans import architecture, trying
+from weft.kernels.triton import plans
 
-MAX_TOKENS = 1 << 18
-"""Keys and values of so many tokens are the most that decode attention is timed with: 32 GiB of the 8B shape."""
 MANY_RANKS = 512
 """Adapters whose ranks add up to this have a goal (K1)."""
 LEAST_GAIN = 0.98
 """Constants are taken if a call with them takes less than this share of the time of the best before."""
+CLOSE = 2**-7
+"""Relative error within which results of other constants, or of FlashInfer, are the same."""
 PROMPTS = ((512, 0), (2048, 0), (512, 16_384))
 """Tokens of a prompt, and how many of it were computed before."""
 SAMPLINGS = {
@@ -36,163 +37,127 @@ SAMPLINGS = {
     "top-k": RowSampling(temperature=0.8, top_k=40, uniform=0.5),
     "top-k and top-p": RowSampling(temperature=0.8, top_k=40, top_p=0.9, uniform=0.5),
 }
+Make = Callable[[KernelBench], Work | list[Work]]
+"""Makes one operation, or several that belong together."""
 
 
-@lru_cache(maxsize=1)
-def bench_of(setup: Setup) -> KernelBench:
-    """The operations' data, made when the first case wants it: 34 GiB for the 8B shape."""
-    pages = setup.sized(MAX_TOKENS, 4096) // setup.model.geometry().page_tokens + 64
-    return KernelBench(setup.model, setup.device, kv_pages=pages)
-
-
-def cases(setup: Setup) -> list[Case]:
-    """Attention, LoRA and sampling in the order of their share of a step, then the search for constants."""
+def cases(setup: Setup) -> Cases:
+    """Attention, sampling and small operations, LoRA, then the search for constants."""
     long = setup.sized(1024, 64)
-    decodes = [(rows, long * times) for times in (1, 4, 16) for rows in (32, 1, 8, 64)]
-    found = [
-        Case(
-            f"attention, {rows} rows, context {context:,}",
-            partial(_operation, setup, methodcaller("attention", rows, context)),
-        )
-        for rows, context in decodes
+    makes: dict[str, Make] = {
+        f"attention, {rows} rows, context {context:,}": methodcaller("attention", rows, context)
+        for context in (long, 4 * long, 16 * long)
+        for rows in (32, 1, 8, 64)
         if rows * context <= MAX_TOKENS
-    ]
-    for rows, count, rank in [(32, n, r) for n in (32, 1, 8) for r in (16, 8, 64)] + [(1, 1, 16), (64, 1, 16)]:
-        ranks = (rank,) * count
-        about = f"{rows} rows, {count} of rank {rank}"
-        found += [
-            Case(f"LoRA {site.name}, {about}", partial(_lora, setup, ranks, rows, index))
-            for index, site in enumerate(SITES)
-        ]
-    found += [
-        Case(f"LoRA {site.name}, mixed ranks as one rank", partial(_mixed, setup, index))
-        for index, site in enumerate(SITES)
-    ]
-    operations = {
-        f"{about} sampling, 32 rows": methodcaller("sampling", 32, about, row, setup.vocab_size)
-        for about, row in SAMPLINGS.items()
-    } | {
-        f"attention, prompt of {tokens} after {before:,}": methodcaller("attention", 1, tokens + before, tokens)
-        for tokens, before in PROMPTS[: setup.sized(3, 1)]
     }
-    found += [Case(name, partial(_operation, setup, make)) for name, make in operations.items()]
-    found.append(Case("norms, SiLU and rope, 32 rows", partial(_small, setup)))
-    return found + [Case(f"constants of {kernel}", partial(_sweep, setup, kernel)) for kernel in sweeps(setup)]
-
-
-def sweeps(setup: Setup) -> dict[str, dict[str, Sequence[int]]]:
-    """Constants to try by kernel, as launchers name them."""
-    found: dict[str, dict[str, Sequence[int]]] = {
-        "items": {"BLOCK_N": (32, 64, 128), "num_stages": (2, 3, 4, 5), "num_warps": (4, 8)},
-        "chunks": {"BLOCK_N": (32, 64, 128), "num_stages": (2, 3, 4, 5), "num_warps": (4, 8)},
+    for tokens, before in PROMPTS[: setup.sized(3, 1)]:
+        makes[f"attention, prompt of {tokens} after {before:,}"] = methodcaller("attention", 1, tokens + before, tokens)
+    for about, row in SAMPLINGS.items():
+        makes[f"{about} sampling, 32 rows"] = methodcaller("sampling", 32, about, row, setup.vocab_size)
+    makes["norms, SiLU and rope, 32 rows"] = methodcaller("small", 32)
+    mixes = [(32, count, rank) for count in (32, 1, 8) for rank in (16, 8, 64)] + [(1, 1, 16), (64, 1, 16)]
+    swept: dict[str, Make] = {
+        "decode attention": methodcaller("attention", 32, long),
+        "prompt attention": methodcaller("attention", 1, 2 * long, 2 * long),
+        "LoRA": methodcaller("lora", (16,) * 32, 32),
     }
-    for width in sites_by_width(setup):
-        blocks = {"BR": (16, 32, 64), "BK": (64, 128, 256)}
-        found[f"shrink {width} 16"] = {"SPLIT_K": (1, 2, 4, 8, 16), "num_stages": (2, 3, 4), **blocks}
-    return found
-
-
-def sites_by_width(setup: Setup) -> dict[int, int]:
-    """A site for each number of input features."""
-    base = setup.model.base()
-    return {base.modules[site.modules[0]].in_features: index for index, site in reversed(list(enumerate(SITES)))}
-
-
-def _operation(setup: Setup, make: Callable[[KernelBench], Work], _: Mapping[str, Figures]) -> Figures:
-    return timed(setup, make(bench_of(setup)))
-
-
-def _small(setup: Setup, _: Mapping[str, Figures]) -> Figures:
-    parts = {work.name: timed(setup, work) for work in bench_of(setup).small(32)}
-    return {key: sum(part[key] for part in parts.values()) for key in ("measured", "floor")} | {
-        "unit": "us",
-        "parts": parts,
+    return {
+        **{name: partial(_operation, setup, make) for name, make in makes.items()},
+        **{
+            f"LoRA, {rows} rows, {count} of rank {rank}": partial(_lora, setup, rows, (rank,) * count)
+            for rows, count, rank in mixes
+        },
+        "LoRA, mixed ranks as one rank": partial(_mixed, setup),
+        **{f"constants of {name}": partial(_sweep, setup, make) for name, make in swept.items()},
     }
 
 
-def _lora(setup: Setup, ranks: tuple[int, ...], rows: int, site: int, _: Mapping[str, Figures]) -> Figures:
-    work = bench_of(setup).lora(ranks, rows)[site]
-    found = dict(timed(setup, work))
-    if len(ranks) == 1:
-        found["goal"] = 1e6 * GOAL_SINGLE_S
-    elif sum(ranks) >= MANY_RANKS:
-        found["goal"] = GOAL_LORA * found["floor"]
-    return found | {"ok": repeats(work)}
+def _operation(setup: Setup, make: Make) -> Figures:
+    return timed(setup, works_of(setup, make))
 
 
-def _mixed(setup: Setup, site: int, _: Mapping[str, Figures]) -> Figures:
+def timed(setup: Setup, works: Sequence[Work]) -> dict[str, Any]:
+    """Microseconds of operations beside their floors, all together and each."""
+    parts = list[dict[str, Any]]()
+    for work in works:
+        seconds, floor_s = call_s(work.run, setup.device), setup.machine.floor_s(work)
+        figures = {"measured": 1e6 * seconds, "floor": 1e6 * floor_s, "gigabytes_per_s": work.num_bytes / seconds / 1e9}
+        parts.append({"name": work.name, **figures})
+    return {key: sum(part[key] for part in parts) for key in ("measured", "floor")} | {"unit": "us", "parts": parts}
+
+
+def works_of(setup: Setup, make: Make) -> list[Work]:
+    """The operations, over the data that all cases share."""
+    made = make(setup.bench)
+    return made if isinstance(made, list) else [made]
+
+
+def _lora(setup: Setup, rows: int, ranks: tuple[int, ...]) -> Figures:
+    """LoRA at the four sites of a layer. Each must give the same bits twice (K3), and reach its goal (K1)."""
+    works = setup.bench.lora(ranks, rows)
+    found, is_ok = timed(setup, works), all(torch.equal(result(work), result(work)) for work in works)
+    if len(ranks) == 1 or sum(ranks) >= MANY_RANKS:
+        goals = [1e6 * GOAL_SINGLE_S if len(ranks) == 1 else GOAL_LORA * part["floor"] for part in found["parts"]]
+        is_ok &= all(part["measured"] <= goal for part, goal in zip(found["parts"], goals, strict=True))
+        found["goal"] = sum(goals)
+    return {**found, "ok": is_ok}
+
+
+def _mixed(setup: Setup) -> Figures:
     """K2: mixed ranks beside one rank with equally many bytes."""
-    even, mixed = (
-        timed(setup, bench_of(setup).lora(MIXES[mix], 32)[site]) for mix in ("10 of rank 24", "8 of ranks 8 to 64")
-    )
+    even, mixed = (timed(setup, setup.bench.lora(MIXES[mix], 32)) for mix in ("10 of rank 24", "8 of ranks 8 to 64"))
     return {**mixed, "even": even["measured"], "goal": GOAL_MIXED * even["measured"]}
 
 
-def timed(setup: Setup, work: Work) -> dict[str, Any]:
-    """Microseconds of a call beside its floor, and what both say of bandwidth."""
-    seconds, floor_s = per_call_s(work.run, setup.device), setup.machine.floor_s(work)
-    gigabytes_per_s = work.num_bytes / seconds / 1e9
-    return {"measured": seconds * 1e6, "floor": floor_s * 1e6, "unit": "us", "gigabytes_per_s": gigabytes_per_s}
-
-
-def repeats(work: Work) -> bool:
-    """Whether a call gives the same bits twice (K3)."""
+@torch.inference_mode()
+def result(work: Work) -> torch.Tensor:
+    """What an operation returns, or adds to zeros."""
     if work.out is None:
-        raise ValueError(f"work: expected one with a result to look at, got {work.name}")
-    results = []
-    with torch.inference_mode():
-        for _ in range(2):
-            work.out.zero_()
-            work.run(0)
-            results.append(work.out.clone())
-    return torch.equal(*results)
+        return torch.as_tensor(work.run(0)).clone()
+    work.out.zero_()
+    work.run(0)
+    return work.out.clone()
 
 
-def _sweep(setup: Setup, kernel: str, _: Mapping[str, Figures]) -> Figures:
-    """Vary one constant after the other, and keep the best value of each; those that do not run are kept as errors."""
-    work = work_of(kernel, setup, bench_of(setup))
-    before = best_s = per_call_s(work.run, setup.device)
-    best, tried = dict[str, int](), dict[str, Any]()
-    for name, values in sweeps(setup)[kernel].items():
-        for value in values:
-            constants = {**best, name: value}
-            about = ", ".join(f"{key}={each}" for key, each in constants.items())
-            with trying(kernel, **constants) as trial:
+def _sweep(setup: Setup, make: Make) -> Figures:
+    """Choose the constants of an operation's kernels one after the other: those that its launchers ask `plan` for.
+
+    `tried` has the microseconds with each choice, or why it cannot be taken.
+    """
+    works = works_of(setup, make)
+    plans.asked.clear()
+    expected = [result(work) for work in works]
+
+    def seconds() -> float:
+        for work, want in zip(works, expected, strict=True):
+            if not relative_error(result(work), want) <= CLOSE:
+                raise EngineError("the result differs")
+        return sum(call_s(work.run, setup.device) for work in works)
+
+    before_s, chosen, tried = seconds(), dict[str, dict[str, int]](), dict[str, float | str]()
+    for kernel, first in list(plans.asked.items()):
+        best, best_s = first, before_s
+        for name, value in first.items():
+            powers = [max(1, value // 4), max(1, value // 2), 2 * value, 4 * value]
+            for other in range(1, 6) if name == "num_stages" else powers:
+                choice = {**best, name: other}
                 try:
-                    seconds = per_call_s(work.run, setup.device)
+                    with plans.trying(kernel, **choice):
+                        found_s = seconds()
                 except Exception as error:  # noqa: BLE001 - too much shared memory, for one
-                    tried[about] = f"{type(error).__name__}: {error}"[:200]
+                    tried[f"{kernel} {choice}"] = f"{type(error).__name__}: {error}"[:200]
                     continue
-            if not trial.was_asked:
-                return {"absent": f"no launcher asks for the plan of {kernel}"}
-            tried[about] = seconds * 1e6
-            if seconds < LEAST_GAIN * best_s:
-                best, best_s = constants, seconds
-    if best:
-        keep_plan(setup, kernel, best)
-    return {
-        "measured": best_s * 1e6,
-        "floor": setup.machine.floor_s(work) * 1e6,
-        "unit": "us",
-        "before": before * 1e6,
-        "best": best,
-        "tried": tried,
-    }
+                tried[f"{kernel} {choice}"] = 1e6 * found_s
+                if found_s < LEAST_GAIN * best_s:
+                    best, best_s = choice, found_s
+        if best != first:
+            chosen[kernel] = best
+    keep_plans(setup.out / "plans.json", chosen)
+    return {"measured": 1e6 * before_s, "unit": "us before", "chosen": chosen, "tried": tried}
 
 
-def work_of(kernel: str, setup: Setup, bench: KernelBench) -> Work:
-    """The work that a kernel's constants are chosen by."""
-    if kernel == "items":
-        return bench.attention(32, setup.sized(1024, 64))
-    if kernel == "chunks":
-        tokens = setup.sized(2048, 64)
-        return bench.attention(1, tokens, tokens)
-    return bench.lora((16,) * 32, 32)[sites_by_width(setup)[int(kernel.split()[1])]]
-
-
-def keep_plan(setup: Setup, kernel: str, constants: Mapping[str, int]) -> None:
-    """Add the best constants of a kernel to `plans.json` in the folder of the results."""
-    path = setup.out / "plans.json"
-    plans = json.loads(path.read_text()) if path.exists() else {}
-    plans.setdefault(architecture(), {})[kernel] = dict(constants)
-    path.write_text(json.dumps(plans, indent=1, sort_keys=True) + "\n")
+def keep_plans(path: Path, chosen: Mapping[str, Mapping[str, int]]) -> None:
+    """Add the best constants of kernels on this GPU to a file."""
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept.setdefault(plans.architecture(), {}).update(chosen)
+    path.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")

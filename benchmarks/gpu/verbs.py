@@ -1,45 +1,46 @@
 """Ask a GPU one thing after another, within the time that there is.
 
-    scripts/gpu VERB --out DIR [--jobs N] [--seconds S]
+    scripts/gpu VERB --out DIR [--jobs N] [--seconds S] [--eager]
 
-    check      do the tests pass on it, and are the demo's answers those that are recorded?
+    check      do the tests pass on it, the demo's recorded answers among them?
     sanitize   do kernels read or write outside of their tensors, or race? (compute-sanitizer)
     kernels    how near is each operation to its floor, and which launch constants are best?
     yardstick  how does attention compare with FlashInfer's, on the same pages?
-    step       how long is a step of the 8B shape, eager and captured, with up to 32 adapters?
+    step       how long is a step of the 8B shape with up to 32 adapters?
     profile    where does its time go? (torch's profiler, Nsight Compute)
     memory     what do page copies and scattered pages cost?
     serve      do steps stall while adapters of mixed rank come and go?
 
 Each case prints a line and goes to DIR/VERB.json at once. A verb stops before the case that would not end within
---seconds, with exit status 3; run again, it goes on where it stopped. A case that fails is kept with its error and not
-run again without --again; then, and where a goal is missed, the exit status is 1. --device cpu --tiny runs toy sizes on
-a CPU, to try the verbs out.
+--seconds, with exit status 3; run again, it goes on where it stopped. A case that fails is kept with its error and does
+not stop the others; then, and where a goal is missed, the exit status is 1. With --eager, decode steps are not replayed
+as CUDA graphs, and the file is DIR/VERB-eager.json. --tiny runs toy sizes on a CPU, to try the verbs out.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from weft.benchmarks.gpu import commands, kernels, memory, serve, step, yardstick
-from weft.benchmarks.gpu.case_log import Case, CaseLog
+from weft.benchmarks.gpu.case_log import CaseLog, Cases
 from weft.benchmarks.gpu.machine import Setup, describe_device, release
 from weft.benchmarks.report import AddOption, positive, provenance
 from weft.errors import ConfigError
 
-VERBS: dict[str, Callable[[Setup], Sequence[Case]]] = {
-    "check": commands.check_cases,
-    "sanitize": commands.sanitize_cases,
+VERBS: dict[str, Callable[[Setup], Cases]] = {
+    "check": partial(commands.cases, "check"),
+    "sanitize": partial(commands.cases, "sanitize"),
     "kernels": kernels.cases,
     "yardstick": yardstick.cases,
     "step": step.cases,
-    "profile": step.profile_cases,
+    "profile": lambda setup: {**step.trace_cases(setup), **commands.cases("profile", setup)},
     "memory": memory.cases,
     "serve": serve.cases,
 }
@@ -51,33 +52,30 @@ def run(options: argparse.Namespace) -> int:
     """Run a verb; returns the exit status.
 
     Raises:
-        ConfigError: There is no CUDA device, or the folder has a file that is not this verb's.
+        ConfigError: There is no CUDA device.
     """
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if not options.tiny and not torch.cuda.is_available():
         raise ConfigError(
             f"torch {torch.__version__} sees no CUDA device. Run it where there is one, or try the verbs out on a CPU "
-            "with --device cpu --tiny.",
-            param="device",
+            "with --tiny."
         )
-    if options.device == "cpu" and not options.tiny:
-        raise ConfigError("--device cpu needs --tiny: the full sizes take hours on a CPU", param="device")
     options.out.mkdir(parents=True, exist_ok=True)
     setup = Setup(
-        device=torch.device(options.device),
+        device=torch.device("cpu" if options.tiny else "cuda"),
         out=options.out.resolve(),
         is_tiny=options.tiny,
+        is_eager=options.eager,
         jobs=options.jobs,
         seconds=options.seconds,
     )
-    about = {"verb": options.verb, **provenance(), "gpu": describe_device(setup.device)}
+    about = {"verb": options.verb, **provenance(), **describe_device(setup.device)}
     about["commit"] = options.commit or about["commit"]
     if options.verb in TIMED:
-        about["gigabytes_per_s"] = setup.machine.bytes_per_s / 1e9
-        about["teraflops"] = setup.machine.flops_per_s / 1e12
-    path, is_well = setup.out / f"{options.verb}.json", partial(release, setup.device)
-    log = CaseLog(path, about, again=options.again, is_well=is_well)
-    cases = [case for case in VERBS[options.verb](setup) if re.search(options.only, case.name)]
-    return log.run(cases, options.seconds)
+        about["machine"] = asdict(setup.machine)
+    log = CaseLog(setup.out / f"{options.verb}{'-eager' if options.eager else ''}.json", about)
+    cases = {name: case for name, case in VERBS[options.verb](setup).items() if re.search(options.only, name)}
+    with setup.stack:
+        return log.run(cases, options.seconds, partial(release, setup.device))
 
 
 def add_options(add: AddOption) -> None:
@@ -87,7 +85,6 @@ def add_options(add: AddOption) -> None:
     add("--seconds", type=float, default=540.0, help="stop before a case that would not end in so many seconds")
     add("--jobs", type=positive, default=1, help="processes for tests")
     add("--only", default="", help="a pattern: run only cases whose names have it")
-    add("--again", action="store_true", help="run cases once more that failed or were absent")
+    add("--eager", action="store_true", help="launch each kernel of a decode step: no CUDA graphs")
     add("--commit", default="", help="the commit, where this is not a checkout")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--tiny", action="store_true", help="toy sizes, to try the verbs out")
+    add("--tiny", action="store_true", help="toy sizes on a CPU, to try the verbs out")

@@ -8,9 +8,8 @@ those that are faster; its file becomes `plans.json` beside this one.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -20,16 +19,9 @@ PLANS = Path(__file__).with_name("plans.json")
 """{architecture: {kernel: {constant: value}}}; there need not be one."""
 
 
-@dataclass
-class Trial:
-    """Constants under test."""
-
-    constants: Mapping[str, int]
-    was_asked: bool = False
-    """Whether a launcher took them."""
-
-
-_trials: dict[str, Trial] = {}
+asked: dict[str, dict[str, int]] = {}
+"""What `plan` returned last, by kernel: the constants that a benchmark can vary."""
+_trials: dict[str, dict[str, int]] = {}
 
 
 def plan(kernel: str, **constants: int) -> dict[str, int]:
@@ -42,18 +34,19 @@ def plan(kernel: str, **constants: int) -> dict[str, int]:
     Raises:
         ValueError: What was measured has constants that the launcher does not.
     """
-    if trial := _trials.get(kernel):
-        trial.was_asked = True
-        return _changed(kernel, constants, trial.constants)
-    return _changed(kernel, constants, measured(architecture()).get(kernel, {}))
+    better = _trials.get(kernel) or measured(architecture()).get(kernel, {})
+    if unknown := set(better) - set(constants):
+        raise ValueError(f"plan of {kernel}: expected constants of {sorted(constants)}, got {sorted(unknown)}")
+    asked[kernel] = {**constants, **better}
+    return dict(asked[kernel])
 
 
 @contextmanager
-def trying(kernel: str, **constants: int) -> Iterator[Trial]:
+def trying(kernel: str, **constants: int) -> Iterator[None]:
     """Make `plan` return these constants for a kernel until the block is left."""
-    trial = _trials[kernel] = Trial(constants)
+    _trials[kernel] = constants
     try:
-        yield trial
+        yield
     finally:
         del _trials[kernel]
 
@@ -74,9 +67,3 @@ def measured(of: str) -> dict[str, dict[str, int]]:
         return {}
     found: dict[str, dict[str, int]] = json.loads(PLANS.read_text()).get(of, {})
     return found
-
-
-def _changed(kernel: str, constants: dict[str, int], better: Mapping[str, int]) -> dict[str, int]:
-    if unknown := set(better) - set(constants):
-        raise ValueError(f"plan of {kernel}: expected constants of {sorted(constants)}, got {sorted(unknown)}")
-    return {**constants, **better}

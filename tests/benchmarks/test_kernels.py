@@ -72,6 +72,11 @@ def test_lora_reads_the_weights_of_the_adapters_of_its_rows() -> None:
     assert before == [None] * 4
 
 
+def test_adapters_that_the_pages_do_not_hold_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected adapters of fewer than \d+ pages, got \(64, 64, 64"):
+        KernelBench(SMALL, CPU).lora((64,) * 32, rows=32)
+
+
 def test_the_floor_is_the_slowest_of_memory_arithmetic_and_launch() -> None:
     machine = Machine(bytes_per_s=1e9, flops_per_s=1e12, launch_s=1e-6)
     assert machine.floor_s(Work("", print, 1e6)) == pytest.approx(1e-3)

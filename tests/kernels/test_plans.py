@@ -33,11 +33,10 @@ def test_what_was_measured_on_this_architecture_takes_their_place(measured_plans
 
 def test_constants_under_test_win_until_the_block_is_left(measured_plans: Path) -> None:
     measured_plans.write_text(json.dumps({plans.architecture(): {"items": {"num_stages": 5}}}))
-    with plans.trying("items", num_stages=3) as trial:
-        before = trial.was_asked
-        assert plans.plan("items", num_stages=2) == {"num_stages": 3}
-        assert (before, trial.was_asked) == (False, True)
-    assert plans.plan("items", num_stages=2) == {"num_stages": 5}
+    with plans.trying("items", num_stages=3):
+        assert plans.plan("items", BLOCK_N=64, num_stages=2) == {"BLOCK_N": 64, "num_stages": 3}
+        assert plans.asked["items"] == {"BLOCK_N": 64, "num_stages": 3}
+    assert plans.plan("items", num_stages=2) == plans.asked["items"] == {"num_stages": 5}
 
 
 def test_a_constant_that_the_launcher_does_not_have_is_refused(measured_plans: Path) -> None:

@@ -17,7 +17,7 @@ from weft.kernels.attend import HeadNorms, Rotation, check_norms, split_heads
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.checks import expect, expect_that
 from weft.kernels.kv_scales import LARGEST, KvScales
-from weft.kernels.plain.rows import check_indices, check_kv_write, check_rope
+from weft.kernels.plain.rows import check_indices, check_kv_write
 from weft.kernels.sgmv import LoraDelta
 from weft.kernels.triton.attention import paged_attention
 from weft.kernels.triton.sgmv import TILE_POINTERS, add_delta, delta_operands, entry_of, num_warps, tile_of
@@ -228,20 +228,6 @@ def rope_kv_write(
     pages = k_pages, v_pages, *(kv_scales or (None, None)), slot_mapping
     _launch(q, k, v, norms, (rotation.positions, rotation.cos, rotation.sin), pages, delta)
     return q
-
-
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """See `weft.kernels.plain.rows.rope`."""
-    check_rope(q, k, cos, sin)
-    _launch(q, k, None, angles=(None, cos, sin[:, q.shape[2] // 2 :]))  # the first half's sines are negative
-
-
-def kv_write(
-    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor, kv_scales: KvScales | None = None
-) -> None:
-    """See `weft.kernels.plain.rows.kv_write`."""
-    check_kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
-    _launch(None, k, v, pages=(k_pages, v_pages, *(kv_scales or (None, None)), slot_mapping))
 
 
 def _launch(

@@ -40,7 +40,7 @@ PATTERNS = {
     "tensor_core": r"mma\.sync|wgmma\.mma_async|tcgen05\.mma",
 }
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-FLOATS = (*"xyqkv", "out", "arena", "k_pages", "v_pages", "residual", "new_residual", "weight", "gate_up")
+FLOATS = (*"xyqkv", "qkv", "out", "arena", "k_pages", "v_pages", "residual", "new_residual", "weight", "gate_up")
 WIDE = ("planes", "scalings", "cos", "sin", "logits")
 FLOATS += ("table", "q_norm", "k_norm")
 TABLES = ("offsets", "ranks", "block_table", "tiles", "words", "listed", "work")

@@ -1,12 +1,9 @@
-"""All of a layer between its fused projection and its output projection, composed of the single operations.
-
-Where an implementation has it as one operation, that is called instead: `Kernels.attend`.
-"""
+"""All of a layer between its fused projection and its output projection, in torch operators, and what it takes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -15,10 +12,6 @@ from weft.kernels.checks import expect, expect_that
 from weft.kernels.kv_scales import KvScales
 from weft.kernels.plain import attention as attention_cpu
 from weft.kernels.plain import rows as rows_cpu
-from weft.kernels.plain.rows import both_halves
-
-if TYPE_CHECKING:
-    from weft.kernels.dispatch import Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +40,13 @@ class Rotation:
     def factors(self) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the rows, two of [T, D], as `rope` takes them; made once for all layers."""
         if self._factors is None:
-            self._factors = both_halves(*(table.index_select(0, self.positions) for table in (self.cos, self.sin)))
+            self._factors = rows_cpu.both_halves(
+                *(table.index_select(0, self.positions) for table in (self.cos, self.sin))
+            )
         return self._factors
 
 
 def attend(
-    kernels: Kernels,
     qkv: Tensor,
     norms: HeadNorms | None,
     rotation: Rotation,
@@ -63,6 +57,8 @@ def attend(
     scale: float,
     sliding_window: int | None = None,
     kv_scales: KvScales | None = None,
+    *,
+    paged_attention: Callable[..., Tensor] = attention_cpu.paged_attention,
 ) -> Tensor:
     """Norm the heads, rotate them, store keys and values, attend.
 
@@ -74,7 +70,6 @@ def attend(
         return paged_attention(q, k_pages, v_pages, batch, scale, sliding_window, kv_scales)
 
     Args:
-        kernels: The single operations.
         qkv: [T, (Hq + 2 * Hkv) * D], contiguous: heads of queries, keys and values. Mutated.
         norms: Of the heads; None for none.
         rotation: Of the T rows.
@@ -85,6 +80,7 @@ def attend(
         scale: Factor of the scores.
         sliding_window: How many positions a row sees, itself included; None for all.
         kv_scales: The layer's scales where its keys and values are int8. Mutated.
+        paged_attention: Computes the attention.
 
     Returns:
         [T, Hq * D], dtype of qkv. Rows of no request are zero.
@@ -94,10 +90,10 @@ def attend(
     """
     q, k, v = split_heads(qkv, k_pages)
     if norms is not None:
-        q, k = kernels.rms_norm(q, norms.q, norms.eps), kernels.rms_norm(k, norms.k, norms.eps)
-    kernels.rope(q, k, *rotation.factors())
-    kernels.kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
-    return kernels.paged_attention(q, k_pages, v_pages, batch, scale, sliding_window, kv_scales).flatten(1)
+        q, k = rows_cpu.rms_norm(q, norms.q, norms.eps), rows_cpu.rms_norm(k, norms.k, norms.eps)
+    rows_cpu.rope(q, k, *rotation.factors())
+    rows_cpu.kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
+    return paged_attention(q, k_pages, v_pages, batch, scale, sliding_window, kv_scales).flatten(1)
 
 
 def check_operands(

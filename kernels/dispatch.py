@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.kv_scales import KvScales
 from weft.kernels.native.library import NATIVE_DTYPES, native_library
 from weft.kernels.quantised import Int8Weight, QuantisedWeight
-from weft.kernels.sampling import SamplingColumns
 from weft.kernels.sgmv import LoraDelta, SgmvSite, SgmvTables, Tiles
 
 logger = logging.getLogger(__name__)
@@ -31,14 +29,6 @@ Sgmv = Callable[[Tensor, Tensor, Tensor, SgmvTables, Tiles, SgmvSite, int], None
 Shrink = Callable[[Tensor, Tensor, SgmvTables, Tiles, SgmvSite, int], LoraDelta]
 Linear = Callable[[Tensor], Tensor]
 """x [rows, in_features] to a new, contiguous [rows, out_features] of x's dtype."""
-
-
-class Sample(Protocol):
-    """Chooses one token per row."""
-
-    def __call__(self, logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) -> Tensor:
-        """See `weft.kernels.plain.sampling.sample`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +42,15 @@ class Kernels:
     embed: Callable[[Tensor, Tensor | None, Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     fused_add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
-    rope: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     silu_and_mul: Callable[..., Tensor]
-    kv_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, KvScales | None], None]
     paged_attention: PagedAttention
     sgmv: Sgmv
-    sample: Sample
+    sample: Callable[..., Tensor]
     logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
     mask_tokens: Callable[[Tensor, Tensor, Tensor], None]
     zero_pages: Callable[[Tensor, Tensor], None]
-    attend: Callable[..., Tensor] | None = None
-    """All of a layer between its projections in one call; None where `weft.kernels.attend` composes it."""
+    attend: Callable[..., Tensor]
+    """All of a layer between its projections. In torch operators it is `weft.kernels.attend.attend`."""
     shrink: Shrink | None = None
     """The first half of `sgmv`, whose second half is done by the next operation; None where `sgmv` does both."""
     quantised_linear: Callable[[QuantisedWeight, Tensor | None], Linear] | None = None
@@ -113,8 +101,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype, attention: AttentionNe
 def native_kernels() -> Kernels:
     """The operations in C++, for a CPU and for dtypes in `NATIVE_DTYPES`.
 
-    Sampling uses torch operators, but for masks. So do rope and the KV write when they are called alone; `attend` does
-    them in C++.
+    Sampling uses torch operators, but for masks.
     """
     from weft.kernels.native import attention, masks, quantised, rows, sgmv
 
@@ -135,10 +122,11 @@ def native_kernels() -> Kernels:
 @functools.cache
 def torch_kernels() -> Kernels:
     """The operations in torch operators, for a CPU without C++ ones and for dtypes that these do not know."""
+    from weft.kernels import attend
     from weft.kernels.plain import attention, pages, quantised, rows, sampling, sgmv
 
     return replace(
-        _kernels_of(rows, rows, attention, sgmv, sampling, pages),
+        _kernels_of(rows, attend, attention, sgmv, sampling, pages),
         quantised_linear=quantised.quantised_linear,
         quantised_head=quantised.quantised_head,
     )
@@ -162,9 +150,7 @@ def triton_kernels() -> Kernels:
             "model.device: a CUDA device needs Triton, which is not installed: pip install 'weft[triton]'",
             param="model.device",
         ) from error
-    return replace(
-        _kernels_of(rows, attend, attention, sgmv, sampling, pages), attend=attend.attend, shrink=sgmv.shrink
-    )
+    return replace(_kernels_of(rows, attend, attention, sgmv, sampling, pages), shrink=sgmv.shrink)
 
 
 def with_flashinfer(kernels: Kernels, device: torch.device, dtype: torch.dtype, attention: AttentionNeeds) -> Kernels:
@@ -175,25 +161,24 @@ def with_flashinfer(kernels: Kernels, device: torch.device, dtype: torch.dtype, 
     """
     if attention.setting == "triton":
         return kernels
-    from weft.kernels.flashinfer.probe import FlashInferUnavailableError, open_flashinfer
+    from weft.kernels.flashinfer.probe import open_flashinfer
 
-    try:
-        found = open_flashinfer(attention, device, dtype, kernels.paged_attention)
-    except FlashInferUnavailableError as error:
-        if attention.setting == "flashinfer":
-            raise ConfigError(
-                f"model.attention: flashinfer cannot be used: {error}; or take auto or triton", param="model.attention"
-            ) from error
-        logger.info("attention of prompts runs in Triton, not in FlashInfer: %s", error)
-        return kernels
-    logger.info("attention of prompts runs in FlashInfer")
-    attend = kernels.attend and functools.partial(kernels.attend, paged_attention=found.paged_attention)
-    return replace(kernels, paged_attention=found.paged_attention, attend=attend)
+    found = open_flashinfer(attention, device, dtype, kernels.paged_attention)
+    if not isinstance(found, str):
+        logger.info("attention of prompts runs in FlashInfer")
+        own = found.paged_attention
+        return replace(kernels, paged_attention=own, attend=functools.partial(kernels.attend, paged_attention=own))
+    if attention.setting == "flashinfer":
+        raise ConfigError(
+            f"model.attention: flashinfer cannot be used: {found}; or take auto or triton", param="model.attention"
+        )
+    logger.info("attention of prompts runs in Triton, not in FlashInfer: %s", found)
+    return kernels
 
 
 def _kernels_of(
     rows: ModuleType,
-    heads: ModuleType,
+    attend: ModuleType,
     attention: ModuleType,
     sgmv: ModuleType,
     sampling: ModuleType,
@@ -204,10 +189,9 @@ def _kernels_of(
         embed=rows.embed,
         rms_norm=rows.rms_norm,
         fused_add_rms_norm=rows.fused_add_rms_norm,
-        rope=heads.rope,
         silu_and_mul=rows.silu_and_mul,
-        kv_write=heads.kv_write,
         paged_attention=attention.paged_attention,
+        attend=attend.attend,
         sgmv=sgmv.sgmv,
         sample=sampling.sample,
         logprobs=sampling.logprobs,

@@ -20,6 +20,7 @@ MAX_LOGIT = 1e30
 """A row whose largest logit has a larger magnitude is not a distribution: divided by a temperature it may overflow."""
 MAX_TOP_K = 2**31 - 1
 NUM_COLUMNS = 5
+TEMPERATURE, TOP_P, MIN_P, UNIFORM, TOP_K = range(NUM_COLUMNS)
 
 
 class RowSampling(NamedTuple):
@@ -46,36 +47,32 @@ def sampling_words(rows: Sequence[RowSampling]) -> np.ndarray:
     floats = [
         number for temperature, _, top_p, min_p, uniform in rows for number in (temperature, top_p, min_p, uniform)
     ]
-    words[:4].view(np.float32)[:] = np.array(floats, dtype=np.float32).reshape(-1, 4).T
-    words[4] = [min(max(row.top_k, 0), MAX_TOP_K) for row in rows]
+    words[:TOP_K].view(np.float32)[:] = np.array(floats, dtype=np.float32).reshape(-1, 4).T
+    words[TOP_K] = [min(max(row.top_k, 0), MAX_TOP_K) for row in rows]
     return words
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SamplingColumns:
-    """How the tokens of B rows are chosen, each [B] on the device of the logits; see `RowSampling`."""
+    """How the tokens of B rows are chosen, on the device of the logits."""
 
-    temperature: Tensor
-    """[B], float32."""
-    top_p: Tensor
-    """[B], float32."""
-    min_p: Tensor
-    """[B], float32."""
-    uniform: Tensor
-    """[B], float32."""
-    top_k: Tensor
-    """[B], int32; 0 keeps all."""
+    words: Tensor
+    """[NUM_COLUMNS, B], int32, contiguous: what `sampling_words` made."""
 
     @classmethod
     def of_words(cls, words: Tensor) -> SamplingColumns:
-        """Views of what `sampling_words` made, [NUM_COLUMNS, B] int32 whose rows are contiguous."""
-        temperature, top_p, min_p, uniform = words[:4].view(torch.float32).unbind()
-        return cls(temperature=temperature, top_p=top_p, min_p=min_p, uniform=uniform, top_k=words[4])
+        """Take what `sampling_words` made as it is: what is written there later counts."""
+        return cls(words)
 
     @classmethod
     def build(cls, rows: Sequence[RowSampling], device: torch.device) -> SamplingColumns:
         """Move the parameters of some rows to `device`, in one copy."""
-        return cls.of_words(copy_in_one([sampling_words(rows)], device)[0])
+        return cls(*copy_in_one([sampling_words(rows)], device))
+
+    def rows(self) -> list[RowSampling]:
+        """The parameters by row; waits for the device."""
+        numbers = self.words[:TOP_K].view(torch.float32).tolist()
+        return [RowSampling(t, k, p, m, u) for t, p, m, u, k in zip(*numbers, self.words[TOP_K].tolist(), strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,77 +95,42 @@ class RowEdits:
     """All others are ruled out; empty allows all. Within the vocabulary."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class LogitEdits:
-    """The edits of a batch as lists of logits to change: work is in proportion to histories, not to B * V."""
+def edit_arrays(rows: Sequence[RowEdits], vocab_size: int) -> list[np.ndarray]:
+    """The edits of some rows as lists of logits to change: work is in proportion to histories, not to B * V.
 
-    places: Tensor
-    """[N], int64: row * V + token, each at most once."""
-    bias_places: Tensor
-    """[M], int64: row * V + token, each at most once."""
-    allowed_places: Tensor
-    """[K], int64: row * V + token of all that stay in `allowed_rows`."""
-    allowed_rows: Tensor
-    """[R], int64: rows of which only some tokens stay."""
-    masked_rows: Tensor
-    """[n], int64: rows with a mask. For `mask_tokens`, which is called after the other edits."""
-    repetition: Tensor
-    """[N], float32."""
-    subtract: Tensor
-    """[N], float32: frequency * count + presence, for tokens of the output."""
-    bias: Tensor
-    """[M], float32."""
-    mask_bits: Tensor
-    """[n, W], int32: the masks."""
+    Args:
+        rows: Only the rows that have something to change.
+        vocab_size: V, the width of the logits.
 
-    @classmethod
-    def build(
-        cls,
-        rows: Sequence[RowEdits],
-        vocab_size: int,
-        device: torch.device,
-        masked_rows: Sequence[int] = (),
-        mask_bits: Tensor | None = None,
-    ) -> LogitEdits:
-        """Count histories and move the result to `device`, in one copy.
-
-        Args:
-            rows: Only the rows that have something to change.
-            vocab_size: V, the width of the logits.
-            device: Where the logits are.
-            masked_rows: Rows with a mask.
-            mask_bits: Their masks, on the CPU.
-        """
-        places, repetition, subtract = [], [], []
-        for row in rows:
-            prompt = np.asarray(row.prompt_token_ids, dtype=np.int64)
-            output = np.asarray(row.output_token_ids, dtype=np.int64)
-            tokens, counts = np.unique(output, return_counts=True)
-            only_prompt = np.setdiff1d(prompt, tokens)
-            places.append(row.row * vocab_size + np.concatenate((tokens, only_prompt)))
-            penalty = np.concatenate((row.frequency * counts + row.presence, np.zeros(len(only_prompt))))
-            subtract.append(penalty.astype(np.float32))
-            repetition.append(np.full(len(penalty), row.repetition, dtype=np.float32))
-        bias = {row.row * vocab_size + t: b for row in rows for t, b in row.bias.items() if 0 <= t < vocab_size}
-        limited = [row for row in rows if row.allowed_token_ids]
-        parts = {
-            "places": _joined(places, np.int64),
-            "bias_places": np.array(list(bias), dtype=np.int64),
-            "allowed_places": _joined(
-                [row.row * vocab_size + np.array(row.allowed_token_ids) for row in limited], np.int64
-            ),
-            "allowed_rows": np.array([row.row for row in limited], dtype=np.int64),
-            "masked_rows": np.array(masked_rows, dtype=np.int64),
-            "repetition": _joined(repetition, np.float32),
-            "subtract": _joined(subtract, np.float32),
-            "bias": np.array(list(bias.values()), dtype=np.float32),
-            "mask_bits": np.empty((0, 0), dtype=np.int32) if mask_bits is None else mask_bits.numpy(),
-        }
-        return cls(**dict(zip(parts, copy_in_one(list(parts.values()), device), strict=True)))
+    Returns:
+        places: [N], int64: row * V + token of what penalties change, each at most once.
+        penalties: [2, N], float32: repetition; and frequency * count + presence, 0 outside the output.
+        bias_places: [M], int64, each at most once.
+        bias: [M], float32.
+        allowed_places: [K], int64: all that stay in `allowed_rows`.
+        allowed_rows: [R], int64: rows of which only some tokens stay.
+    """
+    nowhere = np.empty(0, dtype=np.int64)
+    places, penalties = [nowhere], [np.empty((2, 0), dtype=np.float32)]
+    for row in rows:
+        tokens, counts = np.unique(np.asarray(row.output_token_ids, dtype=np.int64), return_counts=True)
+        only_prompt = np.setdiff1d(np.asarray(row.prompt_token_ids, dtype=np.int64), tokens)
+        places.append(row.row * vocab_size + np.concatenate((tokens, only_prompt)))
+        penalties.append(np.zeros((2, len(places[-1])), dtype=np.float32))
+        penalties[-1][0] = row.repetition
+        penalties[-1][1, : len(tokens)] = row.frequency * counts + row.presence
+    bias = {row.row * vocab_size + t: b for row in rows for t, b in row.bias.items() if 0 <= t < vocab_size}
+    limited = [row for row in rows if row.allowed_token_ids]
+    allowed = (row.row * vocab_size + np.array(row.allowed_token_ids, dtype=np.int64) for row in limited)
+    return [
+        *(np.concatenate(places), np.concatenate(penalties, axis=1)),
+        *(np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float32)),
+        *(np.concatenate((nowhere, *allowed)), np.array([row.row for row in limited], dtype=np.int64)),
+    ]
 
 
-def apply_edits(logits: Tensor, edits: LogitEdits) -> None:
-    """Change the logits of tokens seen before, then add biases, then rule out what is not allowed, but for masks.
+def apply_edits(logits: Tensor, edits: Sequence[Tensor]) -> None:
+    """Change the logits of tokens seen before, then add biases, then rule out what is not allowed.
 
     Semantics:
         for each token of a row's prompt or output: l = l / repetition if l > 0 else l * repetition
@@ -178,20 +140,16 @@ def apply_edits(logits: Tensor, edits: LogitEdits) -> None:
 
     Args:
         logits: [B, V], float32, contiguous. Mutated.
-        edits: What to change.
+        edits: The `edit_arrays`, on the device of the logits.
     """
+    places, penalties, bias_places, bias, allowed_places, allowed_rows = edits
     flat = logits.view(-1)
-    if edits.places.numel():
-        seen = flat[edits.places]
-        seen = torch.where(seen > 0, seen / edits.repetition, seen * edits.repetition)
-        flat[edits.places] = seen - edits.subtract
-    if edits.bias_places.numel():
-        flat[edits.bias_places] += edits.bias
-    if edits.allowed_rows.numel():
-        kept = flat[edits.allowed_places]
-        logits.index_fill_(0, edits.allowed_rows, -torch.inf)
-        flat[edits.allowed_places] = kept
-
-
-def _joined(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-    return np.concatenate(parts, dtype=dtype) if parts else np.empty(0, dtype=dtype)
+    if places.numel():
+        seen, (repetition, subtract) = flat[places], penalties
+        flat[places] = torch.where(seen > 0, seen / repetition, seen * repetition) - subtract
+    if bias_places.numel():
+        flat[bias_places] += bias
+    if allowed_rows.numel():
+        kept = flat[allowed_places]
+        logits.index_fill_(0, allowed_rows, -torch.inf)
+        flat[allowed_places] = kept

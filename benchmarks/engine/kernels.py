@@ -4,7 +4,7 @@
     weft bench kernels --kv-dtype int8 --contexts 4096
 
 Times the operations of a step as the engine calls them, on random data in the shapes of a model: LoRA at each site for
-several mixes of adapters, attention at decode and over a prompt, norms, rope, KV writes and sampling. Each call takes
+several mixes of adapters, attention at decode and over a prompt, norms and sampling. Each call takes
 another layer's weights and pages; what is small in all layers together still comes from a cache. The floor of an
 operation is the time that its bytes take at the bandwidth of a large copy or its arithmetic at the speed of a large
 product, both measured in the same run. With `--kv-dtype int8`, attention is also timed over int8 keys and values, and
@@ -35,6 +35,7 @@ from weft.config import KvDtype
 from weft.errors import ConfigError
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import kernels_for
+from weft.kernels.plain.rows import kv_write
 from weft.kernels.sampling import RowSampling, SamplingColumns
 from weft.memory.arena import Arena
 from weft.memory.geometry import SCALE_BYTES, PageGeometry
@@ -137,28 +138,13 @@ class KernelBench:
 
     def small(self, rows: int) -> list[Work]:
         """Operations that only pass over activations."""
-        model, kernels, geometry = self.model, self.kernels, self.geometry
+        model, kernels = self.model, self.kernels
         x, residual = self._random(rows, model.hidden), self._random(rows, model.hidden)
         weight = torch.ones(model.hidden, dtype=DTYPE, device=self.device)
-        kv_width = model.num_kv_heads * model.head_dim
-        fused = self._random(rows, model.num_heads * model.head_dim + 2 * kv_width)
-        heads = fused.view(rows, -1, model.head_dim)
-        q, k, v = torch.split(heads, [model.num_heads, model.num_kv_heads, model.num_kv_heads], dim=1)
         gate_up = self._random(rows, 2 * model.intermediate)
-        cos, sin = (torch.rand(rows, model.head_dim, device=self.device) for _ in range(2))
-        slots = torch.arange(1, rows + 1, device=self.device) * geometry.page_tokens
-        single = [
-            Work("rope", lambda _: kernels.rope(q, k, cos, sin), 2 * (q.nbytes + k.nbytes)),
-            Work(
-                "KV write",
-                lambda call: kernels.kv_write(k, v, *self.arena.kv(call % self.num_layers), slots, None),
-                2 * (k.nbytes + v.nbytes),
-            ),
-        ]
         return [
             Work("add and norm", lambda _: kernels.fused_add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes),
             Work("SiLU and product", lambda _: kernels.silu_and_mul(gate_up), gate_up.nbytes * 3 // 2),
-            *(single if kernels.attend is None else ()),  # else no step calls them
             self.sampling(rows, "greedy", RowSampling(temperature=0.0)),
         ]
 
@@ -217,7 +203,7 @@ class KernelBench:
         pages = list(range(1, 1 + geometry.blocks(context)))
         kv, scales = self.arena.kv(0), self.arena.kv_scales(0)
         slots = torch.arange(context, device=self.device) + geometry.page_tokens  # from page 1 on
-        self.kernels.kv_write(k, v, *kv, slots, scales)
+        kv_write(k, v, *kv, slots, scales)
         batch = AttentionBatch.build([pages], [1], [context], self.device, geometry.page_tokens)
         return self.kernels.paged_attention(q[-1:], *kv, batch, model.head_dim**-0.5, None, scales)[0]
 

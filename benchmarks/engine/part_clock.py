@@ -39,7 +39,7 @@ of the decoder is Python."""
 PARTS = tuple(itertools.chain(*GROUPS.values()))
 _KERNEL_PARTS = {
     **dict.fromkeys(("rms_norm", "fused_add_rms_norm"), "norms"),
-    **dict.fromkeys(("rope", "kv_write", "paged_attention", "attend"), "attention"),
+    **dict.fromkeys(("paged_attention", "attend"), "attention"),
     "silu_and_mul": "activation",
 }
 
@@ -85,10 +85,8 @@ def timed_parts() -> Generator[PartClock]:
 
     def timed_kernels(*operands: Any) -> Kernels:  # noqa: ANN401 - those of kernels_for
         kernels = kernels_for(*operands)
-        found = {name: getattr(kernels, name) for name in _KERNEL_PARTS}
-        return replace(
-            kernels, **{name: each and clock.around(_KERNEL_PARTS[name], each) for name, each in found.items()}
-        )
+        timed = {name: clock.around(part, getattr(kernels, name)) for name, part in _KERNEL_PARTS.items()}
+        return replace(kernels, **timed)
 
     def timed_linear(*operands: Any, **named: Any) -> Linear:  # noqa: ANN401 - those of make_linear
         return clock.around("linear layers", make_linear(*operands, **named))

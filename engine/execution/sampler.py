@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,11 +20,11 @@ from weft.kernels.dispatch import Kernels
 from weft.kernels.packed_copy import copy_in_one
 from weft.kernels.sampling import (
     NOTHING_LEFT,
-    LogitEdits,
     RowEdits,
     RowSampling,
     SamplingColumns,
     apply_edits,
+    edit_arrays,
     sampling_words,
 )
 
@@ -130,11 +130,11 @@ class Sampler:
             masks: What grammars leave of some rows.
         """
         rows = [self._edits(row, spec) for row, spec in enumerate(specs) if spec.changes_logits]
-        masked = (masks.rows, masks.bits) if masks is not None else ()
-        edits = LogitEdits.build(rows, logits.shape[1], logits.device, *masked)
-        apply_edits(logits, edits)
+        mask_arrays = [np.array(masks.rows, dtype=np.int64), masks.bits.numpy()] if masks is not None else []
+        moved = copy_in_one([*mask_arrays, *edit_arrays(rows, logits.shape[1])], logits.device)
+        apply_edits(logits, moved[len(mask_arrays) :])
         if masks is not None:
-            self.kernels.mask_tokens(logits, edits.masked_rows, edits.mask_bits)
+            self.kernels.mask_tokens(logits, *moved[:2])
 
     def reported_rows(self, specs: Sequence[SampleSpec]) -> np.ndarray:
         """The rows whose log-probabilities are asked for, int64."""
@@ -180,10 +180,8 @@ class Sampler:
         found: dict[int, TokenLogprobs] = {}
         if logprob_words is not None:
             rows = self.reported_rows(specs).tolist()
-            entries = _token_logprobs(logprob_words, [codes[row] for row in rows])
-            found = {
-                row: _shortened(entry, specs[row].params.logprobs) for row, entry in zip(rows, entries, strict=True)
-            }
+            counts = [specs[row].params.logprobs for row in rows]
+            found = dict(zip(rows, _token_logprobs(logprob_words, [codes[row] for row in rows], counts), strict=True))
         return [(token, found.get(row)) if token >= 0 else (None, None) for row, token in enumerate(codes)]
 
     def logprobs(self, logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
@@ -195,7 +193,7 @@ class Sampler:
             num_top: Alternatives per row.
         """
         tokens = copy_in_one([np.array(token_ids, dtype=np.int32)], logits.device)[0]
-        return _token_logprobs(self.logprob_words(logits, tokens, num_top).cpu(), token_ids)
+        return _token_logprobs(self.logprob_words(logits, tokens, num_top).cpu(), token_ids, [None] * len(token_ids))
 
     def _sampling(self, spec: SampleSpec) -> RowSampling:
         params = spec.params
@@ -233,22 +231,17 @@ def _ends_of_bad_words(spec: SampleSpec) -> Iterator[int]:
             yield end
 
 
-def _token_logprobs(words: torch.Tensor, token_ids: Sequence[int]) -> list[TokenLogprobs]:
-    """Read what `Sampler.logprob_words` made."""
-    num_top = words.shape[1] // 2 - 1
-    numbers, bits = words.view(torch.float32), words.tolist()
-    chosen, top = numbers[:, 0].tolist(), numbers[:, 2 + num_top :].tolist()
+def _token_logprobs(words: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int | None]) -> list[TokenLogprobs]:
+    """Read what `Sampler.logprob_words` made, with so many alternatives of each row; None takes all there are."""
+    ids = slice(2, words.shape[1] // 2 + 1)
+    rows = zip(token_ids, counts, words.tolist(), words.view(torch.float32).tolist(), strict=True)
     return [
         TokenLogprobs(
             token_id=token,
-            logprob=chosen[row],
-            rank=bits[row][1],
-            top_ids=bits[row][2 : 2 + num_top],
-            top_logprobs=top[row],
+            logprob=numbers[0],
+            rank=bits[1],
+            top_ids=bits[ids][:count],
+            top_logprobs=numbers[ids.stop :][:count],
         )
-        for row, token in enumerate(token_ids)
+        for token, count, bits, numbers in rows
     ]
-
-
-def _shortened(entry: TokenLogprobs, count: int | None) -> TokenLogprobs:
-    return replace(entry, top_ids=entry.top_ids[:count], top_logprobs=entry.top_logprobs[:count])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from weft.engine.model.linear import Linear
 from weft.engine.model.rope import RopeTable
 from weft.engine.model.spec import DecoderSpec
-from weft.kernels.attend import HeadNorms, Rotation, attend
+from weft.kernels.attend import HeadNorms, Rotation
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import Kernels
 from weft.kernels.kv_scales import KvScales
@@ -124,7 +123,6 @@ class Decoder:
         self._next_norms = (*(layer.input_norm for layer in layers[1:]), norm)
         self._head = head
         self._rope = rope
-        self._attend_heads = kernels.attend or partial(attend, kernels)
         self._scale = spec.head_dim**-0.5
 
     @property
@@ -162,7 +160,7 @@ class Decoder:
     def _attend(self, index: int, layer: DecoderLayer, x: torch.Tensor, step: _Step) -> Projected:
         group = step.kv.groups[index]
         qkv, delta = _project(step.lora, index, QKV, layer.qkv, x)
-        seen = self._attend_heads(
+        seen = self._kernels.attend(
             *(qkv, layer.head_norms, step.rotation, *step.kv.layers[index]),
             *(step.rows.slot_mapping[group], step.rows.attention[group], self._scale, self.spec.sliding_windows[index]),
             *(step.kv.scales[index], *delta),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,13 +25,9 @@ TOLERANCE = 2.0**-7
 """Largest difference of two results, relative to the largest value: two roundings of bfloat16."""
 
 
-class FlashInferUnavailableError(RuntimeError):
-    """FlashInfer cannot be used; the message says why and what to do."""
-
-
 def open_flashinfer(
     needs: AttentionNeeds, device: torch.device, dtype: torch.dtype, others: Callable[..., Tensor]
-) -> FlashInferAttention:
+) -> FlashInferAttention | str:
     """Prepare FlashInfer and compare it with another implementation. Where it compiles, this takes minutes.
 
     Args:
@@ -40,35 +36,32 @@ def open_flashinfer(
         dtype: Of weights and activations.
         others: The implementation to compare with, which also computes what FlashInfer does not.
 
-    Raises:
-        FlashInferUnavailableError: It does not take what the model needs, it is not installed, device or compiler do
-            not suffice, it fails, or its result is another one.
+    Returns:
+        FlashInfer, or why it cannot be used: it does not take what the model needs, it is not installed, device or
+        compiler do not suffice, it fails, or its result is another one.
     """
     if reason := refusal(dtype, needs.head_dim, is_int8=needs.is_kv_int8):
-        raise FlashInferUnavailableError(reason)
+        return reason
     if importlib.util.find_spec("flashinfer") is None:
-        raise FlashInferUnavailableError("it is not installed; pip install 'weft[cuda]'")
-    capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST_DEVICE:
+        return "it is not installed; pip install 'weft[cuda]'"
+    if (capability := torch.cuda.get_device_capability(device)) < OLDEST_DEVICE:
         own = ".".join(map(str, capability))
-        raise FlashInferUnavailableError(f"it needs a GPU of compute capability 8.0 or more, this one has {own}")
+        return f"it needs a GPU of compute capability 8.0 or more, this one has {own}"
     if not _has_compiler():
-        raise FlashInferUnavailableError(
-            "it compiles its kernels with nvcc, which is not found; install the CUDA toolkit, or set CUDA_HOME to it"
-        )
+        return "it compiles its kernels with nvcc, which is not found; install the CUDA toolkit, or set CUDA_HOME to it"
     try:
         attention = FlashInferAttention(importlib.import_module("flashinfer"), device, others)
-        operands, both = _operands(needs, device, dtype), (attention.paged_attention, others)
-        errors = [_error(both, (*operands, window and WINDOW)) for window in set(needs.windows)]
-    except Exception as error:  # an installation, a compiler and a driver are tried, and a library that may change
-        raise FlashInferUnavailableError(f"a trial of it failed: {type(error).__name__}: {error}") from error
+        operands = _operands(needs, device, dtype)
+        errors = [_error(attention, others, *operands, window and WINDOW) for window in set(needs.windows)]
+    except Exception as error:  # noqa: BLE001 - an installation, a compiler, a driver and a changing library are tried
+        return f"a trial of it failed: {type(error).__name__}: {error}"
     largest = float(torch.tensor(errors).max())  # NaN if one is
-    if not largest <= TOLERANCE:
-        raise FlashInferUnavailableError(
-            f"in a trial, it differed from Triton by {largest:.2g} of the largest value, more than {TOLERANCE:.2g}; "
-            "install another version of flashinfer-python"
-        )
-    return attention
+    if largest <= TOLERANCE:
+        return attention
+    return (
+        f"in a trial, it differed from Triton by {largest:.2g} of the largest value, more than {TOLERANCE:.2g}; "
+        "install another version of flashinfer-python"
+    )
 
 
 def _has_compiler() -> bool:
@@ -95,7 +88,7 @@ def _operands(needs: AttentionNeeds, device: torch.device, dtype: torch.dtype) -
     return qkv.to(device, dtype)[:, : needs.num_heads], keys, values, batch, needs.head_dim**-0.5
 
 
-def _error(versions: Sequence[Callable[..., Tensor]], operands: tuple[Any, ...]) -> float:
+def _error(attention: FlashInferAttention, others: Callable[..., Tensor], *operands: Any) -> float:
     """The largest difference of both, relative to the largest value; NaN if one is."""
-    got, expected = (version(*operands).float() for version in versions)
-    return float((got - expected).abs().max() / expected.abs().max())
+    expected = others(*operands).float()
+    return float((attention.paged_attention(*operands).float() - expected).abs().max() / expected.abs().max())

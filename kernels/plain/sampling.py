@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft.kernels.checks import expect, expect_that
-from weft.kernels.sampling import MAX_LOGIT, NON_FINITE, NOTHING_LEFT, SamplingColumns
+from weft.kernels.sampling import MAX_LOGIT, NON_FINITE, NOTHING_LEFT, NUM_COLUMNS, SamplingColumns
 
 BLOCK = 128
 """Tokens per block."""
@@ -83,10 +83,8 @@ def sample(logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) 
     likeliest = block * BLOCK + values[torch.arange(len(logits)), block].argmax(-1)
     failures = torch.where(top == -torch.inf, NOTHING_LEFT, NON_FINITE)
     tokens.copy_(torch.where(top.abs() < MAX_LOGIT, likeliest, failures))
-    filters = (columns.temperature, columns.top_k, columns.top_p, columns.min_p, columns.uniform)
-    parameters = zip(*(column.tolist() for column in filters), strict=True)
-    for row, (token, how) in enumerate(zip(tokens.tolist(), parameters, strict=True)):
-        if token >= 0 and how[0] > 0:
+    for row, (token, how) in enumerate(zip(tokens.tolist(), columns.rows(), strict=True)):
+        if token >= 0 and how.temperature > 0:
             tokens[row] = _draw(BlockedRow(values[row], maxima[row]), *how)
     return tokens
 
@@ -261,11 +259,7 @@ def check_operands(logits: Tensor, columns: SamplingColumns, out: Tensor | None)
     """
     expect("logits", logits, (None, None), torch.float32)
     expect_that("logits", logits.shape[1] > 0, "a vocabulary", logits.shape)
-    expected = (logits.shape[:1], torch.float32, logits.device)
-    expect("temperature", columns.temperature, *expected)
-    expect("top_p", columns.top_p, *expected)
-    expect("min_p", columns.min_p, *expected)
-    expect("uniform", columns.uniform, *expected)
-    expect("top_k", columns.top_k, logits.shape[:1], torch.int32, logits.device)
+    expect("columns", columns.words, (NUM_COLUMNS, len(logits)), torch.int32, logits.device)
+    expect_that("columns", columns.words.is_contiguous(), "contiguous elements", columns.words.stride())
     if out is not None:
         expect("out", out, logits.shape[:1], torch.int32, logits.device)

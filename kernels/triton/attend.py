@@ -17,7 +17,7 @@ from weft.kernels.attend import HeadNorms, Rotation, check_norms, split_heads
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.checks import expect, expect_that
 from weft.kernels.kv_scales import LARGEST, KvScales
-from weft.kernels.plain.rows import check_indices, check_kv_write, check_rope
+from weft.kernels.plain.rows import check_indices, check_kv_write
 from weft.kernels.sgmv import LoraDelta
 from weft.kernels.triton.attention import paged_attention
 from weft.kernels.triton.sgmv import TILE_POINTERS, add_delta, delta_operands, entry_of, num_warps, tile_of
@@ -28,9 +28,7 @@ from weft.kernels.triton.sgmv import TILE_POINTERS, add_delta, delta_operands, e
     do_not_specialize_on_alignment=["positions", "slot_mapping", *TILE_POINTERS],
 )
 def heads_kernel(
-    q,
-    k,
-    v,
+    qkv,
     q_norm,
     k_norm,
     positions,
@@ -54,13 +52,6 @@ def heads_kernel(
     num_modules,
     num_tokens,
     eps,
-    q_token: tl.int64,
-    q_head: tl.int64,
-    k_token: tl.int64,
-    k_head: tl.int64,
-    v_token: tl.int64,
-    v_head: tl.int64,
-    angle_row: tl.int64,
     page_stride: tl.int64,
     head_stride: tl.int64,
     token_stride: tl.int64,
@@ -76,10 +67,9 @@ def heads_kernel(
     BM: tl.constexpr,
     SITE: tl.constexpr,
 ):
-    """One head of the rows of one tile, in two halves. Grid: (tiles, Hq + Hkv, and Hkv more where there are values).
+    """One head of the rows of one tile, in two halves. Grid: (tiles, Hq + 2 * Hkv).
 
-    What is None is left out: deltas, norms, the rotation; positions, where the angles are by row; and the pages, where
-    keys are written where they were, as queries always are.
+    What is None is left out: deltas, norms, scales. Queries are written where they were.
     """
     HALF: tl.constexpr = D // 2
     slot, start, length = tile_of(tile_slot, tile_start, tile_length, num_tokens, BM)
@@ -95,10 +85,7 @@ def heads_kernel(
     live_m = m < length
     live = live_m[:, None] & live_i[None, :]
     rows = (start + m).to(tl.int64)
-    x = tl.where(is_q, q, tl.where(is_v, v, k))
-    token_step = tl.where(is_q, q_token, tl.where(is_v, v_token, k_token))
-    head_step = tl.where(is_q, q_head, tl.where(is_v, v_head, k_head))
-    place = x + rows[:, None] * token_step + index * head_step + i[None, :]
+    place = qkv + rows[:, None] * ((Q_HEADS + 2 * KV_HEADS) * D) + head * D + i[None, :]
     first = tl.load(place, mask=live, other=0.0)
     second = tl.load(place + HALF, mask=live, other=0.0)
     if planes is not None:
@@ -117,40 +104,37 @@ def heads_kernel(
         first = tl.where(is_v, first, (a * scale[:, None] * weight).to(first.dtype))
         weight = _weight(q_norm + HALF, k_norm + HALF, i, is_q, live_i)
         second = tl.where(is_v, second, (b * scale[:, None] * weight).to(second.dtype))
-    if cos is not None:
-        at = rows if positions is None else tl.load(positions + rows, mask=live_m, other=0).to(tl.int64)
-        angle = at[:, None] * angle_row + i[None, :]
-        c = tl.load(cos + angle, mask=live, other=0.0)
-        s = tl.load(sin + angle, mask=live, other=0.0)
-        a = first.to(tl.float32)
-        b = second.to(tl.float32)
-        first = tl.where(is_v, first, (a * c - b * s).to(first.dtype))
-        second = tl.where(is_v, second, (b * c + a * s).to(second.dtype))
-    if k_pages is not None:
-        token = tl.load(slot_mapping + rows, mask=live_m, other=-1).to(tl.int64)
-        is_stored = tl.where(is_q, -1, token) >= 0
-        page = token // PAGE_TOKENS
-        offset = token % PAGE_TOKENS
-        to = page * page_stride + index.to(tl.int64) * head_stride + offset * token_stride
-        place_in_page = tl.where(is_v, v_pages, k_pages) + to[:, None] + i[None, :]
-        if k_scales is not None:
-            a = first.to(tl.float32)
-            b = second.to(tl.float32)
-            largest = tl.maximum(tl.max(tl.abs(a), axis=1), tl.max(tl.abs(b), axis=1))
-            # The sum is NaN where a number is not finite.
-            scale = tl.div_rn(largest, LARGEST) + (tl.sum(a * 0.0, axis=1) + tl.sum(b * 0.0, axis=1))
-            scale_to = page * scale_page_stride + index.to(tl.int64) * scale_head_stride + offset
-            tl.store(tl.where(is_v, v_scales, k_scales) + scale_to, scale, mask=is_stored)
-            stored_first = _codes(a, scale[:, None], LARGEST)
-            stored_second = _codes(b, scale[:, None], LARGEST)
-        else:
-            stored_first = first
-            stored_second = second
-        tl.store(place_in_page, stored_first, mask=is_stored[:, None] & live_i[None, :])
-        tl.store(place_in_page + HALF, stored_second, mask=is_stored[:, None] & live_i[None, :])
-    if is_q | (k_pages is None):
+    angle = tl.load(positions + rows, mask=live_m, other=0).to(tl.int64)[:, None] * HALF + i[None, :]
+    c = tl.load(cos + angle, mask=live, other=0.0)
+    s = tl.load(sin + angle, mask=live, other=0.0)
+    a = first.to(tl.float32)
+    b = second.to(tl.float32)
+    first = tl.where(is_v, first, (a * c - b * s).to(first.dtype))
+    second = tl.where(is_v, second, (b * c + a * s).to(second.dtype))
+    if is_q:
         tl.store(place, first, mask=live)
         tl.store(place + HALF, second, mask=live)
+    token = tl.load(slot_mapping + rows, mask=live_m, other=-1).to(tl.int64)
+    is_stored = tl.where(is_q, -1, token) >= 0
+    page = token // PAGE_TOKENS
+    offset = token % PAGE_TOKENS
+    to = page * page_stride + index.to(tl.int64) * head_stride + offset * token_stride
+    place_in_page = tl.where(is_v, v_pages, k_pages) + to[:, None] + i[None, :]
+    if k_scales is not None:
+        a = first.to(tl.float32)
+        b = second.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(a), axis=1), tl.max(tl.abs(b), axis=1))
+        # The sum is NaN where a number is not finite.
+        scale = tl.div_rn(largest, LARGEST) + (tl.sum(a * 0.0, axis=1) + tl.sum(b * 0.0, axis=1))
+        scale_to = page * scale_page_stride + index.to(tl.int64) * scale_head_stride + offset
+        tl.store(tl.where(is_v, v_scales, k_scales) + scale_to, scale, mask=is_stored)
+        stored_first = _codes(a, scale[:, None], LARGEST)
+        stored_second = _codes(b, scale[:, None], LARGEST)
+    else:
+        stored_first = first
+        stored_second = second
+    tl.store(place_in_page, stored_first, mask=is_stored[:, None] & live_i[None, :])
+    tl.store(place_in_page + HALF, stored_second, mask=is_stored[:, None] & live_i[None, :])
 
 
 @triton.jit
@@ -225,53 +209,25 @@ def rope_kv_write(
     for name, table in (("cos", rotation.cos), ("sin", rotation.sin)):
         expect(name, table, (None, head_dim // 2), torch.float32, qkv.device)
         expect_that(name, table.is_contiguous(), "contiguous rows", table.stride())
-    pages = k_pages, v_pages, *(kv_scales or (None, None)), slot_mapping
-    _launch(q, k, v, norms, (rotation.positions, rotation.cos, rotation.sin), pages, delta)
-    return q
-
-
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """See `weft.kernels.plain.rows.rope`."""
-    check_rope(q, k, cos, sin)
-    _launch(q, k, None, angles=(None, cos, sin[:, q.shape[2] // 2 :]))  # the first half's sines are negative
-
-
-def kv_write(
-    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor, kv_scales: KvScales | None = None
-) -> None:
-    """See `weft.kernels.plain.rows.kv_write`."""
-    check_kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
-    _launch(None, k, v, pages=(k_pages, v_pages, *(kv_scales or (None, None)), slot_mapping))
-
-
-def _launch(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor | None,
-    norms: HeadNorms | None = None,
-    angles: tuple[Tensor | None, ...] = (None, None, None),
-    pages: tuple[Tensor | None, ...] = (None,) * 5,
-    delta: LoraDelta | None = None,
-) -> None:
-    """Launch for heads [T, H, D]; angles are positions, cosines and sines; pages are those, their scales and slots."""
-    num_tokens, kv_heads, head_dim = k.shape
-    num_tiles, pointers, sizes, constants = delta_operands(delta, num_tokens)
-    q_heads = 0 if q is None else q.shape[1]
-    if num_tokens:
-        k_pages, _, k_scales, *_ = pages
-        heads = k if q is None else q, k, k if v is None else v
-        weights = (None, None) if norms is None else (norms.q, norms.k)
-        strides = (
-            *(stride for each in heads for stride in each.stride()[:2]),
-            0 if angles[1] is None else angles[1].stride(0),
-            *((0, 0, 0) if k_pages is None else k_pages.stride()[:3]),
-            *((0, 0) if k_scales is None else k_scales.stride()[:2]),
-        )
-        heads_kernel[(num_tiles, q_heads + (kv_heads if v is None else 2 * kv_heads))](
-            *(*heads, *weights, *angles, *pages, *pointers, *sizes, 0.0 if norms is None else norms.eps, *strides),
-            **{**constants, "Q_HEADS": q_heads, "KV_HEADS": kv_heads, "D": head_dim, "LARGEST": float(LARGEST)},
+    num_tiles, pointers, sizes, constants = delta_operands(delta, len(qkv))
+    if len(qkv):
+        weights, eps = ((None, None), 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
+        scale_strides = (0, 0) if kv_scales is None else kv_scales[0].stride()[:2]
+        heads_kernel[(num_tiles, q.shape[1] + 2 * k.shape[1])](
+            *(qkv, *weights, rotation.positions, rotation.cos, rotation.sin, k_pages, v_pages),
+            *(
+                *(kv_scales or (None, None)),
+                slot_mapping,
+                *pointers,
+                *sizes,
+                eps,
+                *k_pages.stride()[:3],
+                *scale_strides,
+            ),
+            **{**constants, "Q_HEADS": q.shape[1], "KV_HEADS": k.shape[1], "D": head_dim, "LARGEST": float(LARGEST)},
             BLOCK=max(16, triton.next_power_of_2(head_dim // 2)),
-            PAGE_TOKENS=1 if k_pages is None else k_pages.shape[2],
+            PAGE_TOKENS=k_pages.shape[2],
             num_warps=num_warps(constants),
             num_stages=2,
         )
+    return q

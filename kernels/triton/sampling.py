@@ -23,16 +23,22 @@ from weft.kernels import sampling
 from weft.kernels.checks import expect_that
 from weft.kernels.plain.sampling import check_masks, check_operands, chosen_logprobs
 from weft.kernels.sampling import SamplingColumns
+from weft.kernels.triton.sgmv import INTERPRET
 
 MAX_LOGIT = tl.constexpr(sampling.MAX_LOGIT)
 NON_FINITE = tl.constexpr(sampling.NON_FINITE)
 NOTHING_LEFT = tl.constexpr(sampling.NOTHING_LEFT)
-CHUNK = 4096
+TEMPERATURE = tl.constexpr(sampling.TEMPERATURE)
+TOP_P = tl.constexpr(sampling.TOP_P)
+MIN_P = tl.constexpr(sampling.MIN_P)
+UNIFORM = tl.constexpr(sampling.UNIFORM)
+TOP_K = tl.constexpr(sampling.TOP_K)
+CHUNK = tl.constexpr(4096)
 """Tokens per program."""
 EDGES = tl.constexpr(32)
-TILE = 128
-"""Tokens that a program compares with all edges at once."""
-BLOCK = 1024
+TILE = tl.constexpr(4096 if INTERPRET else 128)
+"""Tokens that a program compares with all edges at once; the interpreter takes as long for many as for few."""
+BLOCK = tl.constexpr(1024)
 """Tokens between two edges that the last program of a row compares at once."""
 WARPS = 8
 RANGE = tl.constexpr(32.0)
@@ -41,10 +47,10 @@ FIXED = tl.constexpr(2.0**40)
 """The mass of the likeliest token where masses are integers; those of 2**22 tokens fit in 63 bits."""
 LEAST_ROWS = 1024
 """Rows for which counters are made at once."""
-STATE = tl.constexpr(6)
+STATE = tl.constexpr(7)
 """Numbers kept of a row between passes: its largest and its least logit; the lower and the upper edge around the bound,
-the count or mass above both, and the count or mass that is to be kept."""
-COLUMNS = ("temperatures", "limits", "min_ps", "uniforms", "sampled")
+the count or mass above both, and the count or mass that is to be kept; the bound so far, scaled."""
+ANYWHERE = ("words", "sampled")
 """Operands that may lie at any address: they do not make a variant of a kernel."""
 
 
@@ -53,6 +59,12 @@ def _ordered(z):
     # Bits of a float as an integer of the same order; both zeros become one.
     bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _float_of(ordered):
+    bits = ordered.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -72,39 +84,35 @@ def _load_scaled(logits, row, stride, first, V, temperature, SIZE: tl.constexpr)
 
 
 @triton.jit
-def _is_drawn(sampled, temperatures, row):
-    return (tl.load(temperatures + row) > 0.0) & (tl.load(sampled + row) >= 0)
+def _parameter(words, row, COLUMN: tl.constexpr):
+    return tl.load(words + COLUMN * tl.num_programs(0) + row).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _needs_bound(sampled, temperatures, limits, row, V, MASS: tl.constexpr):
-    # Whether top-p (MASS) or top-k rules anything out in this row.
-    limit = tl.load(limits + row)
-    is_needed = limit < 1.0 if MASS else (limit > 0) & (limit < V)
-    return is_needed & _is_drawn(sampled, temperatures, row)
+def _is_drawn(words, sampled, row):
+    return (_parameter(words, row, TEMPERATURE) > 0.0) & (tl.load(sampled + row) >= 0)
+
+
+@triton.jit
+def _limit(words, sampled, row, V, MASS: tl.constexpr):
+    # Of top-p (MASS) or top-k, and whether it rules anything out in this row.
+    if MASS:
+        limit = _parameter(words, row, TOP_P)
+        is_needed = limit < 1.0
+    else:
+        limit = tl.load(words + TOP_K * tl.num_programs(0) + row)
+        is_needed = (limit > 0) & (limit < V)
+    return limit, is_needed & _is_drawn(words, sampled, row)
 
 
 @triton.jit
 def _fixed(z, top, bound):
     # Mass of the tokens that reach a bound, as an integer.
-    return tl.where(_ordered(z) >= bound, (tl.exp(z - top) * FIXED).to(tl.int64), 0)
+    return tl.where(z >= bound, (tl.exp(z - top) * FIXED).to(tl.int64), 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=COLUMNS)
-def stats_kernel(
-    logits,
-    sampled,
-    state,
-    bounds,
-    counters,
-    partial_max,
-    partial_min,
-    partial_place,
-    V,
-    stride: tl.int64,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
+@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
+def stats_kernel(logits, sampled, state, counters, partials, V, stride: tl.int64, CHUNKS: tl.constexpr):
     """Largest and least logit of a row, and the code or the likeliest token. Grid of all: (B, chunks of V)."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -112,158 +120,115 @@ def stats_kernel(
     is_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
     x = tl.where(x == x, x, float("-inf"))
     largest = tl.max(x, axis=0)
-    part = row * tl.num_programs(1) + chunk
-    tl.store(partial_max + part, tl.where(is_nan, float("nan"), largest))
-    tl.store(partial_min + part, tl.min(tl.where(x > float("-inf"), x, float("inf")), axis=0))
-    tl.store(partial_place + part, tl.min(tl.where((x == largest) & (i < V), i, V), axis=0))
-    if _arrives_last(counters + row):
+    part = partials + (row * tl.num_programs(1) + chunk) * EDGES
+    tl.store(part, tl.where(is_nan, float("nan"), largest))
+    tl.store(part + 1, tl.min(tl.where(x > float("-inf"), x, float("inf")), axis=0))
+    place = tl.min(tl.where((x == largest) & (i < V), i, V), axis=0)
+    tl.store(part + 2, place.to(tl.float32, bitcast=True))
+    if _arrives_last(counters + 2 * row):
         c = tl.arange(0, CHUNKS)
-        parts, is_part = row * tl.num_programs(1) + c, c < tl.num_programs(1)
-        maxima = tl.load(partial_max + parts, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-        minima = tl.load(partial_min + parts, mask=is_part, other=float("inf"), cache_modifier=".cg")
-        places = tl.load(partial_place + parts, mask=is_part, other=V, cache_modifier=".cg")
+        parts, is_part = partials + (row * tl.num_programs(1) + c) * EDGES, c < tl.num_programs(1)
+        maxima = tl.load(parts, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+        minima = tl.load(parts + 1, mask=is_part, other=float("inf"), cache_modifier=".cg")
+        places = tl.load(parts + 2, mask=is_part, other=0.0, cache_modifier=".cg").to(tl.int32, bitcast=True)
         is_nan = tl.max((maxima != maxima).to(tl.int32), axis=0) > 0
         maxima = tl.where(maxima == maxima, maxima, float("-inf"))
         best = tl.max(maxima, axis=0)
-        token = tl.min(tl.where(maxima == best, places, V), axis=0)
+        token = tl.min(tl.where((maxima == best) & is_part, places, V), axis=0)
         code = tl.where((best == float("-inf")) & (is_nan == 0), NOTHING_LEFT, NON_FINITE)
         tl.store(sampled + row, tl.where((is_nan == 0) & (tl.abs(best) < MAX_LOGIT), token, code))
         tl.store(state + row * STATE, best)
         tl.store(state + row * STATE + 1, tl.min(minima, axis=0))
-        tl.store(bounds + row, -2147483648)
+        tl.store(state + row * STATE + 6, float("-inf"))
 
 
-@triton.jit(do_not_specialize_on_alignment=COLUMNS)
+@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
 def edges_kernel(
-    logits,
-    temperatures,
-    limits,
-    sampled,
-    state,
-    bounds,
-    counters,
-    partial_tails,
-    V,
-    stride: tl.int64,
-    MASS: tl.constexpr,
-    TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    logits, words, sampled, state, counters, partials, V, stride: tl.int64, MASS: tl.constexpr, CHUNKS: tl.constexpr
 ):
     """Find two neighbouring edges around a bound, and the number or mass of the tokens above both."""
     row, chunk = tl.program_id(0), tl.program_id(1)
-    if _needs_bound(sampled, temperatures, limits, row, V, MASS):
-        temperature, kept = tl.load(temperatures + row), tl.load(bounds + row)
-        top = tl.load(state + row * STATE) / temperature
-        least = tl.maximum(tl.load(state + row * STATE + 1) / temperature, top - RANGE)
+    limit, is_needed = _limit(words, sampled, row, V, MASS)
+    if is_needed:
+        temperature, at = _parameter(words, row, TEMPERATURE), state + row * STATE
+        top, kept = tl.load(at) / temperature, tl.load(at + 6)
+        least = tl.maximum(tl.load(at + 1) / temperature, top - RANGE)
         e = tl.arange(0, EDGES)
         edges = tl.where(e < EDGES - 1, tl.maximum(top - (top - least) / EDGES * (e + 1), least), least)
         tails = tl.zeros((EDGES, TILE), tl.float32)
         for start in range(0, CHUNK, TILE):
             z = _load_scaled(logits, row, stride, chunk * CHUNK + start, V, temperature, TILE)
-            weight = tl.where(_ordered(z) >= kept, tl.exp(z - top) if MASS else 1.0, 0.0)
+            weight = tl.where(z >= kept, tl.exp(z - top) if MASS else 1.0, 0.0)
             tails += tl.where(z[None, :] >= edges[:, None], weight[None, :], 0.0)
-        part = row * tl.num_programs(1) + chunk
-        tl.store(partial_tails + part * EDGES + e, tl.sum(tails, axis=1))
-        if _arrives_last(counters + row):
+        tl.store(partials + (row * tl.num_programs(1) + chunk) * EDGES + e, tl.sum(tails, axis=1))
+        if _arrives_last(counters + 2 * row):
             c = tl.arange(0, CHUNKS)[:, None]
             parts = (row * tl.num_programs(1) + c) * EDGES + e[None, :]
-            found = tl.load(partial_tails + parts, mask=c < tl.num_programs(1), other=0.0, cache_modifier=".cg")
+            found = tl.load(partials + parts, mask=c < tl.num_programs(1), other=0.0, cache_modifier=".cg")
             tail = tl.sum(found, axis=0)
-            total = tl.sum(tl.where(e == EDGES - 1, tail, 0.0), axis=0)
-            need = tl.load(limits + row) * (total if MASS else 1.0)
+            need = limit * (tl.sum(tl.where(e == EDGES - 1, tail, 0.0), axis=0) if MASS else 1.0)
             edge = tl.min(tl.where(tail >= need, e, EDGES), axis=0)  # EDGES: all that count are kept
-            lower = tl.sum(tl.where(e == tl.minimum(edge, EDGES - 1), edges, 0.0), axis=0)
             upper = tl.sum(tl.where(e == edge - 1, edges, 0.0), axis=0)
-            tl.store(state + row * STATE + 2, lower)
-            tl.store(state + row * STATE + 3, tl.where(edge == 0, float("inf"), upper))
-            tl.store(state + row * STATE + 4, tl.sum(tl.where(e == edge - 1, tail, 0.0), axis=0))
-            tl.store(state + row * STATE + 5, need)
+            tl.store(at + 2, tl.sum(tl.where(e == tl.minimum(edge, EDGES - 1), edges, 0.0), axis=0))
+            tl.store(at + 3, tl.where(edge == 0, float("inf"), upper))
+            tl.store(at + 4, tl.sum(tl.where(e == edge - 1, tail, 0.0), axis=0))
+            tl.store(at + 5, need)
 
 
-@triton.jit(do_not_specialize_on_alignment=COLUMNS)
-def bound_kernel(
-    logits,
-    temperatures,
-    limits,
-    sampled,
-    state,
-    bounds,
-    counters,
-    cursors,
-    partial_values,
-    V,
-    stride: tl.int64,
-    MASS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
+def bound_kernel(logits, words, sampled, state, counters, found, V, stride: tl.int64, MASS: tl.constexpr):
     """Find the largest bound between two edges that keeps enough."""
     row, chunk = tl.program_id(0), tl.program_id(1)
-    if _needs_bound(sampled, temperatures, limits, row, V, MASS):
-        temperature, kept = tl.load(temperatures + row), tl.load(bounds + row)
-        top = tl.load(state + row * STATE) / temperature
-        lower, upper = tl.load(state + row * STATE + 2), tl.load(state + row * STATE + 3)
+    _, is_needed = _limit(words, sampled, row, V, MASS)
+    if is_needed:
+        temperature, at, cursor = _parameter(words, row, TEMPERATURE), state + row * STATE, counters + 2 * row + 1
+        top, lower, upper = tl.load(at) / temperature, tl.load(at + 2), tl.load(at + 3)
         z = _load_scaled(logits, row, stride, chunk * CHUNK, V, temperature, CHUNK)
-        is_between = (z >= lower) & (z < upper) & (_ordered(z) >= kept)
+        is_between = (z >= lower) & (z < upper) & (z >= tl.load(at + 6))
         place = tl.cumsum(is_between.to(tl.int32), axis=0) - 1
-        first = tl.atomic_add(cursors + row, tl.sum(is_between.to(tl.int32), axis=0), sem="relaxed")
-        values = partial_values + row.to(tl.int64) * V
+        first = tl.atomic_add(cursor, tl.sum(is_between.to(tl.int32), axis=0), sem="relaxed")
+        values = found + row.to(tl.int64) * V
         tl.store(values + first + place, z, mask=is_between)
-        if _arrives_last(counters + row):
+        if _arrives_last(counters + 2 * row):
             scale = FIXED if MASS else 1.0
-            above = (tl.load(state + row * STATE + 4) * scale).to(tl.int64)
-            need = (tl.load(state + row * STATE + 5) * scale).to(tl.int64)
+            above = (tl.load(at + 4) * scale).to(tl.int64)
+            need = (tl.load(at + 5) * scale).to(tl.int64)
             low = _ordered(lower).to(tl.int64)
             high = tl.minimum(_ordered(upper).to(tl.int64) - 1, _ordered(top).to(tl.int64))
-            num_values = tl.load(cursors + row, cache_modifier=".cg")
+            num_values = tl.load(cursor, cache_modifier=".cg")
             while low < high:
                 middle = low + (high - low + 1) // 2
+                bound = _float_of(middle)
                 tail = tl.zeros((BLOCK,), tl.int64)
                 for start in range(0, num_values, BLOCK):
                     j = start + tl.arange(0, BLOCK)
                     value = tl.load(values + j, mask=j < num_values, other=float("-inf"), cache_modifier=".cg")
-                    tail += _fixed(value, top, middle) if MASS else (_ordered(value) >= middle).to(tl.int64)
+                    tail += _fixed(value, top, bound) if MASS else (value >= bound).to(tl.int64)
                 is_enough = above + tl.sum(tail, axis=0) >= need
                 low = tl.where(is_enough, middle, low)
                 high = tl.where(is_enough, high, middle - 1)
-            tl.store(bounds + row, low.to(tl.int32))
-            tl.store(cursors + row, 0)
+            tl.store(at + 6, _float_of(low))
+            tl.store(cursor, 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=COLUMNS)
-def draw_kernel(
-    logits,
-    temperatures,
-    min_ps,
-    uniforms,
-    sampled,
-    state,
-    bounds,
-    counters,
-    masses,
-    V,
-    stride: tl.int64,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
+@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
+def draw_kernel(logits, words, sampled, state, counters, masses, V, stride: tl.int64, CHUNKS: tl.constexpr):
     """Draw from the tokens that reach a row's bound and min-p."""
     row, chunk = tl.program_id(0), tl.program_id(1)
-    if _is_drawn(sampled, temperatures, row):
-        temperature, min_p = tl.load(temperatures + row), tl.load(min_ps + row)
-        top = tl.load(state + row * STATE) / temperature
-        bound = tl.load(bounds + row)
+    if _is_drawn(words, sampled, row):
+        temperature, min_p = _parameter(words, row, TEMPERATURE), _parameter(words, row, MIN_P)
+        top, bound = tl.load(state + row * STATE) / temperature, tl.load(state + row * STATE + 6)
         if min_p > 0.0:
-            bound = tl.maximum(bound, _ordered(top + tl.log(min_p)))
+            bound = tl.maximum(bound, top + tl.log(min_p))
         z = _load_scaled(logits, row, stride, chunk * CHUNK, V, temperature, CHUNK)
         tl.store(masses + row * tl.num_programs(1) + chunk, tl.sum(_fixed(z, top, bound), axis=0))
-        if _arrives_last(counters + row):
+        if _arrives_last(counters + 2 * row):
             c = tl.arange(0, CHUNKS)
             parts = masses + row * tl.num_programs(1) + c
             mass = tl.load(parts, mask=c < tl.num_programs(1), other=0, cache_modifier=".cg")
             total = tl.sum(mass, axis=0)
             # Of a draw all 24 bits count; their product with the total has too many for 64.
-            draw = tl.minimum((tl.load(uniforms + row) * 16777216.0).to(tl.int64), 16777215)
+            draw = tl.minimum((_parameter(words, row, UNIFORM) * 16777216.0).to(tl.int64), 16777215)
             target = (total >> 24) * draw + (((total & 0xFFFFFF) * draw) >> 24)
             chosen = tl.sum((tl.cumsum(mass, axis=0) <= target).to(tl.int32), axis=0)
             before = tl.sum(tl.where(c < chosen, mass, 0), axis=0)
@@ -275,8 +240,11 @@ def draw_kernel(
 
 @functools.cache
 def _counters(device: torch.device, num_rows: int) -> Tensor:
-    """[2, num_rows], int32: zeros, as each launch leaves them. Captured graphs hold their address, so they stay."""
-    return torch.zeros((2, num_rows), dtype=torch.int32, device=device)
+    """[num_rows, 2], int32, of programs that are done and of values that are found.
+
+    Zeros, as each launch leaves them. Captured graphs hold their address, so they stay.
+    """
+    return torch.zeros((num_rows, 2), dtype=torch.int32, device=device)
 
 
 def sample(logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) -> Tensor:
@@ -293,27 +261,18 @@ def sample(logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) 
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device) if out is None else out
     if not num_rows:
         return tokens
-    chunk = min(CHUNK, max(TILE, triton.next_power_of_2(vocab_size)))
-    tile = TILE if logits.is_cuda else chunk  # the interpreter takes as long for a large one as for a small one
-    grid = (num_rows, triton.cdiv(vocab_size, chunk))
-    size = {"CHUNK": chunk, "num_warps": WARPS}
-    chunks = {**size, "CHUNKS": triton.next_power_of_2(grid[1])}
-    counters, cursors = _counters(logits.device, max(LEAST_ROWS, triton.next_power_of_2(num_rows)))
-    state, tails = logits.new_empty(num_rows, STATE.value), logits.new_empty(*grid, EDGES.value)
-    maxima, minima = logits.new_empty(grid), logits.new_empty(grid)
-    places, bounds = tokens.new_empty(grid), tokens.new_empty(num_rows)
-    values, masses = logits.new_empty(num_rows, vocab_size), logits.new_empty(grid, dtype=torch.int64)
-    kept = (tokens, state, bounds, counters)
-    shape = (vocab_size, logits.stride(0))
-    stats_kernel[grid](logits, *kept, maxima, minima, places, *shape, **chunks)
+    grid = (num_rows, triton.cdiv(vocab_size, CHUNK.value))
+    counters = _counters(logits.device, max(LEAST_ROWS, triton.next_power_of_2(num_rows)))
+    state, partials = logits.new_empty(num_rows, STATE.value), logits.new_empty(*grid, EDGES.value)
+    found, masses = logits.new_empty(num_rows, vocab_size), logits.new_empty(grid, dtype=torch.int64)
+    kept, shape = (tokens, state, counters), (vocab_size, logits.stride(0))
+    operands = (logits, columns.words, *kept)
+    sizes = {"CHUNKS": triton.next_power_of_2(grid[1]), "num_warps": WARPS}
+    stats_kernel[grid](logits, *kept, partials, *shape, **sizes)
     for is_mass in (False, True):
-        filters = (columns.temperature, columns.top_p if is_mass else columns.top_k)
-        edges = {**chunks, "MASS": is_mass, "TILE": tile}
-        edges_kernel[grid](logits, *filters, *kept, tails, *shape, **edges)
-        bound_kernel[grid](
-            logits, *filters, *kept, cursors, values, *shape, MASS=is_mass, BLOCK=min(BLOCK, chunk), **size
-        )
-    draw_kernel[grid](logits, columns.temperature, columns.min_p, columns.uniform, *kept, masses, *shape, **chunks)
+        edges_kernel[grid](*operands, partials, *shape, MASS=is_mass, **sizes)
+        bound_kernel[grid](*operands, found, *shape, MASS=is_mass, num_warps=WARPS)
+    draw_kernel[grid](*operands, masses, *shape, **sizes)
     return tokens
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from implementations import BF16, F32, INTERPRETS, NATIVE, TORCH, TRITON, Implementation, needs_compiler
 from numerics import assert_rows_close, bits
@@ -81,6 +82,32 @@ def test_a_layer_stores_what_the_definition_says(head_dim: int, impl: Implementa
     assert torch.equal(scales.isnan(), expected_scales.isnan())
     assert torch.equal(scales.nan_to_num(), expected_scales.nan_to_num())
     assert not torch.equal(arena, projected.arena)
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 48])
+def test_queries_and_keys_are_rotated_as_in_transformers(head_dim: int, impl: Implementation) -> None:
+    case = AttentionCase(((3, 20), (1, 40), (1, 1)), 4, 2, head_dim, 16, F32, padding_rows=1)
+    projected = Projected(case, False, impl.device)
+    angles = [torch.cat((table, table), -1)[projected.positions][None] for table in (projected.cos, projected.sin)]
+    heads = projected.qkv.view(6, 8, head_dim).transpose(0, 1)[None]
+    rotated = apply_rotary_pos_emb(heads[:, :4], heads[:, 4:6], *angles)
+    already = Projected(case, False, impl.device)
+    already.qkv = torch.cat((*rotated, heads[:, 6:]), 1)[0].transpose(0, 1).flatten(1).contiguous()
+    already.cos, already.sin = torch.ones_like(projected.cos), torch.zeros_like(projected.sin)
+    for got, expected in zip(projected.call(impl.kernels), already.call(ORACLES), strict=True):
+        assert_rows_close(got.nan_to_num(), expected.nan_to_num(), 0.5)
+
+
+def test_values_of_any_bits_are_stored_as_they_are(impl: Implementation, dtype: torch.dtype) -> None:
+    case = AttentionCase(((3, 20), (1, 40), (1, 1)), 3, 3, 80, 16, dtype, padding_rows=1)
+    projected = Projected(case, False, impl.device)
+    integers = torch.int32 if dtype == F32 else torch.int16
+    drawn = torch.randint(-(2**15), 2**15, (6, 3 * 80), generator=torch.Generator().manual_seed(0)).to(integers)
+    drawn[0, :80] = -1  # a NaN
+    projected.qkv[:, 6 * 80 :] = drawn.view(dtype).to(impl.device)
+    _, arena = projected.call(impl.kernels)
+    _, expected = projected.call(ORACLES)
+    assert torch.equal(bits(arena[:, :, 1]), bits(expected[:, :, 1]))
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf], ids=str)

@@ -71,7 +71,8 @@ def test_flashinfer_is_chosen_after_a_trial(
 ) -> None:
     caplog.set_level(logging.INFO)
     kernels = chosen(replace(NEEDS, setting=setting), dtype)
-    assert kernels == replace(KERNELS, paged_attention=kernels.paged_attention)
+    assert kernels == replace(KERNELS, paged_attention=kernels.paged_attention, attend=kernels.attend)
+    assert kernels.attend.keywords == {"paged_attention": kernels.paged_attention}  # type: ignore[attr-defined]
     assert kernels.paged_attention.__func__ is FlashInferAttention.paged_attention  # type: ignore[attr-defined]
     assert module.num_runs == 2, "one for the layers with a window, and one for those without"
     assert [record.message for record in caplog.records] == ["attention of prompts runs in FlashInfer"]
@@ -143,9 +144,9 @@ def test_where_flashinfer_fails_others_serve_and_who_asked_for_it_is_told(
 ) -> None:
     arrange, reason = FAILURES[failure]
     arrange(monkeypatch, module, machine)
+    caplog.set_level(logging.INFO)
     assert chosen() is KERNELS
     (record,) = caplog.records
-    assert record.levelname == "WARNING"
     assert re.match(f"attention of prompts runs in Triton, not in FlashInfer: .*{reason}", record.message)
     with pytest.raises(ConfigError, match=rf"model\.attention: flashinfer cannot be used: .*{reason}") as raised:
         chosen(replace(NEEDS, setting="flashinfer"))
@@ -296,7 +297,9 @@ def test_flashinfer_equals_the_oracle_on_a_gpu(dtype: torch.dtype, head_dim: int
     cuda = torch.device("cuda", torch.cuda.current_device())
     needs = replace(NEEDS, num_heads=14, head_dim=head_dim)
     others = kernels_for(cuda, dtype).paged_attention
-    attention = open_flashinfer(needs, cuda, dtype, others).paged_attention
+    opened = open_flashinfer(needs, cuda, dtype, others)
+    assert isinstance(opened, FlashInferAttention), opened
+    attention = opened.paged_attention
     for requests in (AMONG_ITEMS.requests, ((512, 2048), (1, 300), (9, 9), (129, 1000)), ((100, 100),)):
         for window in (None, 100, 1):
             case = AttentionCase(requests, 14, 2, head_dim, 16, dtype, window, padding_rows=2)

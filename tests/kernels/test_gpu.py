@@ -7,6 +7,7 @@ from implementations import BF16, TRITON
 from numerics import assert_rows_close
 from oracles import ORACLES
 from scattered_lora import LAYER, ScatteredLora, SgmvCase
+from weft.kernels.attend import Rotation
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.sampling import RowSampling, SamplingColumns, sampling_words
 
@@ -58,11 +59,15 @@ def test_an_arena_beyond_two_to_the_31_elements_is_addressed_right() -> None:
     page_tokens, heads, head_dim, layers = 16, 8, 128, 32
     num_pages = (1 << 31) // (layers * 2 * heads * page_tokens * head_dim) + 8
     arena = torch.zeros((num_pages, layers, 2, heads, page_tokens, head_dim), dtype=BF16, device=CUDA)
-    k, v = TRITON.randn((40, heads, head_dim), BF16), TRITON.randn((40, heads, head_dim), BF16, 1)
     k_pages, v_pages = arena[:, -1, 0], arena[:, -1, 1]
     table = [num_pages - 1, num_pages - 2, num_pages - 3]
-    slots = [table[i // page_tokens] * page_tokens + i % page_tokens for i in range(40)]
-    TRITON.kernels.kv_write(k, v, k_pages, v_pages, torch.tensor(slots, device=CUDA), None)
+    slots = torch.tensor([table[i // page_tokens] * page_tokens + i % page_tokens for i in range(40)], device=CUDA)
+    qkv = TRITON.randn((40, 48 * head_dim), BF16)
+    k = qkv.view(40, 48, head_dim)[:, 32:40].clone()
+    angles = torch.zeros((1, head_dim // 2), device=CUDA)
+    rotation = Rotation(angles.cos(), angles.sin(), torch.zeros(40, dtype=torch.int32, device=CUDA))  # none at all
+    batch = AttentionBatch.build([table], [40], [40], CUDA, page_tokens)
+    TRITON.kernels.attend(qkv, None, rotation, k_pages, v_pages, slots, batch, 0.1)
     assert torch.equal(k_pages[table].transpose(1, 2).flatten(0, 1)[:40], k)
     for rows in (1, 40):
         batch = AttentionBatch.build([table], [rows], [40], CUDA, page_tokens)

@@ -1,4 +1,4 @@
-"""The contract of rope and of storing keys and values; C++ has no operations of their own for them."""
+"""Rope and the storing of keys and values in torch operators; others do them as a part of `attend`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,13 +7,12 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-import implementations
-from implementations import BF16, F32, Implementation
+import oracles
+from implementations import BF16, F32, TORCH, Implementation
 from numerics import assert_rows_close, bits, turned
-from oracles import ORACLES
-from weft.kernels.plain.rows import both_halves
+from weft.kernels.plain.rows import both_halves, kv_write, rope
 
-IMPLEMENTATIONS = [impl for impl in implementations.IMPLEMENTATIONS if impl.build is None]
+IMPLEMENTATIONS = [TORCH]
 POSITIONS = torch.tensor([0, 7, 49, 7, 3])
 SLOTS = [35, -1, 16, 17, 79, -1, 48]
 
@@ -33,8 +32,8 @@ def test_rope_equals_the_oracle(
     cos, sin = (table.to(impl.device) for table in both_halves(*angles(head_dim)))
     fused = impl.randn((5, 8, head_dim), dtype)
     expected, before = fused.clone(), fused.clone()
-    impl.kernels.rope(fused[:, :num_queries], fused[:, first:last], cos, sin)
-    ORACLES.rope(expected[:, :num_queries], expected[:, first:last], cos, sin)
+    rope(fused[:, :num_queries], fused[:, first:last], cos, sin)
+    oracles.rope(expected[:, :num_queries], expected[:, first:last], cos, sin)
     assert_rows_close(fused, expected)
     others = [head for head in range(num_queries, 8) if not first <= head < last]
     assert torch.equal(fused[:, others], before[:, others])
@@ -45,7 +44,7 @@ def test_rope_is_that_of_transformers_for_tensors_of_their_own(impl: Implementat
     half = [table.to(impl.device) for table in angles(32)]
     cos, sin = (torch.cat((table, table), -1)[None] for table in half)
     expected = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    impl.kernels.rope(q, k, *both_halves(*half))
+    rope(q, k, *both_halves(*half))
     assert_rows_close(q, expected[0][0].transpose(0, 1).contiguous())
     assert_rows_close(k, expected[1][0].transpose(0, 1).contiguous())
 
@@ -78,9 +77,9 @@ def test_kv_write_stores_every_bit_in_its_place_and_changes_nothing_else(
     elif values == "before keys":
         k, v, pages = v, k, pages[::-1]
     slots = torch.tensor(mapping, device=impl.device)
-    impl.kernels.kv_write(k, v, *pages, slots, None)
+    kv_write(k, v, *pages, slots)
     expected_pages = expected[:, 1, 0], expected[:, 1, 1]
-    ORACLES.kv_write(k, v, *expected_pages, slots, None)
+    oracles.kv_write(k, v, *expected_pages, slots)
     for stored, right in zip(pages, expected_pages, strict=True):
         assert torch.equal(bits(stored), bits(right))
     assert torch.equal(bits(arena[:, [0, 2]]), bits(torch.full_like(arena[:, [0, 2]], float("nan"))))
@@ -89,7 +88,7 @@ def test_kv_write_stores_every_bit_in_its_place_and_changes_nothing_else(
 def test_a_nan_of_any_bits_stays_one(impl: Implementation) -> None:
     nan = torch.full((1, 32), -1, dtype=torch.int32, device=impl.device).view(F32)  # instructions make another
     q, k = (torch.ones((1, 1, 32), dtype=BF16, device=impl.device) for _ in range(2))
-    impl.kernels.rope(q, k, nan, nan)
+    rope(q, k, nan, nan)
     assert q.isnan().all()
     assert k.isnan().all()
 
@@ -99,36 +98,36 @@ Q, K, COS = FUSED[:, :4], FUSED[:, 4:6], torch.ones(5, 32)
 ARENA, KV = torch.zeros((6, 2, 2, 16, 8)), torch.randn((7, 4, 8))
 PAGES, KEYS, VALUES = ARENA[:, 0], KV[:, :2], KV[:, 2:]
 MAPPING = torch.tensor(SLOTS)
-MISFITS: list[tuple[str, Callable[[], tuple[Any, ...]], str]] = [
-    ("rope", lambda: (Q, K, COS[1:], COS[1:]), r"cos: expected shape \[5, 32\], got \[4, 32\]"),
-    ("rope", lambda: (Q, K.bfloat16(), COS, COS), r"k: expected dtype torch\.float32, got torch\.bfloat16"),
-    ("rope", lambda: (Q, K, COS, COS.double()), r"sin: expected dtype torch\.float32, got torch\.float64"),
-    ("rope", lambda: (turned(Q), K, COS, COS), "q: expected consecutive elements, got"),
-    ("rope", lambda: (Q, turned(K), COS, COS), "q: expected consecutive elements, got"),
-    ("rope", lambda: (Q, K, HALF[:, :32], COS), "cos: expected contiguous rows, got"),
-    ("rope", lambda: (Q, K, COS, HALF[:, :32]), "cos: expected contiguous rows, got"),
-    ("kv_write", lambda: (KEYS, VALUES, PAGES, PAGES, torch.tensor([1])), r"slot_mapping: expected shape \[7\]"),
-    ("kv_write", lambda: (KEYS, VALUES[1:], PAGES, PAGES, MAPPING), r"v: expected shape \[7, 2, 8\], got \[6, 2, 8\]"),
-    ("kv_write", lambda: (KEYS.half(), VALUES.half(), PAGES, PAGES, MAPPING), r"k_pages: expected dtype torch\.fl"),
-    ("kv_write", lambda: (KEYS, VALUES, PAGES, PAGES[1:], MAPPING), r"v_pages: expected shape \[6, 2, 16, 8\], got"),
-    ("kv_write", lambda: (KEYS, VALUES, turned(PAGES), PAGES, MAPPING), "k_pages: expected consecutive elements"),
-    ("kv_write", lambda: (KEYS, VALUES, PAGES, PAGES.contiguous(), MAPPING), "v_pages: expected strides"),
-    ("kv_write", lambda: (turned(KEYS), VALUES, PAGES, PAGES, MAPPING), "k: expected consecutive elements, got"),
-    ("kv_write", lambda: (KEYS, turned(VALUES), PAGES, PAGES, MAPPING), "k: expected consecutive elements, got"),
+MISFITS: list[tuple[Callable[..., None], Callable[[], tuple[Any, ...]], str]] = [
+    (rope, lambda: (Q, K, COS[1:], COS[1:]), r"cos: expected shape \[5, 32\], got \[4, 32\]"),
+    (rope, lambda: (Q, K.bfloat16(), COS, COS), r"k: expected dtype torch\.float32, got torch\.bfloat16"),
+    (rope, lambda: (Q, K, COS, COS.double()), r"sin: expected dtype torch\.float32, got torch\.float64"),
+    (rope, lambda: (turned(Q), K, COS, COS), "q: expected consecutive elements, got"),
+    (rope, lambda: (Q, turned(K), COS, COS), "q: expected consecutive elements, got"),
+    (rope, lambda: (Q, K, HALF[:, :32], COS), "cos: expected contiguous rows, got"),
+    (rope, lambda: (Q, K, COS, HALF[:, :32]), "cos: expected contiguous rows, got"),
+    (kv_write, lambda: (KEYS, VALUES, PAGES, PAGES, torch.tensor([1])), r"slot_mapping: expected shape \[7\]"),
+    (kv_write, lambda: (KEYS, VALUES[1:], PAGES, PAGES, MAPPING), r"v: expected shape \[7, 2, 8\], got \[6, 2, 8\]"),
+    (kv_write, lambda: (KEYS.half(), VALUES.half(), PAGES, PAGES, MAPPING), r"k_pages: expected dtype torch\.fl"),
+    (kv_write, lambda: (KEYS, VALUES, PAGES, PAGES[1:], MAPPING), r"v_pages: expected shape \[6, 2, 16, 8\], got"),
+    (kv_write, lambda: (KEYS, VALUES, turned(PAGES), PAGES, MAPPING), "k_pages: expected consecutive elements"),
+    (kv_write, lambda: (KEYS, VALUES, PAGES, PAGES.contiguous(), MAPPING), "v_pages: expected strides"),
+    (kv_write, lambda: (turned(KEYS), VALUES, PAGES, PAGES, MAPPING), "k: expected consecutive elements, got"),
+    (kv_write, lambda: (KEYS, turned(VALUES), PAGES, PAGES, MAPPING), "k: expected consecutive elements, got"),
     (
-        "kv_write",
+        kv_write,
         lambda: (KEYS, VALUES, PAGES, PAGES, torch.stack((MAPPING, MAPPING), 1)[:, 0]),
         "slot_mapping: expected consecutive elements",
     ),
 ]
 
 
-@pytest.mark.parametrize(("name", "operands", "expected"), MISFITS)
+@pytest.mark.parametrize(("operation", "operands", "expected"), MISFITS)
 def test_misfits_are_refused_before_anything_is_changed(
-    name: str, operands: Callable[[], tuple[Any, ...]], expected: str, impl: Implementation
+    operation: Callable[..., None], operands: Callable[[], tuple[Any, ...]], expected: str
 ) -> None:
     before = FUSED.clone()
     with pytest.raises(ValueError, match=expected):
-        getattr(impl.kernels, name)(*operands())
+        operation(*operands())
     assert torch.equal(FUSED, before)
     assert not ARENA.any()

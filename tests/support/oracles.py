@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from weft.kernels.attend import HeadNorms, Rotation
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import torch_kernels
 from weft.kernels.kv_scales import KvScales
@@ -101,6 +102,29 @@ def paged_attention(
     return out
 
 
+def attend(
+    qkv: torch.Tensor,
+    norms: HeadNorms | None,
+    rotation: Rotation,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int | None = None,
+    kv_scales: KvScales | None = None,
+) -> torch.Tensor:
+    kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
+    heads = qkv.view(len(qkv), -1, head_dim)
+    q, k, v = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    if norms is not None:
+        q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
+    cos, sin = rotation.cos[rotation.positions.long()], rotation.sin[rotation.positions.long()]
+    rope(q, k, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
+    return paged_attention(q, k_pages, v_pages, batch, scale, sliding_window, kv_scales).flatten(1)
+
+
 def probabilities(row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
     """The filtered distribution of one row of logits by full sorts, [V], float64, summing to 1.
 
@@ -132,10 +156,9 @@ ORACLES = replace(
     torch_kernels(),
     rms_norm=rms_norm,
     fused_add_rms_norm=fused_add_rms_norm,
-    rope=rope,
     silu_and_mul=silu_and_mul,
-    kv_write=kv_write,
     paged_attention=paged_attention,
+    attend=attend,
     logprobs=logprobs,
 )
 """For tensors on any device; what SGMV and sampling yield is said in other words by their tests."""

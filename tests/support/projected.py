@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from scattered_kv import LAYER, AttentionCase, ScatteredKv
-from weft.kernels import attend as composed
 from weft.kernels.attend import HeadNorms, Rotation
 from weft.kernels.dispatch import Kernels
 from weft.kernels.sgmv import LoraDelta
@@ -45,6 +44,5 @@ class Projected:
         operands = (self.qkv.clone(), self.norms, rotation, arena[:, LAYER, 0], arena[:, LAYER, 1])
         kv_scales = (scales[:, LAYER, 0], scales[:, LAYER, 1]) if self.is_int8 else None
         rest = (self.slots, self.batch, self.scale, self.window, kv_scales)
-        attend = kernels.attend
-        out = composed.attend(kernels, *operands, *rest) if attend is None else attend(*operands, *rest, *delta)
+        out = kernels.attend(*operands, *rest, *delta)
         return out, arena, scales

@@ -40,10 +40,10 @@ PATTERNS = {
     "tensor_core": r"mma\.sync|wgmma\.mma_async|tcgen05\.mma",
 }
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-FLOATS = (*"xyqkv", "out", "arena", "k_pages", "v_pages", "residual", "new_residual", "weight", "gate_up")
-WIDE = ("planes", "scalings", "cos", "sin", "logits", "temperatures", "top_ps", "min_ps", "uniforms")
+FLOATS = (*"xyqkv", "qkv", "out", "arena", "k_pages", "v_pages", "residual", "new_residual", "weight", "gate_up")
+WIDE = ("planes", "scalings", "cos", "sin", "logits")
 FLOATS += ("table", "q_norm", "k_norm")
-TABLES = ("offsets", "ranks", "block_table", "tiles", "top_ks", "words", "listed", "work")
+TABLES = ("offsets", "ranks", "block_table", "tiles", "words", "listed", "work")
 INTEGERS = ("positions", "slot_mapping", "tokens", "sampled", "counters")
 
 
@@ -192,22 +192,18 @@ def _row_variants() -> dict[str, Variant]:
 
 def _sampling_variants() -> dict[str, Variant]:
     # A vocabulary of 152,000 tokens.
-    scalars = {"sampled": "*i32", "bounds": "*i32", "counters": "*i32", "cursors": "*i32", "state": "*fp32"}
-    scalars["masses"] = "*i64"
-    shared = {"CHUNK": sampling_triton.CHUNK}
-    chunks = {**shared, "CHUNKS": 64}
-    edges = {**chunks, "TILE": sampling_triton.TILE}
-    limits = {False: {**scalars, "limits": "*i32"}, True: {**scalars, "limits": "*fp32"}}
+    pointers = {"state": "*fp32", "found": "*fp32", "masses": "*i64"}
+    chunks, top_k, top_p = {"CHUNKS": 64}, {"MASS": False}, {"MASS": True}
     kernels: dict[str, tuple[Any, Mapping[str, object]]] = {
         "sample stats": (sampling_triton.stats_kernel, chunks),
-        "sample edges top-k": (sampling_triton.edges_kernel, {**edges, "MASS": False}),
-        "sample edges top-p": (sampling_triton.edges_kernel, {**edges, "MASS": True}),
-        "sample bound top-k": (sampling_triton.bound_kernel, {**shared, "BLOCK": sampling_triton.BLOCK, "MASS": False}),
-        "sample bound top-p": (sampling_triton.bound_kernel, {**shared, "BLOCK": sampling_triton.BLOCK, "MASS": True}),
+        "sample edges top-k": (sampling_triton.edges_kernel, {**chunks, **top_k}),
+        "sample edges top-p": (sampling_triton.edges_kernel, {**chunks, **top_p}),
+        "sample bound top-k": (sampling_triton.bound_kernel, top_k),
+        "sample bound top-p": (sampling_triton.bound_kernel, top_p),
         "sample draw": (sampling_triton.draw_kernel, chunks),
     }
     return {
-        name: Variant(kernel, "fp32", constants, limits["top-p" in name], sampling_triton.WARPS, 3)
+        name: Variant(kernel, "fp32", constants, pointers, sampling_triton.WARPS, 3)
         for name, (kernel, constants) in kernels.items()
     }
 

@@ -12,11 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor
 
-from weft.engine.execution.sampler import PhiloxDraws, RowMasks, Sampler
+from weft.engine.execution.sampler import GREEDY, PhiloxDraws, RowMasks, Sampler
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduling.plan import SampleSpec
 from weft.kernels.dispatch import kernels_for, torch_kernels
-from weft.kernels.sampling import SamplingColumns
+from weft.kernels.sampling import RowSampling, SamplingColumns
 
 VOCAB = 300
 SAMPLER = Sampler(kernels_for(torch.device("cpu"), torch.float32))
@@ -244,14 +244,13 @@ def test_edits_come_before_masks_and_their_rows_are_told_apart() -> None:
 
 def test_columns_of_a_step_are_its_parameters_and_draws() -> None:
     drawn = spec(seed=3, output=40, temperature=0.5, top_k=10**30, top_p=0.25, min_p=0.125)
-    columns = SamplingColumns.of_words(
-        torch.from_numpy(SAMPLER.columns([drawn, spec(temperature=1e-6), spec(top_k=-1)]))
-    )
-    assert columns.temperature.tolist() == [0.5, 0.0, 1.0]
-    assert columns.top_k.tolist() == [2**31 - 1, 0, 0]
-    assert columns.top_p.tolist() == [0.25, 1.0, 1.0]
-    assert columns.min_p.tolist() == [0.125, 0.0, 0.0]
-    assert columns.uniform.tolist() == [PhiloxDraws().uniform(3, 0, 40), 0.0, PhiloxDraws().uniform(7, 0, 0)]
+    words = torch.from_numpy(SAMPLER.columns([drawn, spec(temperature=1e-6), spec(top_k=-1)]))
+    draws = PhiloxDraws()
+    assert SamplingColumns.of_words(words).rows() == [
+        RowSampling(0.5, 2**31 - 1, 0.25, 0.125, draws.uniform(3, 0, 40)),
+        GREEDY,
+        RowSampling(1.0, uniform=draws.uniform(7, 0, 0)),
+    ]
 
 
 class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -266,6 +266,6 @@ def tensors_of(program: StepProgram) -> list[int]:
     """Addresses of all that its kernels read and write."""
     rows, columns = program.rows, program.columns
     attention = [batch.rows(1, 0) for batch in rows.attention]
-    tensors = [rows.tokens, rows.positions, *rows.slot_mapping, rows.sampled, columns.temperature, columns.top_k]
+    tensors = [rows.tokens, rows.positions, *rows.slot_mapping, rows.sampled, columns.words]
     tensors += [part for each in attention for part in (each.block_table, each.item_lens, each.work[0], each.tiles)]
     return [tensor.data_ptr() for tensor in tensors if tensor is not None]

@@ -21,6 +21,8 @@ MAX_ITEM_ROWS = 8
 SPLIT_TOKENS = 256
 """Keys of a split. Where these are too few for `MAX_SPLITS`, splits are twice as large, or four times, and so on."""
 MAX_SPLITS = 64
+PARTIAL_PAD = 4
+"""Floats behind a partial sum: its maximum, its sum of weights, and two that keep rows on a multiple of 16 bytes."""
 TILE_HEADS = 128
 """Query rows of a tile, times the heads of a KV group."""
 
@@ -59,8 +61,8 @@ class AttentionRows:
     """[4, C]: first query row, number of rows (0: there is no such tile), position of the first row, where in
     `block_table` the pages begin. At most `chunk_tile_rows` rows each, what takes longest first."""
     page_tokens: int
-    max_splits: int
-    """No item has more splits; results of so many are kept for each (`most_splits`)."""
+    num_partials: int
+    """Results of so many splits are kept, of all items together (`most_partials`)."""
     _counters: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def counters(self, num_kv_heads: int) -> Tensor:
@@ -94,9 +96,10 @@ def split_starts(lens: np.ndarray, window: int) -> np.ndarray:
     return starts
 
 
-def most_splits(max_len: int) -> int:
-    """The most splits of an item that sees at most so many tokens."""
-    return min(MAX_SPLITS, max(1, -(-max_len // SPLIT_TOKENS)))
+def most_partials(lens: np.ndarray) -> int:
+    """The most splits of all items together, whatever the window, where so many tokens are seen; 0 for one each."""
+    splits = np.clip(-(-lens // SPLIT_TOKENS), 1, MAX_SPLITS)
+    return int(splits.sum()) if splits.max(initial=1) > 1 else 0
 
 
 def chunk_tile_rows(group: int) -> int:
@@ -268,7 +271,7 @@ class AttentionBatch:
             work={},
             tiles=tiles.view(4, -1),
             page_tokens=self.page_tokens,
-            max_splits=most_splits(int(lens.max(initial=0))),
+            num_partials=most_partials(lens),
         )
 
     def expect_lists(self) -> None:

@@ -28,6 +28,7 @@ MAX_CPU_ARENA_BYTES = 4 * GIB
 MAX_CPU_SLAB_BYTES = 2 * GIB
 MAX_GPU_SLAB_BYTES = 64 * GIB
 GRAPH_BYTES = GIB
+"""Of CUDA graphs, beside the activations of the largest."""
 WORKSPACE_BYTES = GIB // 2
 LOGIT_COPIES = 3
 """Logits in float32 that a step may hold at once: those that are sampled from, those before penalties, and what
@@ -196,15 +197,21 @@ def format_reserved(reserved: ReservedBytes, step_tokens: int) -> str:
 
 def _reserved(config: Config, spec: DecoderSpec, step_tokens: int, dtype_bytes: int) -> ReservedBytes:
     """What a GPU needs beside weights and pages."""
+    import numpy as np  # late, as above
+
+    from weft.kernels.attention_batch import PARTIAL_PAD, most_partials
+
     # Up to four tensors of hidden rows are in use at once: residual, normed, and what attention and feed-forward yield.
     attention = 2 * spec.q_features + 2 * spec.kv_features  # queries, keys and values, and what the queries see
     row = 4 * spec.hidden_size + attention + 3 * spec.intermediate_size  # gate, up, and their product
-    logits = max(config.scheduler.max_running, LOGPROB_ROWS) * spec.vocab_size
-    positions = (config.model.max_model_len or spec.max_positions) * spec.head_dim
+    max_running, longest = config.scheduler.max_running, config.model.max_model_len or spec.max_positions
+    logits = max(max_running, LOGPROB_ROWS) * spec.vocab_size * (dtype_bytes + 4 * LOGIT_COPIES)
+    partials = max_running * most_partials(np.array([longest])) * spec.num_heads * (spec.head_dim + PARTIAL_PAD) * 4
+    graph = GRAPH_BYTES + max_running * (row + spec.vocab_size * 3) * dtype_bytes + partials
     return ReservedBytes(
-        graphs=GRAPH_BYTES if config.model.cuda_graphs else 0,
+        graphs=graph if config.model.cuda_graphs else 0,
         workspaces=WORKSPACE_BYTES,
-        activations=step_tokens * row * dtype_bytes + logits * (dtype_bytes + 4 * LOGIT_COPIES) + 4 * positions,
+        activations=step_tokens * row * dtype_bytes + logits + partials + 4 * longest * spec.head_dim,
     )
 
 

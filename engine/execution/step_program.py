@@ -23,7 +23,7 @@ from weft.engine.execution.step_image import ImageLayout, StepImages
 from weft.engine.model.decoder import Decoder, KvViews, StepRows
 from weft.engine.request import TokenLogprobs
 from weft.engine.scheduling.plan import SampleSpec
-from weft.kernels.attention_batch import AttentionBatch, AttentionRows, most_splits, split_starts
+from weft.kernels.attention_batch import AttentionBatch, AttentionRows, split_starts
 from weft.kernels.sampling import NUM_COLUMNS, SamplingColumns
 from weft.memory.arena import Arena, mark
 
@@ -40,6 +40,8 @@ class StepShape:
     """Rows that attend on their own, and padding."""
     samples: int
     """Rows of logits."""
+    partials: int
+    """Splits of all items, as `most_partials` counts them."""
     is_decode: bool = False
     """Whether all rows have logits, in the same order."""
     tiles: int = 0
@@ -82,6 +84,8 @@ class StepDevice:
     max_model_len: int
     kv: KvViews = field(init=False)
     images: StepImages = field(init=False)
+    logits: torch.Tensor = field(init=False)
+    """[max_samples, vocab_size], float32: scores of the step that runs. Each CUDA graph would keep some of its own."""
     sampled: torch.Tensor = field(init=False)
     """[max_samples], int32, on the device: what the last step chose. The next one may take its tokens from here."""
     windows: list[int] = field(init=False)
@@ -99,11 +103,13 @@ class StepDevice:
             rows=self.max_rows,
             items=self.max_rows,
             samples=self.max_samples,
+            partials=0,
             tiles=self.max_rows,
             lora_tiles=2 * self.max_rows,
         ).layout(geometry.num_groups, self.windows)
         num_pages = geometry.pages(self.max_model_len) * self.max_samples + self.arena.num_pages
         self.images = StepImages(largest.num_bytes + 4 * num_pages + 128, device)
+        self.logits = torch.empty((self.max_samples, spec.vocab_size), device=device)
         self.sampled = torch.zeros(self.max_samples, dtype=torch.int32, device=device)
 
     def read(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -159,7 +165,7 @@ class StepProgram:
                 work=dict(zip(device.windows, fields["work"], strict=True)),
                 tiles=fields["tiles"][group],
                 page_tokens=geometry.page_tokens,
-                max_splits=most_splits(device.max_model_len),
+                num_partials=shape.partials,
             )
             for group in range(geometry.num_groups)
         ]
@@ -179,8 +185,10 @@ class StepProgram:
         self._replays: tuple[Callable[[], None], Callable[[], None]] | None = None
         self._loaded = _Loaded(specs=(), masks=None, reported=device.sampled[:0], zeroed=device.sampled[:0])
         self._launched: deque[_Launched] = deque()
-        self.hidden = self.logits = device.sampled[:0]
-        """What the last run computed: rows after the last norm, and scores, float32 [samples, vocab_size]."""
+        self.hidden = device.sampled[:0]
+        """What the last run computed: rows after the last norm."""
+        self.logits = device.logits[: shape.samples]
+        """The scores of the last run, until another program runs."""
 
     @property
     def is_recorded(self) -> bool:
@@ -294,7 +302,7 @@ class StepProgram:
         if self.shape.samples:
             is_all = self.shape.is_decode
             rows = self.hidden if is_all else self.hidden.index_select(0, self._sample_rows)
-            self.logits = self._device.decoder.logits(rows)
+            self._device.decoder.logits(rows, self.logits)
 
     def _sample(self) -> None:
         if self.shape.samples:

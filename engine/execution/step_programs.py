@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from weft.adapters.lora.tiles import DECODE_TILE_ROWS, count_tiles, tile_capacity, tile_rows
 from weft.engine.execution.packed_step import PackedStep
 from weft.engine.execution.sampler import RowMasks
 from weft.engine.execution.step_program import Capture, StepDevice, StepProgram, StepShape
+from weft.kernels.attention_batch import most_partials
 
 WORD_BITS = 32
 """Tokens in a word of a mask."""
@@ -65,6 +67,7 @@ class StepPrograms:
                     rows=num_rows,
                     items=num_rows,
                     samples=1,
+                    partials=0,
                     tiles=1,
                     lora_tiles=int(has_lora),
                     lora_tile_rows=tile_rows(num_rows),
@@ -95,6 +98,7 @@ class StepPrograms:
             rows=rows,
             items=rows,
             samples=rows,
+            partials=most_partials(np.full(rows, self._device.max_model_len)),
             is_decode=True,
             lora_tiles=tile_capacity(rows, num_slots, DECODE_TILE_ROWS) if has_lora else 0,
             lora_tile_rows=DECODE_TILE_ROWS,
@@ -103,10 +107,12 @@ class StepPrograms:
     def _prompt_shape(self, step: PackedStep) -> StepShape:
         rows = bucket_rows(step.num_rows)
         lora_tile_rows = tile_rows(rows)
+        lens = np.append(step.items().lens, np.zeros(rows - step.num_rows, dtype=np.int32))  # padding
         return StepShape(
             rows=rows,
-            items=len(step.items().rows) + rows - step.num_rows,
+            items=len(lens),
             samples=bucket_rows(len(step.samples)) if step.samples else 0,
+            partials=most_partials(lens),
             tiles=step.tiles(self._device.head_group).shape[1],
             lora_tiles=count_tiles(step.row_slots, lora_tile_rows) if step.adapters else 0,
             lora_tile_rows=lora_tile_rows,

@@ -153,9 +153,10 @@ class Decoder:
             x, residual = add_norm(y, residual, self._next_norms[index], eps, *delta)
         return x
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token, float32 [n, vocab_size], for hidden rows [n, hidden_size]."""
-        return self._head(hidden).float()
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Scores of the next token, float32 [n, vocab_size], for hidden rows [n, hidden_size]; put into `out`."""
+        scores = self._head(hidden)
+        return scores.float() if out is None else out.copy_(scores)
 
     def _attend(self, index: int, layer: DecoderLayer, x: torch.Tensor, step: _Step) -> Projected:
         group = step.kv.groups[index]

@@ -21,13 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.attention_batch import MAX_SPLITS, SPLIT_TOKENS, AttentionBatch, chunk_tile_rows
+from weft.kernels.attention_batch import MAX_SPLITS, PARTIAL_PAD, SPLIT_TOKENS, AttentionBatch, chunk_tile_rows
 from weft.kernels.kv_scales import KvScales
 from weft.kernels.plain.attention import check_operands
 from weft.kernels.triton.attention_blocks import attend, load, shrunk
 
-PARTIAL_PAD = 4
-"""Floats behind a partial sum: its maximum, its sum of weights, and two that keep rows on a multiple of 16 bytes."""
 MERGED = 4096
 """Elements of partial sums that are read at once: 32 of each thread."""
 PROGRAMS_PER_SM = 4
@@ -347,8 +345,8 @@ def paged_attention(
         **INTERPRETED_SIZES,
     }
     if num_items := len(rows.item_rows):
-        splits = num_items * rows.max_splits if rows.max_splits > 1 else 0
-        partials = torch.empty((splits, q.shape[1], head_dim + PARTIAL_PAD), dtype=torch.float32, device=q.device)
+        shape = (rows.num_partials, q.shape[1], head_dim + PARTIAL_PAD)
+        partials = torch.empty(shape, dtype=torch.float32, device=q.device)
         items = (rows.item_rows, rows.item_tables, rows.item_lens, rows.work[window], num_items)
         item_kernel[(_num_programs(q.device),)](
             *(*tensors, partials, rows.counters(num_kv_heads), rows.block_table, *items, *numbers),

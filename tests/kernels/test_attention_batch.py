@@ -12,7 +12,7 @@ from weft.kernels.attention_batch import (
     PromptChunk,
     chunk_tile_rows,
     chunk_tiles,
-    most_splits,
+    most_partials,
     num_splits,
     split_starts,
 )
@@ -69,7 +69,7 @@ def test_rows_name_the_pages_of_each_item_and_tile() -> None:
     assert {tuple(pages_of(rows, start, 50)) for *_, start in tiles} == {(1, 2, 6, 7)}
     assert rows.work[0].tolist() == [0, 1, 2, 3, 4]
     assert {rows.work[0].dtype, *(t.dtype for t in (rows.block_table, rows.item_rows, rows.tiles))} == {torch.int32}
-    assert (rows.page_tokens, rows.max_splits) == (16, 1)
+    assert (rows.page_tokens, rows.num_partials) == (16, 0)
 
 
 def test_rows_are_made_once_for_all_layers_and_their_work_for_each_window() -> None:
@@ -77,7 +77,7 @@ def test_rows_are_made_once_for_all_layers_and_their_work_for_each_window() -> N
     rows = batch.rows(4, 0)
     assert batch.rows(4, 300) is rows
     assert {window: work.tolist() for window, work in rows.work.items()} == {0: [0, 3], 300: [0, 2]}
-    assert rows.max_splits == 3
+    assert rows.num_partials == 3
     counters = rows.counters(2)
     assert (counters.tolist(), counters.dtype) == ([0, 0], torch.int32)
     assert rows.counters(2) is counters
@@ -96,8 +96,14 @@ def test_an_item_is_split_by_what_it_sees_alone() -> None:
 
 @pytest.mark.parametrize("longest", [1, 256, 257, 5_000, 64 * 256, 40_000, 131_072])
 def test_no_item_has_more_splits_than_there_is_room_for(longest: int) -> None:
-    splits = num_splits(np.arange(longest + 1), 0)
-    assert splits.max() == most_splits(longest) <= MAX_SPLITS
+    lens = np.arange(longest + 1)
+    for window in (0, 300, 5000, 16_384):
+        splits = num_splits(lens, window)
+        assert splits.max() <= MAX_SPLITS
+        assert most_partials(lens) >= (splits.sum() if splits.max() > 1 else 0)
+        assert most_partials(lens[-1:]) >= (splits[-1] if splits[-1] > 1 else 0)
+    # Where no item has two splits, none is kept.
+    assert bool(most_partials(lens)) == (longest > 256)
 
 
 def test_tiles_cover_each_row_of_a_chunk_once_and_the_longest_come_first() -> None:

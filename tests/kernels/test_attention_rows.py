@@ -34,6 +34,7 @@ def padded(rows: AttentionRows, items: Sequence[tuple[int, int, int]], tiles: in
             window: torch.from_numpy(split_starts(lens.cpu().numpy(), window)).to(lens.device) for window in rows.work
         },
         tiles=torch.cat((unused, rows.tiles, unused), dim=1),
+        num_partials=rows.num_partials + len(items),
         _counters={},
     )
 
@@ -51,7 +52,7 @@ def test_items_around_the_borders_of_splits_equal_the_oracle(window: int | None,
 
 def test_an_item_beyond_the_most_splits_of_256_tokens_has_larger_ones(impl: Implementation) -> None:
     operands = ScatteredKv(AttentionCase(((1, 64 * 256 + 1), (1, 3)), 2, 1, 16, 128), impl.device)
-    assert operands.batch.rows(2, 0).max_splits == 64
+    assert operands.batch.rows(2, 0).num_partials == 65
     assert_rows_close(operands.attend(impl.kernels.paged_attention), operands.attend(ORACLES.paged_attention), scale=2)
     assert operands.batch.rows(2, 0).work[0].tolist() == [0, 33, 34]
 
@@ -83,7 +84,7 @@ def test_the_same_tensors_serve_another_step(impl: Implementation) -> None:
         item_lens=torch.full_like(longest.item_lens, -1),
         work={0: torch.zeros_like(longest.work[0])},
         tiles=torch.zeros_like(longest.tiles),
-        max_splits=3,
+        num_partials=12,
         _counters={},
     )
     addresses = room.counters(2).data_ptr()

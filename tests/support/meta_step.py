@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -47,7 +47,8 @@ FREE = {
 
 def step_device(device: torch.device = META, *, has_head_norms: bool = False) -> StepDevice:
     """The 8B shape, with rank 16 on all linear layers in 64 adapter slots. Linear layers compute nothing on a CPU."""
-    spec, geometry, base, kernels = LLAMA.spec(), LLAMA.geometry(), LLAMA.base(), triton_kernels()
+    spec = replace(LLAMA.spec(), vocab_size=VOCAB_SIZE)
+    geometry, base, kernels = LLAMA.geometry(), LLAMA.base(), triton_kernels()
     arena = Arena(geometry, NUM_PAGES if device == META else 4001, device, BF16)
     tables = AdapterTables(SLOTS, base, 64, geometry, device)
     ranks = {(layer, module): RANK for layer in range(LLAMA.num_layers) for module in range(len(MODULE_PATHS))}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -95,6 +97,27 @@ def test_one_replay_is_all_that_a_recorded_step_launches(device: StepDevice) -> 
     assert not triton.launches
     assert not running.operations
     assert (running.copies, running.reads) == (0, 1)
+
+
+def test_the_start_takes_no_more_memory_than_is_reserved(device: StepDevice) -> None:
+    """What graphs keep, and the largest tensor of the largest step: the device has little more than its pages."""
+    largest = 0
+    empty = torch.empty
+
+    def measured(*shape: Any, **options: Any) -> torch.Tensor:
+        nonlocal largest
+        made = empty(*shape, **options)
+        largest = max(largest, made.nbytes)
+        return made
+
+    programs = StepPrograms(device, max_running=64, capture=None)
+    with fake_triton(), patch.object(torch, "empty", measured):
+        programs.prepare()
+    partials = 64 * 64 * 32 * (128 + 4) * 4  # of the 64 splits of 64 requests
+    assert partials <= largest <= device.max_rows * 2 * LLAMA.intermediate * 2, "gate and up of the largest step"
+    assert {program.logits.untyped_storage()._cdata for program in programs.decode.values()} == {
+        device.logits.untyped_storage()._cdata
+    }
 
 
 def test_no_kernel_is_compiled_after_the_start(device: StepDevice) -> None:

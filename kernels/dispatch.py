@@ -48,7 +48,6 @@ class Kernels:
     sample: Callable[..., Tensor]
     logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
     mask_tokens: Callable[[Tensor, Tensor, Tensor], None]
-    zero_pages: Callable[[Tensor, Tensor], None]
     attend: Callable[..., Tensor]
     """All of a layer between its projections. In torch operators it is `weft.kernels.attend.attend`."""
     shrink: Shrink | None = None
@@ -123,10 +122,10 @@ def native_kernels() -> Kernels:
 def torch_kernels() -> Kernels:
     """The operations in torch operators, for a CPU without C++ ones and for dtypes that these do not know."""
     from weft.kernels import attend
-    from weft.kernels.plain import attention, pages, quantised, rows, sampling, sgmv
+    from weft.kernels.plain import attention, quantised, rows, sampling, sgmv
 
     return replace(
-        _kernels_of(rows, attend, attention, sgmv, sampling, pages),
+        _kernels_of(rows, attend, attention, sgmv, sampling),
         quantised_linear=quantised.quantised_linear,
         quantised_head=quantised.quantised_head,
     )
@@ -142,7 +141,7 @@ def triton_kernels() -> Kernels:
         ConfigError: Triton is not installed.
     """
     try:
-        from weft.kernels.triton import attend, attention, pages, rows, sampling, sgmv
+        from weft.kernels.triton import attend, attention, rows, sampling, sgmv
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
@@ -150,7 +149,7 @@ def triton_kernels() -> Kernels:
             "model.device: a CUDA device needs Triton, which is not installed: pip install 'weft[triton]'",
             param="model.device",
         ) from error
-    return replace(_kernels_of(rows, attend, attention, sgmv, sampling, pages), shrink=sgmv.shrink)
+    return replace(_kernels_of(rows, attend, attention, sgmv, sampling), shrink=sgmv.shrink)
 
 
 def with_flashinfer(kernels: Kernels, device: torch.device, dtype: torch.dtype, attention: AttentionNeeds) -> Kernels:
@@ -182,7 +181,6 @@ def _kernels_of(
     attention: ModuleType,
     sgmv: ModuleType,
     sampling: ModuleType,
-    pages: ModuleType,
 ) -> Kernels:
     """The operations by their names, which are the same in the modules of every kind."""
     return Kernels(
@@ -196,5 +194,4 @@ def _kernels_of(
         sample=sampling.sample,
         logprobs=sampling.logprobs,
         mask_tokens=sampling.mask_tokens,
-        zero_pages=pages.zero_pages,
     )

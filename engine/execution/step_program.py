@@ -232,7 +232,8 @@ class StepProgram:
 
     def zero_pages(self) -> None:
         """Zero the pages that `load` was told of."""
-        self._device.sampler.kernels.zero_pages(self._device.arena.bytes, self._loaded.zeroed)
+        if len(self._loaded.zeroed):
+            self._device.arena.zero_listed(self._loaded.zeroed)
 
     def run(self) -> None:
         """Compute the step that was loaded, and start to copy what it chose to the host."""

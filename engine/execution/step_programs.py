@@ -120,8 +120,7 @@ class StepPrograms:
 
 
 def _run(program: StepProgram, step: PackedStep) -> None:
-    program.load(step, zero_pages=[0])  # which is none
-    program.zero_pages()
+    program.load(step)
     program.run()
     program.collect()
 

@@ -28,7 +28,7 @@ def test_a_cpu_gets_cpp_kernels(dtype: torch.dtype) -> None:
     operations = asdict(kernels)
     assert operations.pop("shrink") is None, "sgmv does both products"
     in_torch = {name for name, operation in operations.items() if ".native." not in operation.__module__}
-    assert in_torch == {"embed", "sample", "logprobs", "zero_pages"}
+    assert in_torch == {"embed", "sample", "logprobs"}
     assert kernels.sample is sampling_cpu.sample
 
 

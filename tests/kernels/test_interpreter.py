@@ -12,7 +12,7 @@ import pytest
 
 FILES = (
     *("test_attend.py", "test_attention.py", "test_attention_rows.py", "test_deltas.py", "test_flashinfer.py"),
-    *("test_kv_int8.py", "test_masks.py", "test_pages.py", "test_rows.py"),
+    *("test_kv_int8.py", "test_masks.py", "test_rows.py"),
     *("test_sampling.py", "test_sgmv.py", "test_triton_steps.py"),
 )
 

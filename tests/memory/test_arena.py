@@ -121,3 +121,10 @@ def test_pages_take_no_memory_before_they_are_used() -> None:
     arena = Arena(make_geometry(), (1 << 30) // make_geometry().page_bytes, CPU, torch.bfloat16)
     assert arena.bytes.nbytes > 900 << 20
     assert psutil.Process().memory_info().rss - before < 64 << 20
+
+
+def test_pages_listed_on_the_device_become_zeros_and_no_others() -> None:
+    arena = Arena(make_geometry(), 5, CPU, torch.bfloat16)
+    arena.poison([1, 2, 3, 4])
+    arena.zero_listed(torch.tensor([4, 2], dtype=torch.int32))
+    assert [bool(page.any()) for page in arena.bytes] == [False, True, False, True, False]

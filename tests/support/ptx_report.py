@@ -25,7 +25,6 @@ from triton.compiler import ASTSource
 
 from weft.kernels.triton import attend as attend_triton
 from weft.kernels.triton import attention as attention_triton
-from weft.kernels.triton import pages as pages_triton
 from weft.kernels.triton import rows as rows_triton
 from weft.kernels.triton import sampling as sampling_triton
 from weft.kernels.triton import sgmv as sgmv_triton
@@ -176,7 +175,6 @@ NO_DELTA: dict[str, object] = {
 def _row_variants() -> dict[str, Variant]:
     norm, eps = {"N": 4096, "BLOCK": 4096}, {"eps": "fp32"}
     heads, gate = {**NO_DELTA, **HEADS}, {**NO_DELTA, "N": 14336, "BN": 128}
-    zero_pages = {"WORDS": 1 << 19, "BLOCK": pages_triton.BLOCK_WORDS, "PROGRAMS": pages_triton.PROGRAMS}
     heads_kernel, embed_kernel = attend_triton.heads_kernel, rows_triton.embed_kernel
     return {
         "embed": Variant(embed_kernel, "bf16", {"N": 4096, "BLOCK": 1024}, {}, 4, 2),
@@ -186,7 +184,6 @@ def _row_variants() -> dict[str, Variant]:
         "heads normed": Variant(heads_kernel, "bf16", {**heads, **NO_SCALES}, eps, 4, 2),
         "heads int8": Variant(heads_kernel, "bf16", heads, eps, 4, 2, kv_dtype="i8"),
         "silu_and_mul": Variant(rows_triton.silu_and_mul_kernel, "bf16", gate, {}, 4, 2),
-        "zero_pages": Variant(pages_triton.zero_pages_kernel, "", zero_pages, {}, 4, 2),
     }
 
 

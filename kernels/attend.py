@@ -96,28 +96,6 @@ def attend(
     return paged_attention(q, k_pages, v_pages, batch, scale, sliding_window, kv_scales).flatten(1)
 
 
-def check_operands(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    slot_mapping: Tensor,
-    batch: AttentionBatch,
-    sliding_window: int | None,
-    kv_scales: KvScales | None,
-) -> None:
-    """Check what a call to `attend` was given, but for the norms.
-
-    Raises:
-        ValueError: A shape, dtype, device or stride does not fit.
-    """
-    q, k, v = split_heads(qkv, k_pages)
-    rows_cpu.check_rope(q, k, cos, sin)
-    rows_cpu.check_kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
-    attention_cpu.check_operands(q, k_pages, v_pages, batch, sliding_window, kv_scales)
-
-
 def split_heads(qkv: Tensor, k_pages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the queries, keys and values in a fused projection: [T, Hq, D], [T, Hkv, D], [T, Hkv, D].
 

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.kernels import attend as composed
-from weft.kernels.attend import HeadNorms, Rotation
+from weft.kernels.attend import HeadNorms, Rotation, check_norms, split_heads
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.checks import expect
 from weft.kernels.kv_scales import KvScales
 from weft.kernels.native.library import native_function
 from weft.kernels.plain.attention import check_operands
+from weft.kernels.plain.rows import check_kv_write, check_rope
 
 TASK_ROWS = 128
 """Query rows, over the heads of a KV group, that are computed together."""
@@ -85,10 +85,13 @@ def attend(
     heads, head_dim = k_pages.shape[1], k_pages.shape[3]
     num_heads = qkv.shape[1] // head_dim - 2 * heads
 
-    composed.check_norms(norms, qkv, head_dim)  # other tensors in each layer
+    check_norms(norms, qkv, head_dim)  # other tensors in each layer
 
     def prepare() -> tuple[np.ndarray, Tensor]:
-        composed.check_operands(qkv, cos, sin, k_pages, v_pages, slot_mapping, batch, sliding_window, kv_scales)
+        q, k, v = split_heads(qkv, k_pages)
+        check_rope(q, k, cos, sin)
+        check_kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
+        check_operands(q, k_pages, v_pages, batch, sliding_window, kv_scales)
         expect("slot_mapping", slot_mapping, (len(qkv),), torch.int64)
         return _tasks(batch, num_heads, heads), qkv.new_zeros((len(qkv), num_heads * head_dim))
 

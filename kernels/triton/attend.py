@@ -186,21 +186,6 @@ def attend(
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
     """
-    q = rope_kv_write(qkv, norms, rotation, k_pages, v_pages, slot_mapping, kv_scales, delta)
-    return paged_attention(q, k_pages, v_pages, batch, scale, sliding_window, kv_scales).flatten(1)
-
-
-def rope_kv_write(
-    qkv: Tensor,
-    norms: HeadNorms | None,
-    rotation: Rotation,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    slot_mapping: Tensor,
-    kv_scales: KvScales | None = None,
-    delta: LoraDelta | None = None,
-) -> Tensor:
-    """What `attend` does before the attention: returns its queries, a view of qkv, [T, Hq, D]."""
     q, k, v = split_heads(qkv, k_pages)
     head_dim = q.shape[2]
     check_norms(norms, qkv, head_dim)
@@ -212,22 +197,14 @@ def rope_kv_write(
     num_tiles, pointers, sizes, constants = delta_operands(delta, len(qkv))
     if len(qkv):
         weights, eps = ((None, None), 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
-        scale_strides = (0, 0) if kv_scales is None else kv_scales[0].stride()[:2]
+        pages = (k_pages, v_pages, *(kv_scales or (None, None)), slot_mapping)
+        strides = (*k_pages.stride()[:3], *((0, 0) if kv_scales is None else kv_scales[0].stride()[:2]))
         heads_kernel[(num_tiles, q.shape[1] + 2 * k.shape[1])](
-            *(qkv, *weights, rotation.positions, rotation.cos, rotation.sin, k_pages, v_pages),
-            *(
-                *(kv_scales or (None, None)),
-                slot_mapping,
-                *pointers,
-                *sizes,
-                eps,
-                *k_pages.stride()[:3],
-                *scale_strides,
-            ),
+            *(qkv, *weights, rotation.positions, rotation.cos, rotation.sin, *pages, *pointers, *sizes, eps, *strides),
             **{**constants, "Q_HEADS": q.shape[1], "KV_HEADS": k.shape[1], "D": head_dim, "LARGEST": float(LARGEST)},
             BLOCK=max(16, triton.next_power_of_2(head_dim // 2)),
             PAGE_TOKENS=k_pages.shape[2],
             num_warps=num_warps(constants),
             num_stages=2,
         )
-    return q
+    return paged_attention(q, k_pages, v_pages, batch, scale, sliding_window, kv_scales).flatten(1)

@@ -23,7 +23,7 @@ from weft.benchmarks.engine.own_engine import OwnEngine, own_engine
 from weft.benchmarks.engine.stored import store_adapters
 from weft.benchmarks.model_shapes import ALL_LINEAR, MODELS, ModelShape
 from weft.benchmarks.qwen_shape import save_random_adapter
-from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig
+from weft.config import AdapterConfig, Config, Device, MemoryConfig, ModelConfig, SchedulerConfig
 from weft.engine.model import weights as weights_module
 from weft.engine.model.spec import expected_tensors
 
@@ -90,10 +90,10 @@ class Setup:
         fields = {"architectures": ["LlamaForCausalLM"], **self.model.config_fields(), "vocab_size": self.vocab_size}
         sizes = {"tie_word_embeddings": False, "max_position_embeddings": 8192}
         (self.folder / "config.json").write_text(json.dumps(fields | sizes))
-        device: Any = self.device.type
-        model = ModelConfig(path=str(self.folder), device=device, dtype="bfloat16", cuda_graphs=not self.is_eager)
+        device: Device = "cpu" if self.is_tiny else "cuda"
+        path, graphs = str(self.folder), not self.is_eager
         config = Config(
-            model=model,
+            model=ModelConfig(path=path, device=device, dtype="bfloat16", cuda_graphs=graphs),
             memory=MemoryConfig(gib=size(16.0, 1 / 128), host_gib=size(20.0, 1 / 16), prefix_cache=False),
             scheduler=SchedulerConfig(max_running=MAX_RUNNING, step_tokens=size(2048, 256)),
             adapter=AdapterConfig(max_rank=64),

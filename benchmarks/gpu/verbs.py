@@ -7,7 +7,7 @@
     kernels    how near is each operation to its floor, and which launch constants are best?
     yardstick  how does attention compare with FlashInfer's, on the same pages?
     step       how long is a step of the 8B shape with up to 32 adapters?
-    profile    where does its time go? (torch's profiler, Nsight Compute)
+    profile    where does its time go? (a trace of torch's profiler)
     memory     what do page copies and scattered pages cost?
     serve      do steps stall while adapters of mixed rank come and go?
 
@@ -35,12 +35,12 @@ from weft.benchmarks.report import AddOption, positive, provenance
 from weft.errors import ConfigError
 
 VERBS: dict[str, Callable[[Setup], Cases]] = {
-    "check": partial(commands.cases, "check"),
-    "sanitize": partial(commands.cases, "sanitize"),
+    "check": commands.check_cases,
+    "sanitize": commands.sanitize_cases,
     "kernels": kernels.cases,
     "yardstick": yardstick.cases,
     "step": step.cases,
-    "profile": lambda setup: {**step.trace_cases(setup), **commands.cases("profile", setup)},
+    "profile": step.trace_cases,
     "memory": memory.cases,
     "serve": serve.cases,
 }

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from weft.benchmarks.gpu.case_log import Cases, Figures
-from weft.benchmarks.gpu.machine import Setup
+from weft.benchmarks.gpu.setup import Setup
 from weft.errors import EngineError
 
 ROOT = Path(__file__).resolve().parents[2]

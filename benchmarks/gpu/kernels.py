@@ -17,7 +17,7 @@ import torch
 from weft.benchmarks.engine.kernels import MIXES, KernelBench, Work, call_s, relative_error
 from weft.benchmarks.gpu.case_log import Cases, Figures
 from weft.benchmarks.gpu.floors import GOAL_LORA, GOAL_MIXED, GOAL_SINGLE_S
-from weft.benchmarks.gpu.machine import MAX_TOKENS, Setup
+from weft.benchmarks.gpu.setup import MAX_TOKENS, Setup
 from weft.errors import EngineError
 from weft.kernels.sampling import RowSampling
 from weft.kernels.triton import plans

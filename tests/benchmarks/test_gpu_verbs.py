@@ -18,7 +18,7 @@ import torch
 from weft.benchmarks.engine.kernels import KernelBench, Work
 from weft.benchmarks.gpu import commands, kernels, serve, step
 from weft.benchmarks.gpu.case_log import DONE, FAILED
-from weft.benchmarks.gpu.machine import Setup
+from weft.benchmarks.gpu.setup import Setup
 from weft.benchmarks.main import main
 from weft.errors import EngineError
 from weft.kernels.triton import plans

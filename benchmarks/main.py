@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.errors import ConfigError
+
 BENCHMARKS = {
     "kernels": ("engine.kernels", "Time each operation against what the machine can do."),
     "step": ("engine.step", "Time decode steps and prompts against their floor, part by part."),
@@ -53,16 +55,17 @@ def make_parser(name: str) -> argparse.ArgumentParser:
 
 def main(name: str, arguments: Sequence[str]) -> int:
     """Run a benchmark; returns the exit status."""
-    from weft.benchmarks.report import (
-        run_or_refuse,
-        tell,
-    )  # the command line lists the benchmarks without what prints tables
+    from weft.benchmarks.report import tell  # the command line lists the benchmarks without what prints tables
 
-    module = _module(name)
-    if hasattr(module, "run"):
-        return run_or_refuse(name, make_parser(name).parse_args(arguments), module.run)
-    result_name = BENCHMARKS[name][0].rpartition(".")[2].replace("_", "-")
-    return tell(result_name, make_parser(name).parse_args(arguments), module.measure)
+    module, options = _module(name), make_parser(name).parse_args(arguments)
+    if hasattr(module, "measure"):
+        result_name = BENCHMARKS[name][0].rpartition(".")[2].replace("_", "-")
+        return tell(result_name, options, module.measure)
+    try:
+        return int(module.run(options))
+    except ConfigError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
 
 
 def _module(name: str) -> Any:  # noqa: ANN401 - each has the same two functions

@@ -164,15 +164,6 @@ def tell(command: str, options: argparse.Namespace, measure: Callable[[argparse.
     return 1 if failures else 0
 
 
-def run_or_refuse(command: str, options: argparse.Namespace, run: Callable[[argparse.Namespace], int]) -> int:
-    """Run a benchmark that writes its own results; returns its exit status, or 2 for options that make no sense."""
-    try:
-        return run(options)
-    except ConfigError as error:
-        print(f"{command}: {error}", file=sys.stderr)
-        return 2
-
-
 def without_nan(value: Any) -> Any:  # noqa: ANN401 - JSON in, JSON out
     """The same JSON with NaN and infinities as null, floats of six digits, and paths as text."""
     if isinstance(value, Mapping):

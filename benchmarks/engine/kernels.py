@@ -38,7 +38,7 @@ from weft.kernels.dispatch import kernels_for
 from weft.kernels.plain.rows import kv_write
 from weft.kernels.sampling import RowSampling, SamplingColumns
 from weft.memory.arena import Arena
-from weft.memory.geometry import SCALE_BYTES, PageGeometry
+from weft.memory.geometry import SCALE_BYTES
 
 DTYPE = torch.bfloat16
 VOCAB_SIZE = 32_000
@@ -178,8 +178,10 @@ class KernelBench:
         lengths = [query] * rows, [context] * rows
         batch = AttentionBatch.build(tables, *lengths, self.device, geometry.page_tokens)
         q = self.queries(rows * query) if q is None else q
-        kv_bytes = rows * context * vector_bytes(geometry) * 2 * model.num_kv_heads
-        stored = " of int8" if geometry.is_kv_int8 else ""
+        vector_bytes, stored = geometry.head_dim * geometry.dtype_bytes, ""
+        if geometry.is_kv_int8:
+            vector_bytes, stored = geometry.head_dim + SCALE_BYTES, " of int8"
+        kv_bytes = rows * context * vector_bytes * 2 * model.num_kv_heads
 
         def attend(call: int) -> object:
             layer = call % self.num_layers
@@ -216,13 +218,6 @@ def arena_pages(model: ModelShape, kv_pages: int = KV_PAGES) -> int:
     base, geometry = model.base(), model.geometry()
     mixes = [sum(adapter_pages(all_modules(base, rank), base, geometry) for rank in mix) for mix in MIXES.values()]
     return max(*mixes, kv_pages) + 1
-
-
-def vector_bytes(geometry: PageGeometry) -> int:
-    """Bytes of a token's key, or value, of one head, with its scale where it has one."""
-    if geometry.is_kv_int8:
-        return geometry.head_dim + SCALE_BYTES
-    return geometry.head_dim * geometry.dtype_bytes
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -313,14 +308,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def figures(works: Sequence[Work], machine: Machine, where: str = "") -> dict[str, dict[str, float]]:
     """Medians of operations beside their floors, in microseconds, by their names and `where`; they are run in turns."""
-    seconds = timings_in_turns([work.run for work in works], CALLS)
-    medians = [
-        (work, statistics.median(times), machine.floor_s(work)) for work, times in zip(works, seconds, strict=True)
-    ]
-    return {
-        f"{work.name}{where}": {"us": median * 1e6, "floor_us": floor_s * 1e6, "ratio": median / floor_s}
-        for work, median, floor_s in medians
-    }
+    found = {}
+    for work, seconds in zip(works, timings_in_turns([work.run for work in works], CALLS), strict=True):
+        us, floor_us = 1e6 * statistics.median(seconds), 1e6 * machine.floor_s(work)
+        found[f"{work.name}{where}"] = {"us": us, "floor_us": floor_us, "ratio": us / floor_us}
+    return found
 
 
 def add_options(add: AddOption) -> None:

@@ -1,4 +1,4 @@
-"""Cases that are programs of their own: tests on the device, the same under compute-sanitizer, and Nsight Compute."""
+"""Cases that are programs of their own: tests on the device, and the same under compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from functools import partial
 from pathlib import Path
 
 from weft.benchmarks.gpu.case_log import Cases, Figures
-from weft.benchmarks.gpu.machine import Setup
+from weft.benchmarks.gpu.setup import Setup
 from weft.errors import EngineError
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = (sys.executable, "-P", "-m")
-PYTEST = (*PYTHON, "pytest", "-p", "no:cacheprovider", "-q", "-m", "gpu", "tests/kernels")
+PYTEST = (sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-q", "-m", "gpu", "tests/kernels")
 SANITIZER = ("compute-sanitizer", "--target-processes", "all", "--error-exitcode", "9", "--print-limit", "20")
 UNCACHED = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")
 """Without torch's cache of memory, which hides accesses outside of a tensor."""
@@ -25,30 +24,26 @@ SANITIZED = {
     "synccheck": "bfloat16 and repeat or captured_graph",
 }
 """Tests by the tool that watches them: memory accesses, races in shared memory, barriers."""
-KERNELS = "regex:item|chunk|shrink|expand|sample|norm|silu"
-NCU = ("ncu", "--clock-control", "none", "--set", "basic", "-k", KERNELS, "-c", "24", "-f")
-STEP = (*PYTHON, "weft.benchmarks.main", "gpu", "step", "--eager", "--only", "^decode, 32 rows, 32 adapters$")
-"""What Nsight Compute looks at."""
 
 
-def cases(verb: str, setup: Setup) -> Cases:
-    """The programs of a verb."""
+def check_cases(setup: Setup) -> Cases:
+    """The tests that want a GPU, and what the machine is."""
     # Beside tests/kernels only the files that have such tests: others may need packages that the machine does not have.
     files = [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text()]
     jobs = ["-n", str(setup.jobs), "--dist", "worksteal"] if setup.jobs > 1 else []
-    tiny = ["--tiny"] if setup.is_tiny else []
-    programs: dict[str, dict[str, list[str]]] = {
-        "check": {
-            "tests": [*PYTEST, *files, *jobs],
-            "nvidia-smi": ["nvidia-smi", "-q"],
-            "nvcc": ["nvcc", "--version"],
-        },
-        "sanitize": {
-            tool: [*SANITIZER, "--tool", tool, *UNCACHED, *PYTEST, "-k", tests] for tool, tests in SANITIZED.items()
-        },
-        "profile": {"ncu": [*NCU, "-o", f"{setup.out}/kernels", *STEP, "--out", f"{setup.out}/ncu", *tiny]},
+    return {
+        "tests": partial(run, setup, "tests", [*PYTEST, *files, *jobs]),
+        "nvidia-smi": partial(run, setup, "nvidia-smi", ["nvidia-smi", "-q"]),
+        "nvcc": partial(run, setup, "nvcc", ["nvcc", "--version"]),
     }
-    return {name: partial(run, setup, name, command) for name, command in programs[verb].items()}
+
+
+def sanitize_cases(setup: Setup) -> Cases:
+    """A few tests under each tool."""
+    return {
+        tool: partial(run, setup, tool, [*SANITIZER, "--tool", tool, *UNCACHED, *PYTEST, "-k", tests])
+        for tool, tests in SANITIZED.items()
+    }
 
 
 def run(setup: Setup, name: str, command: Sequence[str]) -> Figures:

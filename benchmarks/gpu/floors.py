@@ -39,9 +39,8 @@ def weight_elements(model: ModelShape, vocab_size: int) -> int:
 
 def lora_elements(model: ModelShape, ranks: Sequence[int]) -> int:
     """Numbers in adapters of these ranks on all linear layers."""
-    return (
-        model.num_layers * sum(ranks) * sum(module.in_features + module.out_features for module in model.base().modules)
-    )
+    of_rank = sum(module.in_features + module.out_features for module in model.base().modules)
+    return model.num_layers * sum(ranks) * of_rank
 
 
 def kv_elements(model: ModelShape, tokens: int) -> int:

@@ -6,11 +6,10 @@ constants of the launchers that were faster than those they take by themselves (
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from operator import methodcaller
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import torch
 from weft.benchmarks.engine.kernels import MIXES, KernelBench, Work, call_s, relative_error
 from weft.benchmarks.gpu.case_log import Cases, Figures
 from weft.benchmarks.gpu.floors import GOAL_LORA, GOAL_MIXED, GOAL_SINGLE_S
-from weft.benchmarks.gpu.machine import MAX_TOKENS, Setup
+from weft.benchmarks.gpu.setup import MAX_TOKENS, Setup
 from weft.errors import EngineError
 from weft.kernels.sampling import RowSampling
 from weft.kernels.triton import plans
@@ -37,43 +36,40 @@ SAMPLINGS = {
     "top-k": RowSampling(temperature=0.8, top_k=40, uniform=0.5),
     "top-k and top-p": RowSampling(temperature=0.8, top_k=40, top_p=0.9, uniform=0.5),
 }
-Make = Callable[[KernelBench], Work | list[Work]]
-"""Makes one operation, or several that belong together."""
+Make = Callable[..., Work | list[Work]]
+"""A method of `KernelBench` that makes one operation, or several that belong together."""
 
 
 def cases(setup: Setup) -> Cases:
     """Attention, sampling and small operations, LoRA, then the search for constants."""
-    long = setup.sized(1024, 64)
-    makes: dict[str, Make] = {
-        f"attention, {rows} rows, context {context:,}": methodcaller("attention", rows, context)
-        for context in (long, 4 * long, 16 * long)
-        for rows in (32, 1, 8, 64)
-        if rows * context <= MAX_TOKENS
-    }
+    long, found = setup.sized(1024, 64), dict[str, Callable[[], Figures]]()
+    for context, rows in itertools.product((long, 4 * long, 16 * long), (32, 1, 8, 64)):
+        if rows * context <= MAX_TOKENS:
+            name = f"attention, {rows} rows, context {context:,}"
+            found[name] = partial(_operation, setup, KernelBench.attention, rows, context)
     for tokens, before in PROMPTS[: setup.sized(3, 1)]:
-        makes[f"attention, prompt of {tokens} after {before:,}"] = methodcaller("attention", 1, tokens + before, tokens)
+        name = f"attention, prompt of {tokens} after {before:,}"
+        found[name] = partial(_operation, setup, KernelBench.attention, 1, tokens + before, tokens)
     for about, row in SAMPLINGS.items():
-        makes[f"{about} sampling, 32 rows"] = methodcaller("sampling", 32, about, row, setup.vocab_size)
-    makes["norms, SiLU and rope, 32 rows"] = methodcaller("small", 32)
-    mixes = [(32, count, rank) for count in (32, 1, 8) for rank in (16, 8, 64)] + [(1, 1, 16), (64, 1, 16)]
-    swept: dict[str, Make] = {
-        "decode attention": methodcaller("attention", 32, long),
-        "prompt attention": methodcaller("attention", 1, 2 * long, 2 * long),
-        "LoRA": methodcaller("lora", (16,) * 32, 32),
-    }
-    return {
-        **{name: partial(_operation, setup, make) for name, make in makes.items()},
-        **{
-            f"LoRA, {rows} rows, {count} of rank {rank}": partial(_lora, setup, rows, (rank,) * count)
-            for rows, count, rank in mixes
-        },
-        "LoRA, mixed ranks as one rank": partial(_mixed, setup),
-        **{f"constants of {name}": partial(_sweep, setup, make) for name, make in swept.items()},
-    }
+        name = f"{about} sampling, 32 rows"
+        found[name] = partial(_operation, setup, KernelBench.sampling, 32, about, row, setup.vocab_size)
+    found["norms, SiLU and rope, 32 rows"] = partial(_operation, setup, KernelBench.small, 32)
+    for count, rank in itertools.product((32, 1, 8), (16, 8, 64)):
+        found[f"LoRA, 32 rows, {count} of rank {rank}"] = partial(_lora, setup, (rank,) * count)
+    found["LoRA, mixed ranks as one rank"] = partial(_mixed, setup)
+    found["constants of decode attention"] = partial(_sweep, setup, KernelBench.attention, 32, long)
+    found["constants of prompt attention"] = partial(_sweep, setup, KernelBench.attention, 1, 2 * long, 2 * long)
+    found["constants of LoRA"] = partial(_sweep, setup, KernelBench.lora, (16,) * 32, 32)
+    return found
 
 
-def _operation(setup: Setup, make: Make) -> Figures:
-    return timed(setup, works_of(setup, make))
+def _operation(setup: Setup, make: Make, *arguments: object) -> Figures:
+    return timed(setup, works_of(make(setup.bench, *arguments)))
+
+
+def works_of(made: Work | list[Work]) -> list[Work]:
+    """One or more operations as a list."""
+    return made if isinstance(made, list) else [made]
 
 
 def timed(setup: Setup, works: Sequence[Work]) -> dict[str, Any]:
@@ -86,15 +82,9 @@ def timed(setup: Setup, works: Sequence[Work]) -> dict[str, Any]:
     return {key: sum(part[key] for part in parts) for key in ("measured", "floor")} | {"unit": "us", "parts": parts}
 
 
-def works_of(setup: Setup, make: Make) -> list[Work]:
-    """The operations, over the data that all cases share."""
-    made = make(setup.bench)
-    return made if isinstance(made, list) else [made]
-
-
-def _lora(setup: Setup, rows: int, ranks: tuple[int, ...]) -> Figures:
-    """LoRA at the four sites of a layer. Each must give the same bits twice (K3), and reach its goal (K1)."""
-    works = setup.bench.lora(ranks, rows)
+def _lora(setup: Setup, ranks: tuple[int, ...]) -> Figures:
+    """LoRA of 32 rows at the four sites of a layer. Each must give the same bits twice (K3) and reach its goal (K1)."""
+    works = setup.bench.lora(ranks, 32)
     found, is_ok = timed(setup, works), all(torch.equal(result(work), result(work)) for work in works)
     if len(ranks) == 1 or sum(ranks) >= MANY_RANKS:
         goals = [1e6 * GOAL_SINGLE_S if len(ranks) == 1 else GOAL_LORA * part["floor"] for part in found["parts"]]
@@ -119,12 +109,12 @@ def result(work: Work) -> torch.Tensor:
     return work.out.clone()
 
 
-def _sweep(setup: Setup, make: Make) -> Figures:
+def _sweep(setup: Setup, make: Make, *arguments: object) -> Figures:
     """Choose the constants of an operation's kernels one after the other: those that its launchers ask `plan` for.
 
     `tried` has the microseconds with each choice, or why it cannot be taken.
     """
-    works = works_of(setup, make)
+    works = works_of(make(setup.bench, *arguments))
     plans.asked.clear()
     expected = [result(work) for work in works]
 
@@ -152,12 +142,9 @@ def _sweep(setup: Setup, make: Make) -> Figures:
                     best, best_s = choice, found_s
         if best != first:
             chosen[kernel] = best
-    keep_plans(setup.out / "plans.json", chosen)
-    return {"measured": 1e6 * before_s, "unit": "us before", "chosen": chosen, "tried": tried}
-
-
-def keep_plans(path: Path, chosen: Mapping[str, Mapping[str, int]]) -> None:
-    """Add the best constants of kernels on this GPU to a file."""
+    path = setup.out / "plans.json"
     kept = json.loads(path.read_text()) if path.exists() else {}
     kept.setdefault(plans.architecture(), {}).update(chosen)
     path.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    note = f"{len(plans.asked)} kernels, better: {chosen}"
+    return {"measured": 1e6 * before_s, "unit": "us", "note": note, "chosen": chosen, "tried": tried}

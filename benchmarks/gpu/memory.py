@@ -11,7 +11,7 @@ import torch
 from weft.benchmarks.engine.kernels import KernelBench, call_s, timings_in_turns
 from weft.benchmarks.gpu.case_log import Cases, Figures
 from weft.benchmarks.gpu.floors import GOAL_COPY
-from weft.benchmarks.gpu.machine import Setup, release
+from weft.benchmarks.gpu.setup import Setup, release
 from weft.benchmarks.model_shapes import MODELS, ModelShape
 
 PAGE_KIB = (256, 768, 2048)

@@ -13,7 +13,7 @@ from weft.adapters.ref import AdapterRef
 from weft.benchmarks.engine.stored import greedy_request
 from weft.benchmarks.gpu.case_log import Cases, Figures
 from weft.benchmarks.gpu.floors import GOAL_SWAPS
-from weft.benchmarks.gpu.machine import MAX_RUNNING, Setup
+from weft.benchmarks.gpu.setup import MAX_RUNNING, Setup
 from weft.benchmarks.gpu.step import draw_prompt
 from weft.benchmarks.metrics import distribution
 from weft.kernels.triton.compiles import CompileWatch

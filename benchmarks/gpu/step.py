@@ -6,10 +6,11 @@ device computed and how many kernels it got: where it computed for less than the
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from weft.adapters.ref import AdapterRef
 from weft.benchmarks.gpu import floors
 from weft.benchmarks.gpu.case_log import Cases, Figures
-from weft.benchmarks.gpu.machine import Setup
+from weft.benchmarks.gpu.setup import Setup
 from weft.errors import EngineError
 from weft.kernels.triton.compiles import CompileWatch
 
@@ -34,14 +35,13 @@ PROFILED_STEPS = 3
 
 def cases(setup: Setup) -> Cases:
     """Decode steps, then prompts."""
-    decodes = [(rows, count) for rows in ROWS for count in ADAPTERS if count <= rows]
-    prompts = [(tokens, count) for tokens in PROMPTS for count in (0, 1)]
-    return {
-        **{f"decode, {rows} rows, {count} adapters": partial(_decode, setup, rows, count) for rows, count in decodes},
-        **{
-            f"prompt of {tokens}, {count} adapters": partial(_prompt, setup, tokens, count) for tokens, count in prompts
-        },
-    }
+    found = dict[str, Callable[[], Figures]]()
+    for rows, count in itertools.product(ROWS, ADAPTERS):
+        if count <= rows:
+            found[f"decode, {rows} rows, {count} adapters"] = partial(_decode, setup, rows, count)
+    for tokens, count in itertools.product(PROMPTS, (0, 1)):
+        found[f"prompt of {tokens}, {count} adapters"] = partial(_prompt, setup, tokens, count)
+    return found
 
 
 def trace_cases(setup: Setup) -> Cases:
@@ -52,12 +52,11 @@ def trace_cases(setup: Setup) -> Cases:
 
 
 def _decode(setup: Setup, rows: int, count: int, *, has_trace: bool = False) -> Figures:
-    """A decode step, with the base's in the same case as what its goal is a multiple of (E1, E2)."""
+    """A decode step. The goal of one with adapters is a multiple of the base's, which is measured with it (E1, E2)."""
     base_ms = _decode(setup, rows, 0)["measured"] if count else 0.0
-    context, steps = setup.sized(1024, 32), setup.sized(STEPS, 3)
-    floor_s = floors.decode_floor_s(
-        setup.model, setup.vocab_size, rows, context + steps // 2, [RANK] * count, setup.machine
-    )
+    context, steps, ranks = setup.sized(1024, 32), setup.sized(STEPS, 3), [RANK] * count
+    middle = context + steps // 2
+    floor_s = floors.decode_floor_s(setup.model, setup.vocab_size, rows, middle, ranks, setup.machine)
     prompts, refs = [draw_prompt(setup, context) for _ in range(rows)], setup.adapters((RANK,), count)
     with decoding(setup, prompts, refs), CompileWatch() as watch:
         seconds = [setup.engine.pump() for _ in range(WARM_UP_STEPS + steps)][WARM_UP_STEPS:]
@@ -75,7 +74,7 @@ def _decode(setup: Setup, rows: int, count: int, *, has_trace: bool = False) -> 
 
 
 def _prompt(setup: Setup, tokens: int, count: int) -> Figures:
-    """A prompt, with the base's in the same case as what its goal is a multiple of (E3)."""
+    """A prompt. The goal of one with an adapter is a multiple of the base's, which is measured with it (E3)."""
     goal = {"goal": floors.GOAL_PROMPT * _prompt(setup, tokens, 0)["measured"]} if count else {}
     prompt, refs, seconds = draw_prompt(setup, tokens), setup.adapters((RANK,), count), list[float]()
     for _ in range(6):

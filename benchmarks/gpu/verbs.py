@@ -6,8 +6,8 @@
     sanitize   do kernels read or write outside of their tensors, or race? (compute-sanitizer)
     kernels    how near is each operation to its floor, and which launch constants are best?
     yardstick  how does attention compare with FlashInfer's, on the same pages?
-    step       how long is a step of the 8B shape with up to 32 adapters?
-    profile    where does its time go? (torch's profiler, Nsight Compute)
+    step       how long is a step of the 8B shape with up to 64 adapters?
+    profile    where does its time go? (a trace of torch's profiler)
     memory     what do page copies and scattered pages cost?
     serve      do steps stall while adapters of mixed rank come and go?
 
@@ -30,22 +30,22 @@ import torch
 
 from weft.benchmarks.gpu import commands, kernels, memory, serve, step, yardstick
 from weft.benchmarks.gpu.case_log import CaseLog, Cases
-from weft.benchmarks.gpu.machine import Setup, describe_device, release
+from weft.benchmarks.gpu.setup import Setup, describe_device, release
 from weft.benchmarks.report import AddOption, positive, provenance
 from weft.errors import ConfigError
 
 VERBS: dict[str, Callable[[Setup], Cases]] = {
-    "check": partial(commands.cases, "check"),
-    "sanitize": partial(commands.cases, "sanitize"),
+    "check": commands.check_cases,
+    "sanitize": commands.sanitize_cases,
     "kernels": kernels.cases,
     "yardstick": yardstick.cases,
     "step": step.cases,
-    "profile": lambda setup: {**step.trace_cases(setup), **commands.cases("profile", setup)},
+    "profile": step.trace_cases,
     "memory": memory.cases,
     "serve": serve.cases,
 }
-TIMED = ("kernels", "yardstick", "step", "memory")
-"""Verbs that compare with what the device can do at best."""
+PROGRAMS = ("check", "sanitize")
+"""Verbs that compute nothing in this process: its memory on the device is theirs."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     )
     about = {"verb": options.verb, **provenance(), **describe_device(setup.device)}
     about["commit"] = options.commit or about["commit"]
-    if options.verb in TIMED:
+    if options.verb not in PROGRAMS:
         about["machine"] = asdict(setup.machine)
     log = CaseLog(setup.out / f"{options.verb}{'-eager' if options.eager else ''}.json", about)
     cases = {name: case for name, case in VERBS[options.verb](setup).items() if re.search(options.only, name)}

@@ -11,7 +11,7 @@ import torch
 from weft.benchmarks.engine.kernels import DTYPE, relative_error
 from weft.benchmarks.gpu.case_log import Cases, Figures
 from weft.benchmarks.gpu.kernels import CLOSE, PROMPTS, result, timed
-from weft.benchmarks.gpu.machine import Setup
+from weft.benchmarks.gpu.setup import Setup
 from weft.errors import EngineError
 
 WORKSPACE_BYTES = 256 << 20

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from weft.benchmarks.engine.kernels import Machine, Work, call_s
-from weft.benchmarks.gpu import case_log, floors, kernels, machine, memory, step
+from weft.benchmarks.gpu import case_log, floors, kernels, memory, step
 from weft.benchmarks.gpu.case_log import DONE, FAILED, UNFINISHED, CaseLog, is_failure, line
-from weft.benchmarks.gpu.machine import Setup
+from weft.benchmarks.gpu.setup import Setup, describe_device, release
 from weft.benchmarks.gpu.verbs import VERBS
 from weft.benchmarks.model_shapes import MODELS
 
@@ -206,7 +206,7 @@ def test_a_verb_of_the_real_size_has_cases_for_what_is_to_be_known(tmp_path: Pat
     assert "prompt of 2048, 1 adapters" in names["step"]
     assert names["check"] == ["tests", "nvidia-smi", "nvcc"]
     assert names["sanitize"] == ["memcheck", "racecheck", "synccheck"]
-    assert names["profile"][-1] == "ncu"
+    assert names["profile"] == ["decode, 32 rows, 0 adapters", "decode, 32 rows, 32 adapters"]
     assert "attention over scattered pages, Llama-2-7B" in names["memory"]
 
 
@@ -237,16 +237,16 @@ def test_a_device_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) 
     done: list[str] = []
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: done.append(name))
-    assert machine.release(CPU)
+    assert release(CPU)
     assert done == []
-    assert machine.release(torch.device("cuda"))
+    assert release(torch.device("cuda"))
     assert done == ["synchronize", "empty_cache"]
 
     def fail() -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
-    assert not machine.release(torch.device("cuda"))
+    assert not release(torch.device("cuda"))
 
 
 def test_a_result_says_what_it_was_measured_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,9 +255,9 @@ def test_a_result_says_what_it_was_measured_on(tmp_path: Path, monkeypatch: pyte
     tool.write_text("#!/bin/sh\necho \"$1\"\necho '580.1, 1980 MHz'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    about = machine.describe_device(torch.device("cuda"))
+    about = describe_device(torch.device("cuda"))
     assert (about["gpu"], about["nvidia_smi"][1]) == ("NVIDIA H200", "580.1, 1980 MHz")
     assert "driver_version,clocks.sm" in about["nvidia_smi"][0]
     monkeypatch.setenv("PATH", "/nowhere")
-    assert machine.describe_device(torch.device("cuda"))["nvidia_smi"] == []
-    assert machine.describe_device(CPU) == {"gpu": None}
+    assert describe_device(torch.device("cuda"))["nvidia_smi"] == []
+    assert describe_device(CPU) == {"gpu": None}

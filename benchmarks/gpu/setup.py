@@ -23,7 +23,7 @@ from weft.benchmarks.engine.own_engine import OwnEngine, own_engine
 from weft.benchmarks.engine.stored import store_adapters
 from weft.benchmarks.model_shapes import ALL_LINEAR, MODELS, ModelShape
 from weft.benchmarks.qwen_shape import save_random_adapter
-from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig
+from weft.config import AdapterConfig, Config, Device, MemoryConfig, ModelConfig, SchedulerConfig
 from weft.engine.model import weights as weights_module
 from weft.engine.model.spec import expected_tensors
 
@@ -32,6 +32,7 @@ TINY = ModelShape("tiny", num_layers=2, hidden=64, intermediate=160, num_heads=4
 MAX_TOKENS = 1 << 18
 """Keys and values of so many tokens are the most that attention is timed with: 32 GiB of the 8B shape."""
 MAX_RUNNING = 64
+"""Rows of a full batch."""
 _QUERY = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,temperature.gpu,memory.used,memory.total"
 
 
@@ -51,7 +52,7 @@ class Setup:
     seconds: float = 540.0
     """Time for a verb."""
     stack: ExitStack = field(default_factory=ExitStack)
-    """Closes the engine."""
+    """Closes the engine and deletes its files when the verb ends."""
 
     def sized(self, full: N, tiny: N) -> N:
         """A size of the real run, or of the toy."""
@@ -75,22 +76,24 @@ class Setup:
     @cached_property
     def bench(self) -> KernelBench:
         """The operations of a step and their data."""
-        pages = MAX_TOKENS // self.model.geometry().page_tokens
-        return KernelBench(self.model, self.device, kv_pages=pages)
+        return KernelBench(self.model, self.device, kv_pages=MAX_TOKENS // self.model.geometry().page_tokens)
 
     @cached_property
     def folder(self) -> Path:
-        """For files of the model, while the verb runs."""
+        """Has the config of the model and the files of adapters while the verb runs."""
         return Path(self.stack.enter_context(TemporaryDirectory()))
 
     @cached_property
     def engine(self) -> OwnEngine:
-        """The engine as the product builds it. Its weights are random numbers that the device made."""
+        """The engine as the product builds it, with room for 64 rows of 1,024 tokens and 64 adapters of rank 16.
+
+        Its weights are random numbers that the device makes: no checkpoint is read.
+        """
         size = self.sized
         fields = {"architectures": ["LlamaForCausalLM"], **self.model.config_fields(), "vocab_size": self.vocab_size}
         sizes = {"tie_word_embeddings": False, "max_position_embeddings": 8192}
         (self.folder / "config.json").write_text(json.dumps(fields | sizes))
-        device: Any = self.device.type
+        device: Device = "cpu" if self.is_tiny else "cuda"
         model = ModelConfig(path=str(self.folder), device=device, dtype="bfloat16", cuda_graphs=not self.is_eager)
         config = Config(
             model=model,
@@ -138,5 +141,4 @@ def describe_device(device: torch.device) -> dict[str, Any]:
         return {"gpu": None}
     query = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv"]
     told = subprocess.run(query, capture_output=True, text=True, check=False).stdout if shutil.which(query[0]) else ""
-    name = torch.cuda.get_device_name(device)
-    return {"gpu": name, "cuda": torch.version.cuda, "nvidia_smi": told.splitlines()}
+    return {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, "nvidia_smi": told.splitlines()}

@@ -57,12 +57,7 @@ class SamplingColumns:
     """How the tokens of B rows are chosen, on the device of the logits."""
 
     words: Tensor
-    """[NUM_COLUMNS, B], int32, contiguous: what `sampling_words` made."""
-
-    @classmethod
-    def of_words(cls, words: Tensor) -> SamplingColumns:
-        """Take what `sampling_words` made as it is: what is written there later counts."""
-        return cls(words)
+    """[NUM_COLUMNS, B], int32, contiguous: what `sampling_words` made. What is written there later counts."""
 
     @classmethod
     def build(cls, rows: Sequence[RowSampling], device: torch.device) -> SamplingColumns:

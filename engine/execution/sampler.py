@@ -107,7 +107,7 @@ class Sampler:
         original = logits.index_select(0, reported) if len(reported) else logits
         if self.needs_edit(specs, masks):
             self.edit(logits, specs, masks)
-        codes = self.kernels.sample(logits, SamplingColumns.of_words(words))
+        codes = self.kernels.sample(logits, SamplingColumns(words))
         found = None
         if len(reported):
             found = self.logprob_words(original, codes.index_select(0, reported), num_top_logprobs(specs)).cpu()

@@ -181,7 +181,7 @@ class StepProgram:
             tiles, is_small = fields["lora_tiles"], shape.rows <= SIDE_ROWS
             self._lora = device.lora.static_step(tiles, shape.lora_tile_rows, is_small=is_small)
         self._sample_rows = fields["sample_rows"]
-        self.columns = SamplingColumns.of_words(fields["sampling"])
+        self.columns = SamplingColumns(fields["sampling"])
         self._replays: tuple[Callable[[], None], Callable[[], None]] | None = None
         self._loaded = _Loaded(specs=(), masks=None, reported=device.sampled[:0], zeroed=device.sampled[:0])
         self._launched: deque[_Launched] = deque()

@@ -39,7 +39,7 @@ def test_a_captured_graph_samples_as_is_asked_later() -> None:
     steps = [[filters[(row + step) % 3] for row in range(8)] for step in range(3)]
     logits, out = torch.empty((8, 128_256), device=CUDA), torch.empty(8, dtype=torch.int32, device=CUDA)
     words = torch.from_numpy(sampling_words(steps[0])).to(CUDA)
-    sample, columns = TRITON.make().sample, SamplingColumns.of_words(words)
+    sample, columns = TRITON.make().sample, SamplingColumns(words)
     sample(logits.normal_(), columns, out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -246,7 +246,7 @@ def test_columns_of_a_step_are_its_parameters_and_draws() -> None:
     drawn = spec(seed=3, output=40, temperature=0.5, top_k=10**30, top_p=0.25, min_p=0.125)
     words = torch.from_numpy(SAMPLER.columns([drawn, spec(temperature=1e-6), spec(top_k=-1)]))
     draws = PhiloxDraws()
-    assert SamplingColumns.of_words(words).rows() == [
+    assert SamplingColumns(words).rows() == [
         RowSampling(0.5, 2**31 - 1, 0.25, 0.125, draws.uniform(3, 0, 40)),
         GREEDY,
         RowSampling(1.0, uniform=draws.uniform(7, 0, 0)),

@@ -114,7 +114,8 @@ def launches() -> Iterator[FakeTriton]:
     """What is launched but for attention."""
     from weft.kernels.triton import attend
 
-    with fake_triton() as fake, mock.patch.object(attend, "paged_attention", lambda q, *_: torch.empty_like(q)):
+    stub = {"paged_attention": lambda q, *_: torch.empty_like(q)}
+    with fake_triton() as fake, mock.patch.dict(attend.attend.__kwdefaults__, stub):
         yield fake
 
 

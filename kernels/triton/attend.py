@@ -273,5 +273,5 @@ def _launch(
             BLOCK=max(16, triton.next_power_of_2(head_dim // 2)),
             PAGE_TOKENS=1 if k_pages is None else k_pages.shape[2],
             num_warps=num_warps(constants),
-            num_stages=2,
+            num_stages=3,
         )

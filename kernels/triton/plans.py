@@ -44,8 +44,11 @@ def plan(kernel: str, **constants: int) -> dict[str, int]:
     """
     if trial := _trials.get(kernel):
         trial.was_asked = True
-        return _changed(kernel, constants, trial.constants)
-    return _changed(kernel, constants, measured(architecture()).get(kernel, {}))
+    better = trial.constants if trial else measured(architecture()).get(kernel, {})
+    if better.keys() - constants.keys():
+        unknown = sorted(set(better) - set(constants))
+        raise ValueError(f"plan of {kernel}: expected constants of {sorted(constants)}, got {unknown}")
+    return {**constants, **better}
 
 
 @contextmanager
@@ -74,9 +77,3 @@ def measured(of: str) -> dict[str, dict[str, int]]:
         return {}
     found: dict[str, dict[str, int]] = json.loads(PLANS.read_text()).get(of, {})
     return found
-
-
-def _changed(kernel: str, constants: dict[str, int], better: Mapping[str, int]) -> dict[str, int]:
-    if unknown := set(better) - set(constants):
-        raise ValueError(f"plan of {kernel}: expected constants of {sorted(constants)}, got {sorted(unknown)}")
-    return {**constants, **better}

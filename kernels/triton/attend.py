@@ -205,6 +205,6 @@ def attend(
             BLOCK=max(16, triton.next_power_of_2(head_dim // 2)),
             PAGE_TOKENS=k_pages.shape[2],
             num_warps=num_warps(constants),
-            num_stages=2,
+            num_stages=3,
         )
     return paged_attention(q, k_pages, v_pages, batch, scale, sliding_window, kv_scales).flatten(1)

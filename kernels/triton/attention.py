@@ -25,10 +25,13 @@ from weft.kernels.attention_batch import MAX_SPLITS, PARTIAL_PAD, SPLIT_TOKENS, 
 from weft.kernels.kv_scales import KvScales
 from weft.kernels.plain.attention import check_operands
 from weft.kernels.triton.attention_blocks import attend, load, shrunk
+from weft.kernels.triton.plans import architecture, plan
 
-MERGED = 4096
-"""Elements of partial sums that are read at once: 32 of each thread."""
+MERGED = 2048
+"""Elements of partial sums that are read at once: 16 of each thread."""
 PROGRAMS_PER_SM = 4
+WARP_GROUPS = ("sm90", "sm100", "sm103")
+"""Architectures on which four warps multiply together, from shared memory."""
 
 
 @triton.jit
@@ -269,17 +272,16 @@ def chunk_kernel(
 
 INTERPRET = not isinstance(item_kernel, triton.runtime.JITFunction)
 """Whether the kernels run through Triton's interpreter; decided by TRITON_INTERPRET when this module is imported."""
-INTERPRETED_SIZES = {"BLOCK_N": 64} if INTERPRET else {}
-"""What the interpreter takes instead: it is fastest with few large blocks."""
 
 
+@functools.cache
 def item_sizes(num_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: torch.dtype) -> dict[str, int]:
     """The constants of `item_kernel` that shapes and the dtype of keys decide, with its warps and stages.
 
     Five stages load the pages of a block two blocks ahead, and its keys and values one block ahead.
     """
     group, block_d = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))
-    all_g = triton.next_power_of_2(group)
+    all_g = max(triton.next_power_of_2(group), 256 // block_d)  # each of 128 threads stores two numbers at least
     return {
         "HEADS": num_kv_heads,
         "GROUP": group,
@@ -297,8 +299,9 @@ def item_sizes(num_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: torch
     }
 
 
-def chunk_sizes(group: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """The constants of `chunk_kernel` that shapes and the dtype of queries decide, with its warps and stages."""
+@functools.cache
+def chunk_sizes(group: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, int]:
+    """The constants of `chunk_kernel` that shapes and dtypes decide, with its warps and stages."""
     block_m = max(16 if dtype == torch.float32 else 128, triton.next_power_of_2(group))  # float32: no tensor cores
     return {
         "PARTS": triton.cdiv(chunk_tile_rows(group), block_m // group),
@@ -306,7 +309,7 @@ def chunk_sizes(group: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]
         "BLOCK_M": block_m,
         "D": head_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
-        "BLOCK_N": 32,
+        "BLOCK_N": 16 if kv_dtype == torch.int8 and architecture() not in WARP_GROUPS else 32,  # registers limit it
         "num_warps": 8,
         "num_stages": 5,
     }
@@ -330,34 +333,38 @@ def paged_attention(
         ValueError: A shape, dtype, device or stride does not fit.
     """
     check_operands(q, k_pages, v_pages, batch, sliding_window, kv_scales)
-    window, num_kv_heads = sliding_window or 0, k_pages.shape[1]
+    window, num_kv_heads, kept = sliding_window or 0, k_pages.shape[1], k_pages.dtype
     group, head_dim = q.shape[1] // num_kv_heads, q.shape[2]
     rows = batch.rows(group, window)
     out = q.new_empty(q.shape) if batch.num_rows == q.shape[0] else q.new_zeros(q.shape)
     tensors = (q, k_pages, v_pages, *(kv_scales or (None, None)), out)
     scale_strides = (0, 0) if kv_scales is None else kv_scales[0].stride()[:2]
     numbers = (scale * math.log2(math.e), *q.stride()[:2], *out.stride()[:2], *k_pages.stride()[:3], *scale_strides)
-    shared = {
-        "PAGE_TOKENS": batch.page_tokens,
-        "WINDOW": window,
-        "INTERPRET": INTERPRET,
-        "enable_fp_fusion": False,
-        **INTERPRETED_SIZES,
-    }
+    shared = {"PAGE_TOKENS": batch.page_tokens, "WINDOW": window, "INTERPRET": INTERPRET, "enable_fp_fusion": False}
     if num_items := len(rows.item_rows):
         shape = (rows.num_partials, q.shape[1], head_dim + PARTIAL_PAD)
         partials = torch.empty(shape, dtype=torch.float32, device=q.device)
         items = (rows.item_rows, rows.item_tables, rows.item_lens, rows.work[window], num_items)
         item_kernel[(_num_programs(q.device),)](
             *(*tensors, partials, rows.counters(num_kv_heads), rows.block_table, *items, *numbers),
-            **(item_sizes(q.shape[1], num_kv_heads, head_dim, k_pages.dtype) | shared),
+            **_planned("items", item_sizes(q.shape[1], num_kv_heads, head_dim, kept), kept),
+            **shared,
         )
     if num_tiles := rows.tiles.shape[1]:
-        sizes = chunk_sizes(group, head_dim, torch.bfloat16 if INTERPRET else q.dtype) | shared
+        sizes = chunk_sizes(group, head_dim, torch.bfloat16 if INTERPRET else q.dtype, kept)
         chunk_kernel[(num_kv_heads * sizes["PARTS"], num_tiles)](
-            *tensors, rows.block_table, rows.tiles, num_tiles, *numbers, **sizes
+            *(*tensors, rows.block_table, rows.tiles, num_tiles, *numbers), **_planned("chunks", sizes, kept), **shared
         )
     return out
+
+
+def _planned(kernel: str, sizes: dict[str, int], kv_dtype: torch.dtype) -> dict[str, int]:
+    """Sizes with what was measured for the kernel: heads of up to 128 numbers of two bytes. More may not fit a GPU."""
+    if INTERPRET:
+        return {**sizes, "BLOCK_N": 64}  # the interpreter is fastest with few large blocks
+    if sizes["BLOCK_D"] > 128 or kv_dtype.itemsize != 2:
+        return sizes
+    return {**sizes, **plan(kernel, **{name: sizes[name] for name in ("BLOCK_N", "num_stages", "num_warps")})}
 
 
 @functools.cache

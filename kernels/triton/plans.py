@@ -35,8 +35,9 @@ def plan(kernel: str, **constants: int) -> dict[str, int]:
         ValueError: What was measured has constants that the launcher does not.
     """
     better = _trials.get(kernel) or measured(architecture()).get(kernel, {})
-    if unknown := set(better) - set(constants):
-        raise ValueError(f"plan of {kernel}: expected constants of {sorted(constants)}, got {sorted(unknown)}")
+    if better.keys() - constants.keys():
+        unknown = sorted(set(better) - set(constants))
+        raise ValueError(f"plan of {kernel}: expected constants of {sorted(constants)}, got {unknown}")
     asked[kernel] = {**constants, **better}
     return dict(asked[kernel])
 

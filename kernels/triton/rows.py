@@ -9,28 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.plain.rows import (
-    check_add_norm,
-    check_embed,
-    check_norm,
-    check_silu_and_mul,
-)
+from weft.kernels.plain.rows import check_add_norm, check_embed, check_norm, check_silu_and_mul
 from weft.kernels.sgmv import LoraDelta
-from weft.kernels.triton.sgmv import (
-    COLUMN_BLOCK,
-    TILE_POINTERS,
-    add_delta,
-    delta_operands,
-    entry_of,
-    expand,
-    num_warps,
-    tile_of,
-)
+from weft.kernels.triton.sgmv import COLUMN_BLOCK, TILE_POINTERS, add_delta, delta_operands, entry_of, expand, tile_of
 
 ROW_BLOCK = 1024
 """Elements of a row that one program copies."""
 NORM_BLOCK_BYTES = 512
 """Of a row that one program adds to the residual before the norm."""
+SILU_WARPS = 8
+"""With 4, a thread has more elements than registers that let a GPU hold many programs."""
 MAX_NORM_ROWS = 16
 """Rows of a tile that one program normalises after all others have ended; more are worth a launch of their own."""
 
@@ -261,14 +249,7 @@ def silu_and_mul(gate_up: Tensor, delta: LoraDelta | None = None) -> Tensor:
     num_tiles, pointers, sizes, constants = delta_operands(delta, rows)
     if out.numel():
         silu_and_mul_kernel[(num_tiles, triton.cdiv(width, COLUMN_BLOCK))](
-            gate_up,
-            out,
-            *pointers,
-            *sizes,
-            N=width,
-            BN=COLUMN_BLOCK,
-            num_warps=num_warps(constants),
-            num_stages=2,
-            **constants,
+            *(gate_up, out, *pointers, *sizes),
+            **{**constants, "N": width, "BN": COLUMN_BLOCK, "num_warps": SILU_WARPS, "num_stages": 2},
         )
     return out

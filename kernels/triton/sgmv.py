@@ -8,6 +8,7 @@ cast to float32 right after its load.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from math import gcd
 from typing import Any
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.checks import expect_that
 from weft.kernels.sgmv import (
     GROUP_ROWS,
     MAX_SLICES,
@@ -29,6 +31,7 @@ from weft.kernels.sgmv import (
     check_operands,
     row_pitch_units,
 )
+from weft.kernels.triton.plans import plan
 
 TILE_POINTERS = ["tile_slot", "tile_start", "tile_length"]
 """Slices of one packed tensor; a kernel is not compiled again for where in it they begin."""
@@ -232,6 +235,8 @@ INTERPRET = not isinstance(shrink_kernel, triton.runtime.JITFunction)
 """Whether the kernels run through Triton's interpreter; decided by TRITON_INTERPRET when this module is imported."""
 COLUMN_BLOCK = 128
 """Output columns that one program of the expand computes."""
+SHRINK_WARPS = 8
+"""With 4, a thread has more elements of short tiles than registers that let a GPU hold many programs."""
 
 
 def shrink(
@@ -253,22 +258,29 @@ def shrink(
     Raises:
         ValueError: An operand does not fit.
     """
-    check_inputs(x, arena_elements, tables, tiles, site, layer)
+    # Operands like those of an earlier layer or step were checked there, and a launch waits for each check.
+    key = (site, x.shape, x.stride(), x.dtype, x.device, id(arena_elements), id(tables))
+    if key not in tiles.checked:
+        check_inputs(x, arena_elements, tables, tiles, site, layer)
+        tiles.checked[key] = arena_elements, tables
     num_tokens, num_slices, num_tiles = x.shape[0], len(site.modules), tiles.slot.shape[0]
     _, num_layers, num_modules, _, groups = tables.offsets.shape
-    unit = UNIT_BYTES // arena_elements.element_size()
-    rank_block, k_block, split_k = block_sizes(site.in_features, tiles.rows, groups, arena_elements.element_size())
+    expect_that("layer", 0 <= layer < num_layers, f"0 to {num_layers - 1}", layer)
+    element_size = arena_elements.element_size()
+    unit = UNIT_BYTES // element_size
+    sizes = shrink_sizes(site.in_features, tiles.rows, groups, element_size)
+    if element_size == 2:  # what fits a GPU then may not in float32
+        sizes = plan(f"shrink {site.in_features} {tiles.rows}", **sizes)
+    split_k, rank_blocks = sizes["SPLIT_K"], -(-groups * GROUP_ROWS // sizes["BR"])
     planes = x.new_empty((split_k, num_tokens, num_slices * groups * GROUP_ROWS), dtype=torch.float32)
     if num_tiles and num_tokens:
-        pitch = row_pitch_units(site.in_features, arena_elements.element_size()) * unit
-        blocks = {"K": site.in_features, "PITCH": pitch, "BR": rank_block, "BK": k_block, "BM": tiles.rows}
+        pitch = row_pitch_units(site.in_features, element_size) * unit
         shape = {"MODULE": site.modules[0], "NUM_SLICES": num_slices, "UNIT": unit, "GROUPS": groups}
-        shrink_kernel[(num_tiles, num_slices * -(-groups * GROUP_ROWS // rank_block), split_k)](
+        shrink_kernel[(num_tiles, num_slices * rank_blocks, split_k)](
             *(x, arena_elements, tables.offsets, tables.ranks, tiles.slot, tiles.start, tiles.length, planes),
             *(layer, num_layers, num_modules, num_tokens, x.stride(0)),
-            **{**blocks, **shape, "SPLIT_K": split_k, "INTERPRET": INTERPRET},
-            num_warps=num_warps(blocks),
-            num_stages=shrink_stages(arena_elements.element_size()),
+            **{"K": site.in_features, "PITCH": pitch, "BM": tiles.rows, **shape, **sizes, "INTERPRET": INTERPRET},
+            num_warps=SHRINK_WARPS,
         )
     return LoraDelta(planes, arena_elements, tables, tiles, site, layer)
 
@@ -334,18 +346,15 @@ def num_warps(constants: Mapping[str, int]) -> int:
     return 4 if constants["BM"] <= 16 else 8
 
 
-def block_sizes(in_features: int, tile_rows: int, groups: int, element_size: int) -> tuple[int, int, int]:
-    """Choose (rank block, k block, split-K) from what never changes in a bucket; not from its number of adapters.
+@functools.cache
+def shrink_sizes(in_features: int, tile_rows: int, groups: int, element_size: int) -> dict[str, int]:
+    """The constants of `shrink_kernel` that never change in a bucket, with its stages; not by its number of adapters.
 
-    Few rows leave most of a GPU idle, so K is split among more programs; long tiles have work enough without.
+    Few rows leave most of a GPU idle, so K is split among more programs; long tiles have work enough without. There
+    are as many buffers of loads as fit shared memory.
     """
     rank_block = min(64, max(16, triton.next_power_of_2(groups * GROUP_ROWS)))
-    if tile_rows > 16:
-        return rank_block, 128 // element_size, 1
-    wanted = 8 if in_features >= 8192 else 4
-    return rank_block, 128, max(1, min(wanted, -(-in_features // 128)))
-
-
-def shrink_stages(element_size: int) -> int:
-    """Buffers of the shrink's loads, so many that they fit shared memory."""
-    return 4 if element_size == 2 else 3
+    k_block, split_k = 128 // element_size, 1
+    if tile_rows <= 16:
+        k_block, split_k = 128, min(8 if in_features >= 8192 else 4, -(-in_features // 128))
+    return {"BR": rank_block, "BK": k_block, "SPLIT_K": split_k, "num_stages": 4 if element_size == 2 else 3}

@@ -110,8 +110,8 @@ def test_tiles_may_be_computed_in_parts(
     operands = ScatteredKv(AttentionCase(((70, 90), (9, 9)), 2, 1, 16, 16, F32, window), impl.device)
     expected = operands.attend(impl.kernels.paged_attention)
     sizes = attention.chunk_sizes
-    monkeypatch.setattr(attention, "chunk_sizes", lambda group, head_dim, _: sizes(group, head_dim, F32))
-    assert sizes(2, 16, F32)["PARTS"] > 1
+    monkeypatch.setattr(attention, "chunk_sizes", lambda group, head_dim, *_: sizes(group, head_dim, F32, F32))
+    assert sizes(2, 16, F32, F32)["PARTS"] > 1
     assert_rows_close(operands.attend(impl.kernels.paged_attention), expected)
 
 

@@ -19,7 +19,7 @@ LARGEST_SHARED = 100 * 1024
 """Bytes of shared memory of a program: one fits on each GPU, and two where there are 227 KB."""
 LARGEST_PRODUCTS = ("shrink", "expand", "items", "chunks")
 """Beginnings of the names of variants that read weights or keys."""
-STACKS = {"fp32": 160, "shrink 64": 8}
+STACKS = {"fp32": 160}
 """Bytes of stack that are accepted, by a part of the name: float32 is for comparisons with a CPU alone."""
 Report = dict[str, dict[str, int]]
 

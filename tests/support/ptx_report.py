@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -100,21 +101,24 @@ def _lora_variants() -> dict[str, Variant]:
     # Llama-3-8B: a tile of decode with split-K, and one of a prompt; q, k, v of unequal width. Ranks to 64.
     for tile_rows, dtype in itertools.product((16, 64), ("bf16", "fp16", "fp32")):
         element_size, warps = 4 if dtype == "fp32" else 2, 4 if tile_rows == 16 else 8
-        rank_block, k_block, split_k = sgmv_triton.block_sizes(4096, tile_rows, 8, element_size)
-        shape = 3, 256 // element_size, 8, split_k, 16, False
+        sizes = sgmv_triton.shrink_sizes(4096, tile_rows, 8, element_size)
+        shape = 3, 256 // element_size, 8, sizes["SPLIT_K"], 16, False
         site = {"MODULE": 0, "BM": tile_rows, "SITE": shape}
-        shrink = {"MODULE": 0, "BM": tile_rows, "K": 4096, "PITCH": 4096, "BR": rank_block, "BK": k_block}
-        shrink |= {"NUM_SLICES": 3, "UNIT": shape[1], "GROUPS": 8, "SPLIT_K": split_k, "INTERPRET": False}
+        shrink: dict[str, object] = {"MODULE": 0, "BM": tile_rows, "K": 4096, "PITCH": 4096, "INTERPRET": False}
+        shrink |= {"NUM_SLICES": 3, "UNIT": shape[1], "GROUPS": 8, **sizes}
         expand = {**site, "W0": 4096, "W1": 1024, "W2": 1024, "ALIGN": 16, "BN": 128}
         gate = {**site, "SITE": (2, *shape[1:]), "N": 14336, "BN": 128}
-        stages, eps = sgmv_triton.shrink_stages(element_size), {"eps": "fp32"}
-        name, minor = f"{tile_rows} {dtype}", dtype != "bf16"
-        found[f"shrink {name}"] = Variant(sgmv_triton.shrink_kernel, dtype, shrink, {}, warps, stages, is_minor=minor)
+        eps, name, minor = {"eps": "fp32"}, f"{tile_rows} {dtype}", dtype != "bf16"
+        stages = sizes["num_stages"]
+        del shrink["num_stages"]
+        found[f"shrink {name}"] = Variant(
+            sgmv_triton.shrink_kernel, dtype, shrink, {}, sgmv_triton.SHRINK_WARPS, stages, is_minor=minor
+        )
         found[f"expand {name}"] = Variant(sgmv_triton.expand_kernel, dtype, expand, {}, warps, 2, is_minor=minor)
         heads = {**site, **HEADS, **NO_NORMS, **NO_SCALES}
-        found[f"expand heads {name}"] = Variant(attend_triton.heads_kernel, dtype, heads, eps, warps, 2, is_minor=minor)
+        found[f"expand heads {name}"] = Variant(attend_triton.heads_kernel, dtype, heads, eps, warps, 3, is_minor=minor)
         found[f"expand silu {name}"] = Variant(
-            rows_triton.silu_and_mul_kernel, dtype, gate, {}, warps, 2, is_minor=minor
+            rows_triton.silu_and_mul_kernel, dtype, gate, {}, rows_triton.SILU_WARPS, 2, is_minor=minor
         )
         if tile_rows == 16:
             norm = {**site, "SITE": (1, *shape[1:]), "N": 4096, "BLOCK": 4096}
@@ -123,40 +127,46 @@ def _lora_variants() -> dict[str, Variant]:
                 rows_triton.expand_add_norm_kernel, dtype, norm, eps, 8, 2, is_minor=minor
             )
     heads = {"MODULE": 0, "BM": 16, "SITE": (3, 128, 8, 4, 16, False), **HEADS}
-    found["expand heads int8"] = Variant(attend_triton.heads_kernel, "bf16", heads, eps, 4, 2, kv_dtype="i8")
+    found["expand heads int8"] = Variant(attend_triton.heads_kernel, "bf16", heads, eps, 4, 3, kv_dtype="i8")
     return found
 
 
 def _attention_variants() -> dict[str, Variant]:
     found = {}
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "i8": torch.int8}
-    # Llama-3-8B, Qwen2.5-0.5B, and heads of 80 and of 24 numbers; with a window, and with keys and values of int8.
-    for heads, dtype, window, kv_dtype, is_minor in (
-        ((32, 8, 128), "bf16", 0, None, False),
-        ((32, 8, 128), "bf16", 4096, None, True),
-        ((32, 8, 128), "bf16", 0, "i8", False),
-        ((32, 8, 128), "bf16", 4096, "i8", True),
-        ((32, 8, 128), "fp16", 0, None, True),
-        ((32, 8, 128), "fp32", 0, None, False),
-        ((14, 2, 64), "bf16", 0, None, True),
-        ((32, 8, 80), "bf16", 0, None, True),
+    # Llama-3-8B, Qwen2.5-0.5B, Llama-2-7B, and heads of 80 numbers; with keys and values of int8.
+    for (heads, dtype, kv_dtype, is_minor), window in itertools.product(
+        (
+            ((32, 8, 128), "bf16", None, False),
+            ((32, 8, 128), "bf16", "i8", False),
+            ((32, 8, 128), "fp16", None, True),
+            ((32, 8, 128), "fp32", None, False),
+            ((14, 2, 64), "bf16", None, True),
+            ((32, 32, 128), "bf16", None, False),
+            ((32, 32, 128), "bf16", "i8", True),
+            ((32, 8, 80), "bf16", None, True),
+        ),
+        (0, 4096),
     ):
         num_heads, num_kv_heads, head_dim = heads
         shared: dict[str, object] = {"PAGE_TOKENS": 16, "WINDOW": window, "INTERPRET": False}
         if kv_dtype is None:
             shared |= {"k_scales": None, "v_scales": None}
-        name = f"{head_dim} {dtype}" + f" window {window}" * bool(window) + " int8" * bool(kv_dtype)
-        for kind, kernel, sizes in (
-            ("items", attention_triton.item_kernel, attention_triton.item_sizes(*heads, dtypes[kv_dtype or dtype])),
+        group, kept = num_heads // num_kv_heads, dtypes[kv_dtype or dtype]
+        name = f"{head_dim} {dtype}" + " one head" * (group == 1) + f" window {window}" * bool(window)
+        name += " int8" * bool(kv_dtype)
+        for kind, kernel, constants in (
+            ("items", attention_triton.item_kernel, attention_triton.item_sizes(*heads, kept)),
             (
                 "chunks",
                 attention_triton.chunk_kernel,
-                attention_triton.chunk_sizes(num_heads // num_kv_heads, head_dim, dtypes[dtype]),
+                attention_triton.chunk_sizes(group, head_dim, dtypes[dtype], kept),
             ),
         ):
+            sizes, minor = dict(constants), is_minor or bool(window)
             warps, stages = sizes.pop("num_warps"), sizes.pop("num_stages")
             found[f"{kind} {name}"] = Variant(
-                *(kernel, dtype, {**sizes, **shared}, {"factor": "fp32"}, warps, stages, kv_dtype, is_minor),
+                *(kernel, dtype, {**sizes, **shared}, {"factor": "fp32"}, warps, stages, kv_dtype, minor),
                 options={"enable_fp_fusion": False},
             )
     return found
@@ -180,10 +190,10 @@ def _row_variants() -> dict[str, Variant]:
         "embed": Variant(embed_kernel, "bf16", {"N": 4096, "BLOCK": 1024}, {}, 4, 2),
         "norm": Variant(rows_triton.rms_norm_kernel, "bf16", {**norm, "ADD": False}, eps, 8, 2),
         "norm add": Variant(rows_triton.rms_norm_kernel, "bf16", {**norm, "ADD": True}, eps, 8, 2),
-        "heads": Variant(heads_kernel, "bf16", {**heads, **NO_NORMS, **NO_SCALES}, eps, 4, 2),
-        "heads normed": Variant(heads_kernel, "bf16", {**heads, **NO_SCALES}, eps, 4, 2),
-        "heads int8": Variant(heads_kernel, "bf16", heads, eps, 4, 2, kv_dtype="i8"),
-        "silu_and_mul": Variant(rows_triton.silu_and_mul_kernel, "bf16", gate, {}, 4, 2),
+        "heads": Variant(heads_kernel, "bf16", {**heads, **NO_NORMS, **NO_SCALES}, eps, 4, 3),
+        "heads normed": Variant(heads_kernel, "bf16", {**heads, **NO_SCALES}, eps, 4, 3),
+        "heads int8": Variant(heads_kernel, "bf16", heads, eps, 4, 3, kv_dtype="i8"),
+        "silu_and_mul": Variant(rows_triton.silu_and_mul_kernel, "bf16", gate, {}, rows_triton.SILU_WARPS, 2),
     }
 
 
@@ -233,7 +243,8 @@ def main() -> None:
     parser.add_argument("kinds", nargs="*", default=list(KINDS))
     parser.add_argument("--all", action="store_true")
     options = parser.parse_args()
-    found = {name: each for kind in options.kinds for name, each in KINDS[kind]().items()}
+    with mock.patch.object(attention_triton, "architecture", return_value=f"sm{options.arch}"):
+        found = {name: each for kind in options.kinds for name, each in KINDS[kind]().items()}
     variants = {name: each for name, each in found.items() if options.all or not each.is_minor}
     print(json.dumps({name: figures(each.compile(options.arch)) for name, each in variants.items()}))
 

@@ -43,6 +43,7 @@ from weft.engine.scheduling.request_limits import ModelLimits
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.status import EngineReady, MemoryPlan
 from weft.engine.text.tokenizer import read_eos_token_ids
+from weft.errors import ConfigError
 from weft.kernels.dispatch import AttentionNeeds, kernels_for
 from weft.kernels.triton.compiles import CompileWatch
 from weft.memory.arena import Arena, PageCopier
@@ -220,7 +221,11 @@ def _runner(
     limits: ModelLimits,
     plan: MemoryPlan,
 ) -> ModelRunner:
-    """The runner, with all kernels compiled that its programs launch."""
+    """The runner, with all kernels compiled that its programs launch.
+
+    Raises:
+        ConfigError: The device has too little memory for the largest step.
+    """
     arena, device = lora.arena, lora.arena.device
     sampler = Sampler(kernels_for(device, torch.float32), limits.eos_token_ids)
     programs = None
@@ -236,7 +241,14 @@ def _runner(
         )
         capture = cuda_graphs() if config.model.cuda_graphs else None
         programs = StepPrograms(step_device, max_running=config.scheduler.max_running, capture=capture)
-        programs.prepare()
+        try:
+            programs.prepare()
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"memory.gib: beside weights and pages the device has no memory for a step of {plan.step_tokens:,} "
+                f"tokens ({error}); set memory.gib to less, or lower scheduler.step_tokens",
+                param="memory.gib",
+            ) from error
     return ModelRunner(
         decoder=decoder,
         arena=arena,

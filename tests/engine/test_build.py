@@ -18,6 +18,7 @@ from weft.adapters.blobs.local import LocalBlobs
 from weft.adapters.ref import AdapterRef
 from weft.adapters.residency.load_threads import LoadPace
 from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from weft.engine import build
 from weft.engine.build import EngineParts, build_engine
 from weft.engine.execution.memory_plan import format_plan
 from weft.engine.model import weights
@@ -92,6 +93,19 @@ def test_attention_is_chosen_for_the_model(model: Path, tmp_path: Path, monkeypa
     assert (needs.windows, needs.is_kv_int8) == (spec.sliding_windows, False)
     with pytest.raises(ConfigError, match=r"model\.attention: flashinfer computes on a CUDA device only"):
         build_engine(replace(config, model=replace(config.model, attention="flashinfer")))
+
+
+def test_a_device_without_memory_for_the_largest_step_is_told_what_to_lower(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.28 GiB")
+
+    monkeypatch.setattr(build, "runs_beside_host", lambda _: True)
+    monkeypatch.setattr(build.StepPrograms, "prepare", prepare)
+    monkeypatch.setattr(build, "cuda_graphs", lambda: None)
+    with pytest.raises(ConfigError, match=r"memory\.gib: .* no memory for a step of 16 tokens .*2\.28 GiB.* less"):
+        build_engine(settings(model, tmp_path))
 
 
 def test_the_asked_length_is_a_limit(model: Path, tmp_path: Path) -> None:

@@ -13,12 +13,9 @@ import torch
 
 from weft.adapters.base_shape import BaseShape
 from weft.adapters.lora.layout import LoraLayout
-from weft.memory.arena import mark
 from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry
 
 MAX_OFFSET = 2**31 - 1
-NUM_STAGED = 64
-"""More adapters than arrive during a step, so that none waits for one."""
 
 
 class AdapterTables:
@@ -56,8 +53,6 @@ class AdapterTables:
         """`ranks` on the host."""
         self.host_scalings: npt.NDArray[np.float32] = host_scalings.numpy()
         """`scalings` on the host."""
-        num_words = sum(table[0].size for table in self._host_tables)
-        self._staging = None if device.type == "cpu" else StagingRing(num_words, device)
 
     def write(
         self,
@@ -86,7 +81,7 @@ class AdapterTables:
         largest = max(ranks.values(), default=0)
         if largest > self.max_rank:
             raise ValueError(f"rank {largest} exceeds the tables' {self.max_rank}")
-        for table in self._host_tables:
+        for table in (self.host_offsets, self.host_ranks, self.host_scalings):
             table[slot] = 0
         for (layer, module), rank in ranks.items():
             self.host_ranks[slot, layer, module] = -(-rank // GROUP_ROWS) * GROUP_ROWS
@@ -97,54 +92,22 @@ class AdapterTables:
             if starts.max() > MAX_OFFSET:
                 raise ValueError(f"offset {starts.max()} exceeds int32: the arena is larger than 512 GiB")
             self.host_offsets[slot, layer_column, module_column, part, group] = starts
-        if self._staging is not None:
-            rows = (torch.from_numpy(table[slot]) for table in self._host_tables)
-            targets = (self.offsets[slot], self.ranks[slot], self.scalings[slot])
-            self._staging.copy(list(zip(targets, rows, strict=True)))
+        self._publish(slot)
 
     def touched(self, slots: Sequence[int]) -> npt.NDArray[np.bool_]:
         """Bool [layers, modules]: what any of the adapters in `slots` changes."""
         return np.logical_or.reduce(self.host_ranks[list(slots)] > 0, axis=0)  # type: ignore[no-any-return]
 
-    @property
-    def _host_tables(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        return self.host_offsets, self.host_ranks, self.host_scalings
+    def _publish(self, slot: int) -> None:
+        """Launch the copies of a row on the calling thread's stream, which is that of the steps.
 
-
-class StagingRing:
-    """Page-locked rows that are copied in turn.
-
-    Copies run on the calling thread's stream, which is that of the steps: what it launches later sees them, and it does
-    not wait for what it launched before.
-
-    Args:
-        num_words: Numbers of 4 bytes in a row.
-        device: Where copies go.
-    """
-
-    def __init__(self, num_words: int, device: torch.device) -> None:
-        self._is_gpu = device.type == "cuda"
-        self._device = device
-        self._rows = torch.empty((NUM_STAGED, num_words), dtype=torch.int32, pin_memory=self._is_gpu)
-        self._copied: list[torch.cuda.Event | None] = [None] * NUM_STAGED
-        """When the last copy from each row is done."""
-        self._next = 0
-
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Launch copies. Their sources may change as soon as this returns.
-
-        Args:
-            pairs: Targets on the device, and for each its source on the host: of the same shape and dtype, contiguous,
-                numbers of 4 bytes, all together at most a row.
+        What is launched later sees the row, and nothing waits for what was launched before: torch hands pinned memory
+        out again only once its copy has ended.
         """
-        index, self._next = self._next, (self._next + 1) % NUM_STAGED
-        last_copy = self._copied[index]
-        if last_copy is not None:
-            last_copy.synchronize()  # else a copy that has not begun would read what is staged now
-        start = 0
-        for target, source in pairs:
-            staged = self._rows[index, start : start + source.numel()].view(source.dtype).view(source.shape)
-            staged.copy_(source)
-            target.copy_(staged, non_blocking=True)
-            start += source.numel()
-        self._copied[index] = mark(self._device) if self._is_gpu else None
+        if self.ranks.device.type == "cpu":
+            return
+        hosts = (self.host_offsets, self.host_ranks, self.host_scalings)
+        for table, host in zip((self.offsets, self.ranks, self.scalings), hosts, strict=True):
+            row = torch.from_numpy(host[slot])
+            staged = torch.empty(row.shape, dtype=row.dtype, pin_memory=table.device.type == "cuda").copy_(row)
+            table[slot].copy_(staged, non_blocking=True)

@@ -21,6 +21,7 @@ from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, Serv
 from weft.engine import build
 from weft.engine.build import EngineParts, build_engine
 from weft.engine.execution.memory_plan import format_plan
+from weft.engine.execution.step_programs import StepPrograms
 from weft.engine.model import weights
 from weft.engine.model.device import has_idle_core
 from weft.engine.model.spec import read_spec
@@ -102,7 +103,7 @@ def test_a_device_without_memory_for_the_largest_step_is_told_what_to_lower(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.28 GiB")
 
     monkeypatch.setattr(build, "runs_beside_host", lambda _: True)
-    monkeypatch.setattr(build.StepPrograms, "prepare", prepare)
+    monkeypatch.setattr(StepPrograms, "prepare", prepare)
     monkeypatch.setattr(build, "cuda_graphs", lambda: None)
     with pytest.raises(ConfigError, match=r"memory\.gib: .* no memory for a step of 16 tokens .*2\.28 GiB.* less"):
         build_engine(settings(model, tmp_path))

@@ -112,7 +112,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let go of what the runner holds of the device; it must not be used afterwards."""
-        self._kv = KvViews((), (), ())
+        self._kv, self._programs = KvViews((), (), ()), None
         self._slab.close()
 
     def _with_tokens(self, plan: StepPlan) -> StepPlan:

@@ -23,6 +23,7 @@ from weft.engine.execution.step_image import ImageLayout, StepImages
 from weft.engine.model.decoder import Decoder, KvViews, StepRows
 from weft.engine.request import TokenLogprobs
 from weft.engine.scheduling.plan import SampleSpec
+from weft.errors import EngineError
 from weft.kernels.attention_batch import AttentionBatch, AttentionRows, split_starts
 from weft.kernels.sampling import NUM_COLUMNS, SamplingColumns
 from weft.memory.arena import Arena, mark
@@ -209,7 +210,12 @@ class StepProgram:
             specs: How the tokens of `step.samples` are chosen.
             masks: Waits for what grammars leave of the logits; None where no row has a grammar.
             zero_pages: Pages to be zeroed before the step, by `zero_pages`.
+
+        Raises:
+            EngineError: A row sees more tokens than the model takes, for which there is no room in the kernels.
         """
+        if step.num_rows and step.positions.max() >= self._device.max_model_len:
+            raise EngineError(f"a row sees more than {self._device.max_model_len} tokens")
         images, sampler = self._device.images, self._device.sampler
         fields = images.begin(self._layout)
         self._fill(fields, step)

@@ -276,7 +276,7 @@ def sample(logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) 
     return tokens
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["W"])
 def mask_tokens_kernel(logits, rows, bits, V, W, stride: tl.int64, MAX_LOGIT: tl.constexpr, BLOCK: tl.constexpr):
     """Rule out the tokens of one block of one row. Grid: (n, blocks of V)."""
     index = tl.program_id(0)

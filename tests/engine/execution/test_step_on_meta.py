@@ -17,6 +17,7 @@ from weft.engine.execution.step_program import StepDevice, StepProgram
 from weft.engine.execution.step_programs import StepPrograms
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduling.plan import SampleSpec, StepPlan
+from weft.errors import EngineError
 
 pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
 pytestmark = pytest.mark.skipif(INTERPRETS, reason="binds kernels that are to be compiled")
@@ -135,3 +136,9 @@ def test_no_kernel_is_compiled_after_the_start(device: StepDevice) -> None:
     # Tiles of decode and of prompts at the four sites; with and without adapters elsewhere.
     assert max(before.values()) == before["shrink_kernel"] == 8
     assert before["item_kernel"] == before["chunk_kernel"] == 1
+
+
+def test_a_row_that_sees_more_than_the_model_takes_is_refused(device: StepDevice) -> None:
+    programs = StepPrograms(device, max_running=64, capture=None)
+    with fake_triton(), pytest.raises(EngineError, match="sees more than 131072 tokens"):
+        load(programs, a_plan([131_073], 0, GREEDY))

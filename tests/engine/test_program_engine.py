@@ -23,11 +23,12 @@ PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=5),
     SamplingParams(temperature=0.9, top_p=0.8, seed=3, max_tokens=7, logprobs=2),
     SamplingParams(temperature=0.0, max_tokens=6, repetition_penalty=1.3),
-    SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=5, max_tokens=8),
 ]
+GRAMMARS = [None, None, None, 'start: %json {"enum": ["red", "blue"]}']
 
 
-def generate(model: Path, adapters: list[Path | None], overlap: str) -> list[object]:
+def generate(model: Path, adapters: list[Path | None], overlap: str) -> list[tuple[list[int], str | None]]:
     llm = LLM(
         str(model),
         overlap=overlap,
@@ -39,7 +40,7 @@ def generate(model: Path, adapters: list[Path | None], overlap: str) -> list[obj
         step_tokens=16,
     )
     try:
-        outputs = llm.generate(PROMPTS, PARAMS, adapters)
+        outputs = llm.generate(PROMPTS, PARAMS, adapters, GRAMMARS)
         return [(each.token_ids, each.finish_reason) for each in outputs]
     finally:
         llm.close()
@@ -50,6 +51,7 @@ def test_an_engine_of_programs_gives_the_tokens_of_the_cpu(tmp_path: Path, monke
     folders = [make_adapter(model, tmp_path / str(rank), rank=rank, targets=ALL_LINEAR) for rank in (8, 16)]
     adapters = [folders[0], folders[1], None, folders[0]]
     expected = generate(model, adapters, "off")
+    assert expected[3][1] == "stop", "the grammar ends it"
     for module in (build, weights, lora_step):
         monkeypatch.setattr(module, "kernels_for", lambda *_: TRITON.make())
     monkeypatch.setattr(build, "runs_beside_host", lambda _: True)

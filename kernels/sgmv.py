@@ -39,14 +39,10 @@ class SgmvTables:
 class Tiles:
     """Runs of consecutive rows of one adapter, at most `rows` long."""
 
-    slot: Tensor
-    """[capacity], int32: adapter slot; -1 is padding."""
-    start: Tensor
-    """[capacity], int32: first row."""
-    length: Tensor
-    """[capacity], int32: number of rows, 1 to `rows`."""
+    numbers: Tensor
+    """[3, capacity], int32: adapter slot of each tile (-1 is padding), first row, and number of rows (1 to `rows`)."""
     rows: int = 16
-    """Upper bound of `length`: 16 suits decode, 64 or 128 long prefill chunks."""
+    """The most rows of a tile: 16 suits decode, 64 or 128 long prefill chunks."""
     checked: dict[Hashable, object] = field(default_factory=dict, repr=False, compare=False)
     """Kinds of operands that a kernel has found sound for these tiles, with what is known by its address in them."""
 
@@ -107,9 +103,8 @@ def check_inputs(
     expect("offsets", tables.offsets, (slots, layers, modules, 2, None), torch.int32, device)
     expect("ranks", tables.ranks, (slots, layers, modules), torch.int32, device)
     expect("scalings", tables.scalings, (slots, layers, modules), torch.float32, device)
-    expect("tiles.slot", tiles.slot, (None,), torch.int32, device)
-    expect("tiles.start", tiles.start, tiles.slot.shape, torch.int32, device)
-    expect("tiles.length", tiles.length, tiles.slot.shape, torch.int32, device)
+    expect("tiles", tiles.numbers, (3, None), torch.int32, device)
+    expect_that("tiles", tiles.numbers.is_contiguous(), "contiguous elements", tiles.numbers.stride())
     expect_that("x", x.stride(1) == 1, "rows of consecutive elements", x.stride())
     expect_that("arena_elements", arena_elements.is_contiguous(), "one contiguous arena", arena_elements.stride())
     expect_that("layer", 0 <= layer < layers, f"0 to {layers - 1}", layer)

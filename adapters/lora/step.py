@@ -64,8 +64,8 @@ class PagedLora:
         tiles = np.empty((3, tile_capacity(num_rows, self.tables.slots, rows_per_tile)), dtype=np.int32)
         live = fill_tiles(tiles, row_slots, rows_per_tile)
         touched = [[bool(used[layer, list(site.modules)].any()) for site in SITES] for layer in range(len(used))]
-        slot, start, length = torch.from_numpy(tiles[:, :live]).to(self.arena.device)
-        return LoraStep(self, Tiles(slot, start, length, rows_per_tile), touched)
+        numbers = torch.from_numpy(tiles[:, :live]).contiguous().to(self.arena.device)
+        return LoraStep(self, Tiles(numbers, rows_per_tile), touched)
 
     def static_step(self, tiles: torch.Tensor, rows_per_tile: int, *, is_small: bool = False) -> LoraStep:
         """A step whose rows and adapters change under it, as those of a captured graph do: it works on all sites.
@@ -75,8 +75,7 @@ class PagedLora:
             rows_per_tile: Most rows in a tile.
             is_small: Whether it never has more than `SIDE_ROWS` rows.
         """
-        slot, start, length = tiles
-        return LoraStep(self, Tiles(slot, start, length, rows_per_tile), None, self.side if is_small else None)
+        return LoraStep(self, Tiles(tiles, rows_per_tile), None, self.side if is_small else None)
 
 
 class LoraStep:

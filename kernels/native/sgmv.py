@@ -36,21 +36,21 @@ def sgmv(
         expect_that(
             "offsets", tables.offsets.shape[4] * GROUP_ROWS <= MAX_RANK, f"ranks up to {MAX_RANK}", tables.offsets.shape
         )
-        for owner, names in ((tiles, ("slot", "start", "length")), (tables, ("offsets", "ranks", "scalings"))):
-            for name in names:
-                tensor = getattr(owner, name)
-                expect_that(name, tensor.is_contiguous(), "contiguous elements", tensor.stride())
+        for name in ("offsets", "ranks", "scalings"):
+            tensor = getattr(tables, name)
+            expect_that(name, tensor.is_contiguous(), "contiguous elements", tensor.stride())
         tiles.checked[key] = (arena_elements, tables)
     _, num_layers, num_modules, _, groups = tables.offsets.shape
     expect_that("layer", 0 <= layer < num_layers, f"0 to {num_layers - 1}", layer)
     num_slices = len(site.modules)
     bridge_width = num_slices * -(-groups * GROUP_ROWS // TILE_RANK) * TILE_RANK
     bridge = x.new_empty((len(x) + TILE_ROWS - 1) * bridge_width, dtype=torch.float32)
+    num_tiles, first_tile = tiles.numbers.shape[1], tiles.numbers.data_ptr()
     native_function("sgmv", x.dtype, "i" * 21)(
         *(x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), arena_elements.data_ptr()),
         *(tables.offsets.data_ptr(), tables.ranks.data_ptr(), tables.scalings.data_ptr()),
         *(num_layers, num_modules, groups),
-        *(tiles.slot.data_ptr(), tiles.start.data_ptr(), tiles.length.data_ptr(), len(tiles.slot)),
+        *(first_tile, first_tile + 4 * num_tiles, first_tile + 8 * num_tiles, num_tiles),
         *(layer, site.modules[0], num_slices, site.in_features),
         *(ctypes.addressof(_widths(site.widths)), bridge.data_ptr()),
     )

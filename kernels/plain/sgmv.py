@@ -20,8 +20,8 @@ def sgmv(
     """Add the low-rank products of every tile's adapter to its rows.
 
     Semantics:
-        for tile, s = tiles.slot[tile] >= 0:
-            rows = tiles.start[tile] : tiles.start[tile] + tiles.length[tile]
+        for s, start, length in tiles.numbers.T, s >= 0:
+            rows = start : start + length
             for slice, module in enumerate(site.modules):
                 y[rows, slice] += scalings[s, layer, module] * (x[rows] @ A[s, layer, module].T) @ BT[s, layer, module]
 
@@ -63,7 +63,7 @@ def sgmv(
 
 
 def _segments(tiles: Tiles) -> Iterator[tuple[int, int, int]]:
-    live = (t for t in zip(tiles.slot.tolist(), tiles.start.tolist(), tiles.length.tolist(), strict=True) if t[0] >= 0)
+    live = (t for t in zip(*tiles.numbers.tolist(), strict=True) if t[0] >= 0)
     for slot, run in itertools.groupby(live, key=lambda tile: tile[0]):
         start = end = -1
         for _, tile_start, tile_length in run:

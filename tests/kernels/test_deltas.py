@@ -47,8 +47,7 @@ class Site:
         self.lora = ScatteredLora(case, device)
         capacity = tile_capacity(len(row_slots), len(RANKS), tile_rows) + 2
         self.tiles = torch.full((3, capacity), 99, dtype=torch.int32, device=device)
-        slot, start, length = self.tiles
-        self.lora.tiles = Tiles(slot, start, length, tile_rows)
+        self.lora.tiles = Tiles(self.tiles, tile_rows)
         self.set_rows(row_slots)
 
     def set_rows(self, row_slots: Sequence[int]) -> None:

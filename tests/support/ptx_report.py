@@ -40,10 +40,10 @@ PATTERNS = {
     "tensor_core": r"mma\.sync|wgmma\.mma_async|tcgen05\.mma",
 }
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-FLOATS = (*"xyqkv", "qkv", "out", "arena", "k_pages", "v_pages", "residual", "new_residual", "weight", "gate_up")
-WIDE = ("planes", "scalings", "cos", "sin", "logits")
+FLOATS = (*"xyqkv", "qkv", "out", "k_pages", "v_pages", "residual", "new_residual", "weight", "gate_up")
+WIDE = ("cos", "sin", "logits")
 FLOATS += ("table", "q_norm", "k_norm")
-TABLES = ("offsets", "ranks", "block_table", "tiles", "words", "listed", "work")
+TABLES = ("block_table", "tiles", "words", "listed", "work")
 INTEGERS = ("positions", "slot_mapping", "tokens", "sampled", "counters")
 
 
@@ -65,21 +65,26 @@ class Variant:
 
     def compile(self, arch: int) -> Any:
         """Compile it for a GPU of this compute capability."""
-        signature, attributes = {}, {}
+        signature: dict[str, object] = {}
+        attributes: dict[tuple[int, ...], object] = {}
         pages = dict.fromkeys(("k_pages", "v_pages"), f"*{self.kv_dtype}" if self.kv_dtype else None)
         for index, name in enumerate(self.kernel.arg_names):
             parameter = self.kernel.params[index]
             if name in self.constants:
                 signature[name] = "constexpr"
                 continue
-            signature[name] = (
+            if name == "delta":
+                signature[name] = ("*fp32", f"*{self.dtype}", "*i32", "*i32", "*fp32", "i32", "i32")
+                attributes |= {(index, place): [["tt.divisibility", 16]] for place in range(5)}
+                continue
+            kind = signature[name] = (
                 pages.get(name)
                 or _pointer(name, self.dtype)
                 or self.scalars.get(name)
                 or ("i64" if "64" in parameter.annotation else "i32")
             )
-            is_stride = signature[name] == "i64" and not parameter.do_not_specialize
-            is_aligned = signature[name].startswith("*") and not parameter.do_not_specialize_on_alignment
+            is_stride = kind == "i64" and not parameter.do_not_specialize
+            is_aligned = kind.startswith("*") and not parameter.do_not_specialize_on_alignment
             if is_stride or is_aligned or name == "V":
                 attributes[index,] = [["tt.divisibility", 16]]
         constexprs = {(self.kernel.arg_names.index(name),): value for name, value in self.constants.items()}
@@ -93,7 +98,7 @@ def _pointer(name: str, dtype: str) -> str | None:
         return f"*{dtype}"
     if name in (*WIDE, "k_scales", "v_scales") or name.startswith("partial"):
         return "*fp32"
-    return "*i32" if name in (*TABLES, *INTEGERS) or name.startswith(("tile_", "item_")) else None
+    return "*i32" if name in (*TABLES, *INTEGERS) or name.startswith("item_") else None
 
 
 def _lora_variants() -> dict[str, Variant]:
@@ -175,7 +180,7 @@ def _attention_variants() -> dict[str, Variant]:
 HEADS = {"Q_HEADS": 32, "KV_HEADS": 8, "D": 128, "BLOCK": 64, "PAGE_TOKENS": 16, "LARGEST": 127.0}
 NO_NORMS, NO_SCALES = dict.fromkeys(("q_norm", "k_norm")), dict.fromkeys(("k_scales", "v_scales"))
 NO_DELTA: dict[str, object] = {
-    **dict.fromkeys(("planes", "arena", "offsets", "ranks", "scalings", "tile_slot", "tile_start", "tile_length")),
+    **dict.fromkeys(("delta", "tiles")),
     "MODULE": 0,
     "BM": 16,
     "SITE": (0, 1, 0, 0, 16, False),

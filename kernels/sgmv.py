@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +59,18 @@ class SgmvSite:
     """Output features of each slice."""
 
 
+class SgmvOperands(NamedTuple):
+    """What the adapters of a step compute at one site with."""
+
+    arena_elements: Tensor
+    """The arena, [num_pages, page_elements], dtype of the activations."""
+    tables: SgmvTables
+    tiles: Tiles
+    site: SgmvSite
+    layer: int
+    """Decoder layer."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraDelta:
     """What the adapters of a step add to the output of one site, up to the product with B.
@@ -67,35 +80,16 @@ class LoraDelta:
 
     planes: Tensor
     """[parts, T, slices * max_rank], float32: `x @ A.T` in parts that add up; past an adapter's rank undefined."""
-    arena_elements: Tensor
-    """The arena, [num_pages, page_elements]."""
-    tables: SgmvTables
-    tiles: Tiles
-    site: SgmvSite
-    layer: int
+    operands: SgmvOperands
 
 
-def check_operands(
-    x: Tensor, y: Tensor, arena_elements: Tensor, tables: SgmvTables, tiles: Tiles, site: SgmvSite, layer: int
-) -> None:
-    """Check what a call to `sgmv` was given.
+def check_operands(x: Tensor, operands: SgmvOperands, y: Tensor | None = None) -> None:
+    """Check what a call to `sgmv` was given, or with no y, what `shrink` was.
 
     Raises:
         ValueError: A shape, dtype or device does not fit; the message names expected and got.
     """
-    check_inputs(x, arena_elements, tables, tiles, site, layer)
-    expect("y", y, (x.shape[0], sum(site.widths)), arena_elements.dtype, x.device)
-    expect_that("y", y.stride(1) == 1, "rows of consecutive elements", y.stride())
-
-
-def check_inputs(
-    x: Tensor, arena_elements: Tensor, tables: SgmvTables, tiles: Tiles, site: SgmvSite, layer: int
-) -> None:
-    """Check what `sgmv` only reads.
-
-    Raises:
-        ValueError: A shape, dtype or device does not fit; the message names expected and got.
-    """
+    arena_elements, tables, tiles, site, layer = operands
     slots, layers, modules = tables.ranks.shape
     device = x.device
     expect("x", x, (x.shape[0], site.in_features), arena_elements.dtype, device)
@@ -117,6 +111,9 @@ def check_inputs(
     )
     expect_that("site.widths", len(site.widths) == len(site.modules), "one width per module", site.widths)
     expect_that("site.widths", len(site.widths) <= MAX_SLICES, f"at most {MAX_SLICES} slices", site.widths)
+    if y is not None:
+        expect("y", y, (x.shape[0], sum(site.widths)), arena_elements.dtype, device)
+        expect_that("y", y.stride(1) == 1, "rows of consecutive elements", y.stride())
 
 
 def row_pitch_units(features: int, element_size: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.kernels.checks import expect_that
 from weft.kernels.native.library import native_function
-from weft.kernels.sgmv import GROUP_ROWS, SgmvSite, SgmvTables, Tiles, check_operands
+from weft.kernels.sgmv import GROUP_ROWS, SgmvOperands, check_operands
 
 MAX_RANK = 256
 """What `native/sgmv.cpp` has room for."""
@@ -18,9 +18,7 @@ TILE_ROWS, TILE_RANK = 16, 32
 """What a product on AMX's tiles takes of the results of the first product, which therefore have padding."""
 
 
-def sgmv(
-    x: Tensor, y: Tensor, arena_elements: Tensor, tables: SgmvTables, tiles: Tiles, site: SgmvSite, layer: int
-) -> None:
+def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:
     """Add the low-rank products of every tile's adapter to its rows.
 
     Semantics and arguments: `weft.kernels.plain.sgmv.sgmv`. Deterministic, and a row's result does not depend on
@@ -29,10 +27,11 @@ def sgmv(
     Raises:
         ValueError: An operand does not fit.
     """
+    arena_elements, tables, tiles, site, layer = operands
     # Operands like those of an earlier layer were checked there, and a step is cold code: each check costs.
     key = (site, x.shape, x.stride(), x.dtype, y.shape, y.stride(), y.dtype, id(arena_elements), id(tables))
     if key not in tiles.checked:
-        check_operands(x, y, arena_elements, tables, tiles, site, layer)
+        check_operands(x, operands, y)
         expect_that(
             "offsets", tables.offsets.shape[4] * GROUP_ROWS <= MAX_RANK, f"ranks up to {MAX_RANK}", tables.offsets.shape
         )

@@ -145,7 +145,7 @@ def fused_add_rms_norm(
     check_add_norm(x, residual, weight)
     if delta is None:
         return _norm(x, residual, weight, eps)
-    if delta.tiles.rows > MAX_NORM_ROWS:
+    if delta.operands.tiles.rows > MAX_NORM_ROWS:
         expand(x, delta)
         return _norm(x, residual, weight, eps)
     out, new_residual = torch.empty_like(x), torch.empty_like(x)

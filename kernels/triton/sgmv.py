@@ -24,10 +24,7 @@ from weft.kernels.sgmv import (
     MAX_SLICES,
     UNIT_BYTES,
     LoraDelta,
-    SgmvSite,
-    SgmvTables,
-    Tiles,
-    check_inputs,
+    SgmvOperands,
     check_operands,
     row_pitch_units,
 )
@@ -216,9 +213,7 @@ SHRINK_WARPS = 8
 """With 4, a thread has more elements of short tiles than registers that let a GPU hold many programs."""
 
 
-def shrink(
-    x: Tensor, arena_elements: Tensor, tables: SgmvTables, tiles: Tiles, site: SgmvSite, layer: int
-) -> LoraDelta:
+def shrink(x: Tensor, operands: SgmvOperands) -> LoraDelta:
     """Multiply every tile's rows with its adapter's A; what `sgmv` adds to y can then be added by `expand`.
 
     The grid depends on shapes only, never on what the tables hold, so a captured graph stays valid when adapters
@@ -226,19 +221,16 @@ def shrink(
 
     Args:
         x: Input of the site, [num_tokens, in_features].
-        arena_elements: The arena, [num_pages, page_elements], dtype of x.
-        tables: Where the weights lie, their ranks and scalings.
-        tiles: Which rows belong to which adapter slot.
-        site: Sizes and modules.
-        layer: Decoder layer.
+        operands: As for `sgmv`.
 
     Raises:
         ValueError: An operand does not fit.
     """
+    arena_elements, tables, tiles, site, layer = operands
     # Operands like those of an earlier layer or step were checked there, and a launch waits for each check.
     key = (site, x.shape, x.stride(), x.dtype, x.device, id(arena_elements), id(tables))
     if key not in tiles.checked:
-        check_inputs(x, arena_elements, tables, tiles, site, layer)
+        check_operands(x, operands)
         tiles.checked[key] = arena_elements, tables
     num_tokens, num_slices, num_tiles = x.shape[0], len(site.modules), tiles.numbers.shape[1]
     num_layers, groups = tables.offsets.shape[1], tables.offsets.shape[4]
@@ -250,7 +242,7 @@ def shrink(
         sizes = plan(f"shrink {site.in_features} {tiles.rows}", **sizes)
     split_k, rank_blocks = sizes["SPLIT_K"], -(-groups * GROUP_ROWS // sizes["BR"])
     planes = x.new_empty((split_k, num_tokens, num_slices * groups * GROUP_ROWS), dtype=torch.float32)
-    delta = LoraDelta(planes, arena_elements, tables, tiles, site, layer)
+    delta = LoraDelta(planes, operands)
     if num_tiles and num_tokens:
         pitch = row_pitch_units(site.in_features, element_size) * unit
         shape = {"MODULE": site.modules[0], "NUM_SLICES": num_slices, "UNIT": unit, "GROUPS": groups}
@@ -264,21 +256,20 @@ def shrink(
 
 def expand(y: Tensor, delta: LoraDelta) -> None:
     """Add a delta to its site's output, [num_tokens, sum of widths], in place."""
-    widths = delta.site.widths + (0,) * (MAX_SLICES - len(delta.site.widths))
+    site = delta.operands.site
+    widths = site.widths + (0,) * (MAX_SLICES - len(site.widths))
     num_tiles, operands, constants = delta_operands(delta, len(y))
     if num_tiles and len(y):
         blocks = {"W0": widths[0], "W1": widths[1], "W2": widths[2], "BN": COLUMN_BLOCK}
         expand_kernel[(num_tiles, sum(-(-width // COLUMN_BLOCK) for width in widths))](
             *(y, *operands, y.stride(0)),
-            **{**blocks, **constants, "ALIGN": gcd(16, *delta.site.widths)},
+            **{**blocks, **constants, "ALIGN": gcd(16, *site.widths)},
             num_warps=num_warps(constants),
             num_stages=2,
         )
 
 
-def sgmv(
-    x: Tensor, y: Tensor, arena_elements: Tensor, tables: SgmvTables, tiles: Tiles, site: SgmvSite, layer: int
-) -> None:
+def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:
     """Add the low-rank products of every tile's adapter to its rows.
 
     Semantics and arguments: `weft.kernels.plain.sgmv.sgmv`.
@@ -286,8 +277,8 @@ def sgmv(
     Raises:
         ValueError: An operand does not fit.
     """
-    check_operands(x, y, arena_elements, tables, tiles, site, layer)
-    expand(y, shrink(x, arena_elements, tables, tiles, site, layer))
+    check_operands(x, operands, y)
+    expand(y, shrink(x, operands))
 
 
 def delta_operands(delta: LoraDelta | None, num_tokens: int) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
@@ -305,13 +296,13 @@ def delta_operands(delta: LoraDelta | None, num_tokens: int) -> tuple[int, tuple
     if delta is None:
         constants = {"MODULE": 0, "BM": 16, "SITE": (0, 1, 0, 0, 16, INTERPRET)}
         return -(-num_tokens // 16), (None, None, 0, num_tokens), constants
-    tables, tiles, site, arena = delta.tables, delta.tiles, delta.site, delta.arena_elements
+    arena, tables, tiles, site, layer = delta.operands
     _, num_layers, num_modules, _, groups = tables.offsets.shape
     weights = delta.planes, arena, tables.offsets, tables.ranks, tables.scalings, num_layers, num_modules
     shape = len(site.modules), UNIT_BYTES // arena.element_size(), groups, delta.planes.shape[0], 16, INTERPRET
     return (
         tiles.numbers.shape[1],
-        (weights, tiles.numbers, delta.layer, num_tokens),
+        (weights, tiles.numbers, layer, num_tokens),
         {"MODULE": site.modules[0], "BM": tiles.rows, "SITE": shape},
     )
 

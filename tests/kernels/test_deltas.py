@@ -13,7 +13,7 @@ from numerics import assert_rows_close, bits
 from oracles import ORACLES
 from projected import Projected
 from scattered_kv import AttentionCase
-from scattered_lora import LAYER, ScatteredLora, SgmvCase
+from scattered_lora import ScatteredLora, SgmvCase
 from weft.adapters.lora.tiles import fill_tiles, tile_capacity
 from weft.kernels.sgmv import LoraDelta, Tiles
 
@@ -60,7 +60,7 @@ class Site:
     def delta(self, impl: Implementation) -> LoraDelta:
         lora, shrink = self.lora, impl.kernels.shrink
         assert shrink is not None
-        return shrink(lora.x, lora.arena, lora.tables, lora.tiles, lora.site, LAYER)
+        return shrink(lora.x, lora.operands())
 
     def added(self, impl: Implementation) -> torch.Tensor:
         """The output with the delta, by an operation of its own."""

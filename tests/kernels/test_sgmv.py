@@ -10,7 +10,7 @@ from implementations import BF16, CPU, F16, F32, TORCH, Implementation, needs_co
 from numerics import assert_rows_close, bits
 from scattered_lora import LAYER, ScatteredLora, SgmvCase, make_tiles
 from weft.kernels.native.sgmv import sgmv as native_sgmv
-from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvSite, Tiles, row_pitch_units
+from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvOperands, SgmvSite, Tiles, row_pitch_units
 from weft.memory import geometry
 
 RANKS = (0, 8, 16, 24, 64, 128, 256)
@@ -200,8 +200,8 @@ def test_input_and_output_may_be_slices_of_wider_tensors(impl: Implementation) -
     wide_x, wide_y = torch.full((2, 7, 300), float("nan"), device=impl.device)
     wide_x[:, 3:103] = operands.x
     wide_y[:, 10:134] = operands.y
-    y, tables, tiles = wide_y[:, 10:134], operands.tables, operands.tiles
-    impl.kernels.sgmv(wide_x[:, 3:103], y, operands.arena, tables, tiles, operands.site, LAYER)
+    y = wide_y[:, 10:134]
+    impl.kernels.sgmv(wide_x[:, 3:103], y, operands.operands())
     assert_rows_close(y.cpu(), operands.expected())
     assert wide_y[:, :10].isnan().all()
     assert wide_y[:, 134:].isnan().all()
@@ -215,7 +215,7 @@ def test_another_mix_of_adapters_works_in_the_same_tables(impl: Implementation) 
     for world in worlds:
         world.copy_into(room.tables, room.tiles, arena)
         y = world.y.clone()
-        impl.kernels.sgmv(world.x, y, arena, room.tables, room.tiles, world.site, LAYER)
+        impl.kernels.sgmv(world.x, y, SgmvOperands(arena, room.tables, room.tiles, world.site, LAYER))
         assert_rows_close(y.cpu(), world.expected())
 
 
@@ -249,7 +249,7 @@ def test_misfits_are_refused_with_expected_and_got(impl: Implementation) -> None
         ((x, y, arena[:, ::2], tables, tiles, site, LAYER), "arena_elements: expected one contiguous arena, got"),
     ):
         with pytest.raises(ValueError, match=expected):
-            impl.kernels.sgmv(*wrong)
+            impl.kernels.sgmv(*wrong[:2], SgmvOperands(*wrong[2:]))
     assert torch.equal(y, before)
 
 

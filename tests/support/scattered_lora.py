@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvSite, SgmvTables, Tiles, row_pitch_units
+from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvOperands, SgmvSite, SgmvTables, Tiles, row_pitch_units
 
 MIXED_RANKS = (0, 1, 4, 8, 16, 24, 64, 128, 256)
 NUM_LAYERS = 2
@@ -117,8 +117,12 @@ class ScatteredLora:
     def apply(self, sgmv: Callable[..., None]) -> torch.Tensor:
         """What an implementation makes of y, which stays."""
         y = self.y.clone()
-        sgmv(self.x, y, self.arena, self.tables, self.tiles, self.site, LAYER)
+        sgmv(self.x, y, self.operands())
         return y
+
+    def operands(self) -> SgmvOperands:
+        """All but x and y."""
+        return SgmvOperands(self.arena, self.tables, self.tiles, self.site, LAYER)
 
     def expected(self) -> torch.Tensor:
         """The result by dense float64 products, independent of pages, tables and tiles."""

@@ -86,12 +86,19 @@ class LoraDelta:
 def check_operands(x: Tensor, operands: SgmvOperands, y: Tensor | None = None) -> None:
     """Check what a call to `sgmv` was given, or with no y, what `shrink` was.
 
+    Operands like those of an earlier layer were checked there, and a step is cold code: each check costs.
+
     Raises:
         ValueError: A shape, dtype or device does not fit; the message names expected and got.
     """
     arena_elements, tables, tiles, site, layer = operands
     slots, layers, modules = tables.ranks.shape
     device = x.device
+    expect_that("layer", 0 <= layer < layers, f"0 to {layers - 1}", layer)
+    output = None if y is None else (y.shape, y.stride(), y.dtype, y.device)
+    key = (site, x.shape, x.stride(), x.dtype, device, output, id(arena_elements), id(tables))
+    if key in tiles.checked:
+        return
     expect("x", x, (x.shape[0], site.in_features), arena_elements.dtype, device)
     expect("arena_elements", arena_elements, (None, None), None, device)
     expect("offsets", tables.offsets, (slots, layers, modules, 2, None), torch.int32, device)
@@ -101,7 +108,9 @@ def check_operands(x: Tensor, operands: SgmvOperands, y: Tensor | None = None) -
     expect_that("tiles", tiles.numbers.is_contiguous(), "contiguous elements", tiles.numbers.stride())
     expect_that("x", x.stride(1) == 1, "rows of consecutive elements", x.stride())
     expect_that("arena_elements", arena_elements.is_contiguous(), "one contiguous arena", arena_elements.stride())
-    expect_that("layer", 0 <= layer < layers, f"0 to {layers - 1}", layer)
+    for name in ("offsets", "ranks", "scalings"):
+        tensor = getattr(tables, name)
+        expect_that(name, tensor.is_contiguous(), "contiguous elements", tensor.stride())
     first, last = site.modules[0], site.modules[-1]
     expect_that(
         "site.modules",
@@ -114,6 +123,7 @@ def check_operands(x: Tensor, operands: SgmvOperands, y: Tensor | None = None) -
     if y is not None:
         expect("y", y, (x.shape[0], sum(site.widths)), arena_elements.dtype, device)
         expect_that("y", y.stride(1) == 1, "rows of consecutive elements", y.stride())
+    tiles.checked[key] = arena_elements, tables
 
 
 def row_pitch_units(features: int, element_size: int) -> int:

@@ -28,19 +28,13 @@ def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:
         ValueError: An operand does not fit.
     """
     arena_elements, tables, tiles, site, layer = operands
-    # Operands like those of an earlier layer were checked there, and a step is cold code: each check costs.
+    # Cheaper to look up than what `check_operands` knows, for a step is cold code.
     key = (site, x.shape, x.stride(), x.dtype, y.shape, y.stride(), y.dtype, id(arena_elements), id(tables))
-    if key not in tiles.checked:
-        check_operands(x, operands, y)
-        expect_that(
-            "offsets", tables.offsets.shape[4] * GROUP_ROWS <= MAX_RANK, f"ranks up to {MAX_RANK}", tables.offsets.shape
-        )
-        for name in ("offsets", "ranks", "scalings"):
-            tensor = getattr(tables, name)
-            expect_that(name, tensor.is_contiguous(), "contiguous elements", tensor.stride())
-        tiles.checked[key] = (arena_elements, tables)
     _, num_layers, num_modules, _, groups = tables.offsets.shape
-    expect_that("layer", 0 <= layer < num_layers, f"0 to {num_layers - 1}", layer)
+    if key not in tiles.checked or not 0 <= layer < num_layers:
+        check_operands(x, operands, y)
+        expect_that("offsets", groups * GROUP_ROWS <= MAX_RANK, f"ranks up to {MAX_RANK}", tables.offsets.shape)
+        tiles.checked[key] = arena_elements, tables
     num_slices = len(site.modules)
     bridge_width = num_slices * -(-groups * GROUP_ROWS // TILE_RANK) * TILE_RANK
     bridge = x.new_empty((len(x) + TILE_ROWS - 1) * bridge_width, dtype=torch.float32)

@@ -54,7 +54,6 @@ def heads_kernel(
     BLOCK: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     LARGEST: tl.constexpr,
-    MODULE: tl.constexpr,
     BM: tl.constexpr,
     SITE: tl.constexpr,
 ):
@@ -81,8 +80,8 @@ def heads_kernel(
         width = tl.where(is_q, Q_HEADS * D, KV_HEADS * D)
         n = index * D + i
         tile = slot, layer, rows, live_m, num_tokens
-        first = add_delta(first, delta, tile, which, n, live_i, width, BLOCK, MODULE, BM, SITE)
-        second = add_delta(second, delta, tile, which, n + HALF, live_i, width, BLOCK, MODULE, BM, SITE)
+        first = add_delta(first, delta, tile, which, n, live_i, width, BLOCK, BM, SITE)
+        second = add_delta(second, delta, tile, which, n + HALF, live_i, width, BLOCK, BM, SITE)
     if q_norm is not None:
         a = first.to(tl.float32)
         b = second.to(tl.float32)

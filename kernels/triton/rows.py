@@ -101,7 +101,6 @@ def expand_add_norm_kernel(
     N: tl.constexpr,
     BN: tl.constexpr,
     BLOCK: tl.constexpr,
-    MODULE: tl.constexpr,
     BM: tl.constexpr,
     SITE: tl.constexpr,
 ):
@@ -118,7 +117,7 @@ def expand_add_norm_kernel(
     place = rows[:, None] * N + n[None, :]
     x = tl.load(y + place, mask=live, other=0.0)
     tile = slot, layer, rows, live_m, num_tokens
-    x = add_delta(x, delta, tile, 0, n, live_n, N, BN, MODULE, BM, SITE)
+    x = add_delta(x, delta, tile, 0, n, live_n, N, BN, BM, SITE)
     value = x.to(tl.float32) + tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
     tl.store(new_residual + place, value.to(new_residual.dtype.element_ty), mask=live)
     tl.debug_barrier()  # all of the program's elements are stored before it counts itself
@@ -193,7 +192,6 @@ def silu_and_mul_kernel(
     num_tokens,
     N: tl.constexpr,
     BN: tl.constexpr,
-    MODULE: tl.constexpr,
     BM: tl.constexpr,
     SITE: tl.constexpr,
 ):
@@ -209,8 +207,8 @@ def silu_and_mul_kernel(
     up = tl.load(place + N, mask=live, other=0.0)
     if delta is not None:
         tile = slot, layer, rows, live_m, num_tokens
-        gate = add_delta(gate, delta, tile, 0, n, live_n, N, BN, MODULE, BM, SITE)
-        up = add_delta(up, delta, tile, 1, n, live_n, N, BN, MODULE, BM, SITE)
+        gate = add_delta(gate, delta, tile, 0, n, live_n, N, BN, BM, SITE)
+        up = add_delta(up, delta, tile, 1, n, live_n, N, BN, BM, SITE)
     wide = gate.to(tl.float32)
     result = wide * tl.sigmoid(wide) * up.to(tl.float32)
     tl.store(out + rows[:, None] * N + n[None, :], result.to(out.dtype.element_ty), mask=live)

@@ -18,16 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.checks import expect_that
-from weft.kernels.sgmv import (
-    GROUP_ROWS,
-    MAX_SLICES,
-    UNIT_BYTES,
-    LoraDelta,
-    SgmvOperands,
-    check_operands,
-    row_pitch_units,
-)
+from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, LoraDelta, SgmvOperands, check_operands, row_pitch_units
 from weft.kernels.triton.plans import plan
 
 
@@ -113,19 +104,7 @@ def entry_of(delta, slot, layer, module):
 
 
 @triton.jit
-def add_delta(
-    y,
-    delta,
-    tile,
-    which,
-    n,
-    live_n,
-    width,
-    BN: tl.constexpr,
-    MODULE: tl.constexpr,
-    BM: tl.constexpr,
-    SITE: tl.constexpr,
-):
+def add_delta(y, delta, tile, which, n, live_n, width, BN: tl.constexpr, BM: tl.constexpr, SITE: tl.constexpr):
     """Add what an adapter adds to columns `n` of a slice of `width` to y [BM, BN], in its dtype; at rank 0, y as it is.
 
     A tile is its slot, the layer, its rows, which of them it has, and the number of rows of all tiles.
@@ -140,7 +119,7 @@ def add_delta(
     WIDTH: tl.constexpr = SITE[0] * GROUPS * 8
     planes, arena, offsets, _, scalings, _, _ = delta
     slot, layer, rows, live_m, num_tokens = tile
-    entry, rank = entry_of(delta, slot, layer, MODULE + which)
+    entry, rank = entry_of(delta, slot, layer, SITE[6] + which)
     pitch = (width + UNIT - 1) // UNIT * UNIT
     scaling = tl.load(scalings + entry, mask=rank > 0, other=0.0)
     acc = tl.zeros((BM, BN), tl.float32)
@@ -175,7 +154,6 @@ def expand_kernel(
     W2: tl.constexpr,
     ALIGN: tl.constexpr,
     BN: tl.constexpr,
-    MODULE: tl.constexpr,
     BM: tl.constexpr,
     SITE: tl.constexpr,
 ):
@@ -194,14 +172,14 @@ def expand_kernel(
     width = tl.multiple_of(tl.where(third, W2, tl.where(second, W1, W0)), ALIGN)
     column = tl.multiple_of(tl.where(third, W0 + W1, tl.where(second, W0, 0)), ALIGN)
     n = (block - tl.where(third, BLOCKS1, tl.where(second, BLOCKS0, 0))) * BN + tl.arange(0, BN)
-    _, rank = entry_of(delta, slot, layer, MODULE + which)
+    _, rank = entry_of(delta, slot, layer, SITE[6] + which)
     if rank == 0:
         return
     live_n = n < width
     out = y + rows[:, None] * y_stride + (column + n)[None, :]
     prior = tl.load(out, mask=live_m[:, None] & live_n[None, :], other=0.0)
     tile = slot, layer, rows, live_m, num_tokens
-    result = add_delta(prior, delta, tile, which, n, live_n, width, BN, MODULE, BM, SITE)
+    result = add_delta(prior, delta, tile, which, n, live_n, width, BN, BM, SITE)
     tl.store(out, result, mask=live_m[:, None] & live_n[None, :])
 
 
@@ -226,15 +204,10 @@ def shrink(x: Tensor, operands: SgmvOperands) -> LoraDelta:
     Raises:
         ValueError: An operand does not fit.
     """
-    arena_elements, tables, tiles, site, layer = operands
-    # Operands like those of an earlier layer or step were checked there, and a launch waits for each check.
-    key = (site, x.shape, x.stride(), x.dtype, x.device, id(arena_elements), id(tables))
-    if key not in tiles.checked:
-        check_operands(x, operands)
-        tiles.checked[key] = arena_elements, tables
+    arena_elements, tables, tiles, site, _ = operands
+    check_operands(x, operands)
     num_tokens, num_slices, num_tiles = x.shape[0], len(site.modules), tiles.numbers.shape[1]
-    num_layers, groups = tables.offsets.shape[1], tables.offsets.shape[4]
-    expect_that("layer", 0 <= layer < num_layers, f"0 to {num_layers - 1}", layer)
+    groups = tables.offsets.shape[4]
     element_size = arena_elements.element_size()
     unit = UNIT_BYTES // element_size
     sizes = shrink_sizes(site.in_features, tiles.rows, groups, element_size)
@@ -257,7 +230,7 @@ def shrink(x: Tensor, operands: SgmvOperands) -> LoraDelta:
 def expand(y: Tensor, delta: LoraDelta) -> None:
     """Add a delta to its site's output, [num_tokens, sum of widths], in place."""
     site = delta.operands.site
-    widths = site.widths + (0,) * (MAX_SLICES - len(site.widths))
+    widths = (*site.widths, 0, 0)[:3]
     num_tiles, operands, constants = delta_operands(delta, len(y))
     if num_tiles and len(y):
         blocks = {"W0": widths[0], "W1": widths[1], "W2": widths[2], "BN": COLUMN_BLOCK}
@@ -291,19 +264,20 @@ def delta_operands(delta: LoraDelta | None, num_tokens: int) -> tuple[int, tuple
     Returns:
         The number of tiles; `delta`, `tiles`, `layer` and `num_tokens`; constants. `delta` is the planes, the arena,
         the three tables, and how many layers and modules these have. SITE is the number of slices, elements of a unit,
-        row groups of the largest rank, planes, rank rows of a block, and whether it is interpreted.
+        row groups of the largest rank, planes, rank rows of a block, whether it is interpreted, and the
+        first module.
     """
     if delta is None:
-        constants = {"MODULE": 0, "BM": 16, "SITE": (0, 1, 0, 0, 16, INTERPRET)}
+        constants = {"BM": 16, "SITE": (0, 1, 0, 0, 16, INTERPRET, 0)}
         return -(-num_tokens // 16), (None, None, 0, num_tokens), constants
     arena, tables, tiles, site, layer = delta.operands
     _, num_layers, num_modules, _, groups = tables.offsets.shape
     weights = delta.planes, arena, tables.offsets, tables.ranks, tables.scalings, num_layers, num_modules
-    shape = len(site.modules), UNIT_BYTES // arena.element_size(), groups, delta.planes.shape[0], 16, INTERPRET
+    sizes = len(site.modules), UNIT_BYTES // arena.element_size(), groups, delta.planes.shape[0]
     return (
         tiles.numbers.shape[1],
         (weights, tiles.numbers, layer, num_tokens),
-        {"MODULE": site.modules[0], "BM": tiles.rows, "SITE": shape},
+        {"BM": tiles.rows, "SITE": (*sizes, 16, INTERPRET, site.modules[0])},
     )
 
 

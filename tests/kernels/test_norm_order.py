@@ -49,6 +49,6 @@ def test_a_norm_with_a_delta_sums_in_the_same_order_as_one_without(arch: int) ->
 
     size = {"N": 4096, "BLOCK": 4096}
     alone = sum_layouts(rows.rms_norm_kernel, {**size, "ADD": True}, arch)
-    site = {"MODULE": 0, "BM": 16, "SITE": (1, 128, 8, 4, 16, False), "BN": 256}
+    site = {"BM": 16, "SITE": (1, 128, 8, 4, 16, False, 0), "BN": 256}
     assert alone == sum_layouts(rows.expand_add_norm_kernel, {**size, **site}, arch)
     assert len(alone) == 1

@@ -107,8 +107,8 @@ def _lora_variants() -> dict[str, Variant]:
     for tile_rows, dtype in itertools.product((16, 64), ("bf16", "fp16", "fp32")):
         element_size, warps = 4 if dtype == "fp32" else 2, 4 if tile_rows == 16 else 8
         sizes = sgmv_triton.shrink_sizes(4096, tile_rows, 8, element_size)
-        shape = 3, 256 // element_size, 8, sizes["SPLIT_K"], 16, False
-        site = {"MODULE": 0, "BM": tile_rows, "SITE": shape}
+        shape = 3, 256 // element_size, 8, sizes["SPLIT_K"], 16, False, 0
+        site = {"BM": tile_rows, "SITE": shape}
         shrink: dict[str, object] = {"MODULE": 0, "BM": tile_rows, "K": 4096, "PITCH": 4096, "INTERPRET": False}
         shrink |= {"NUM_SLICES": 3, "UNIT": shape[1], "GROUPS": 8, **sizes}
         expand = {**site, "W0": 4096, "W1": 1024, "W2": 1024, "ALIGN": 16, "BN": 128}
@@ -131,7 +131,7 @@ def _lora_variants() -> dict[str, Variant]:
             found[f"expand norm {name}"] = Variant(
                 rows_triton.expand_add_norm_kernel, dtype, norm, eps, 8, 2, is_minor=minor
             )
-    heads = {"MODULE": 0, "BM": 16, "SITE": (3, 128, 8, 4, 16, False), **HEADS}
+    heads = {"BM": 16, "SITE": (3, 128, 8, 4, 16, False, 0), **HEADS}
     found["expand heads int8"] = Variant(attend_triton.heads_kernel, "bf16", heads, eps, 4, 3, kv_dtype="i8")
     return found
 
@@ -181,9 +181,8 @@ HEADS = {"Q_HEADS": 32, "KV_HEADS": 8, "D": 128, "BLOCK": 64, "PAGE_TOKENS": 16,
 NO_NORMS, NO_SCALES = dict.fromkeys(("q_norm", "k_norm")), dict.fromkeys(("k_scales", "v_scales"))
 NO_DELTA: dict[str, object] = {
     **dict.fromkeys(("delta", "tiles")),
-    "MODULE": 0,
     "BM": 16,
-    "SITE": (0, 1, 0, 0, 16, False),
+    "SITE": (0, 1, 0, 0, 16, False, 0),
 }
 
 

@@ -20,13 +20,13 @@ from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.kv_scales import KvScales
 from weft.kernels.native.library import NATIVE_DTYPES, native_library
 from weft.kernels.quantised import Int8Weight, QuantisedWeight
-from weft.kernels.sgmv import LoraDelta, SgmvSite, SgmvTables, Tiles
+from weft.kernels.sgmv import LoraDelta, SgmvOperands
 
 logger = logging.getLogger(__name__)
 
 PagedAttention = Callable[[Tensor, Tensor, Tensor, AttentionBatch, float, int | None, KvScales | None], Tensor]
-Sgmv = Callable[[Tensor, Tensor, Tensor, SgmvTables, Tiles, SgmvSite, int], None]
-Shrink = Callable[[Tensor, Tensor, SgmvTables, Tiles, SgmvSite, int], LoraDelta]
+Sgmv = Callable[[Tensor, Tensor, SgmvOperands], None]
+Shrink = Callable[[Tensor, SgmvOperands], LoraDelta]
 Linear = Callable[[Tensor], Tensor]
 """x [rows, in_features] to a new, contiguous [rows, out_features] of x's dtype."""
 

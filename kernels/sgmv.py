@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,14 +40,10 @@ class SgmvTables:
 class Tiles:
     """Runs of consecutive rows of one adapter, at most `rows` long."""
 
-    slot: Tensor
-    """[capacity], int32: adapter slot; -1 is padding."""
-    start: Tensor
-    """[capacity], int32: first row."""
-    length: Tensor
-    """[capacity], int32: number of rows, 1 to `rows`."""
+    numbers: Tensor
+    """[3, capacity], int32: adapter slot of each tile (-1 is padding), first row, and number of rows (1 to `rows`)."""
     rows: int = 16
-    """Upper bound of `length`: 16 suits decode, 64 or 128 long prefill chunks."""
+    """The most rows of a tile: 16 suits decode, 64 or 128 long prefill chunks."""
     checked: dict[Hashable, object] = field(default_factory=dict, repr=False, compare=False)
     """Kinds of operands that a kernel has found sound for these tiles, with what is known by its address in them."""
 
@@ -62,6 +59,18 @@ class SgmvSite:
     """Output features of each slice."""
 
 
+class SgmvOperands(NamedTuple):
+    """What the adapters of a step compute at one site with."""
+
+    arena_elements: Tensor
+    """The arena, [num_pages, page_elements], dtype of the activations."""
+    tables: SgmvTables
+    tiles: Tiles
+    site: SgmvSite
+    layer: int
+    """Decoder layer."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraDelta:
     """What the adapters of a step add to the output of one site, up to the product with B.
@@ -71,48 +80,37 @@ class LoraDelta:
 
     planes: Tensor
     """[parts, T, slices * max_rank], float32: `x @ A.T` in parts that add up; past an adapter's rank undefined."""
-    arena_elements: Tensor
-    """The arena, [num_pages, page_elements]."""
-    tables: SgmvTables
-    tiles: Tiles
-    site: SgmvSite
-    layer: int
+    operands: SgmvOperands
 
 
-def check_operands(
-    x: Tensor, y: Tensor, arena_elements: Tensor, tables: SgmvTables, tiles: Tiles, site: SgmvSite, layer: int
-) -> None:
-    """Check what a call to `sgmv` was given.
+def check_operands(x: Tensor, operands: SgmvOperands, y: Tensor | None = None) -> None:
+    """Check what a call to `sgmv` was given, or with no y, what `shrink` was.
+
+    Operands like those of an earlier layer were checked there, and a step is cold code: each check costs.
 
     Raises:
         ValueError: A shape, dtype or device does not fit; the message names expected and got.
     """
-    check_inputs(x, arena_elements, tables, tiles, site, layer)
-    expect("y", y, (x.shape[0], sum(site.widths)), arena_elements.dtype, x.device)
-    expect_that("y", y.stride(1) == 1, "rows of consecutive elements", y.stride())
-
-
-def check_inputs(
-    x: Tensor, arena_elements: Tensor, tables: SgmvTables, tiles: Tiles, site: SgmvSite, layer: int
-) -> None:
-    """Check what `sgmv` only reads.
-
-    Raises:
-        ValueError: A shape, dtype or device does not fit; the message names expected and got.
-    """
+    arena_elements, tables, tiles, site, layer = operands
     slots, layers, modules = tables.ranks.shape
     device = x.device
+    expect_that("layer", 0 <= layer < layers, f"0 to {layers - 1}", layer)
+    output = None if y is None else (y.shape, y.stride(), y.dtype, y.device)
+    key = (site, x.shape, x.stride(), x.dtype, device, output, id(arena_elements), id(tables))
+    if key in tiles.checked:
+        return
     expect("x", x, (x.shape[0], site.in_features), arena_elements.dtype, device)
     expect("arena_elements", arena_elements, (None, None), None, device)
     expect("offsets", tables.offsets, (slots, layers, modules, 2, None), torch.int32, device)
     expect("ranks", tables.ranks, (slots, layers, modules), torch.int32, device)
     expect("scalings", tables.scalings, (slots, layers, modules), torch.float32, device)
-    expect("tiles.slot", tiles.slot, (None,), torch.int32, device)
-    expect("tiles.start", tiles.start, tiles.slot.shape, torch.int32, device)
-    expect("tiles.length", tiles.length, tiles.slot.shape, torch.int32, device)
+    expect("tiles", tiles.numbers, (3, None), torch.int32, device)
+    expect_that("tiles", tiles.numbers.is_contiguous(), "contiguous elements", tiles.numbers.stride())
     expect_that("x", x.stride(1) == 1, "rows of consecutive elements", x.stride())
     expect_that("arena_elements", arena_elements.is_contiguous(), "one contiguous arena", arena_elements.stride())
-    expect_that("layer", 0 <= layer < layers, f"0 to {layers - 1}", layer)
+    for name in ("offsets", "ranks", "scalings"):
+        tensor = getattr(tables, name)
+        expect_that(name, tensor.is_contiguous(), "contiguous elements", tensor.stride())
     first, last = site.modules[0], site.modules[-1]
     expect_that(
         "site.modules",
@@ -122,6 +120,10 @@ def check_inputs(
     )
     expect_that("site.widths", len(site.widths) == len(site.modules), "one width per module", site.widths)
     expect_that("site.widths", len(site.widths) <= MAX_SLICES, f"at most {MAX_SLICES} slices", site.widths)
+    if y is not None:
+        expect("y", y, (x.shape[0], sum(site.widths)), arena_elements.dtype, device)
+        expect_that("y", y.stride(1) == 1, "rows of consecutive elements", y.stride())
+    tiles.checked[key] = arena_elements, tables
 
 
 def row_pitch_units(features: int, element_size: int) -> int:

@@ -15,7 +15,7 @@ from weft.adapters.base_shape import SITES, BaseShape
 from weft.adapters.lora.tables import AdapterTables
 from weft.adapters.lora.tiles import DECODE_TILE_ROWS, fill_tiles, tile_capacity, tile_rows
 from weft.kernels.dispatch import Kernels, Linear, kernels_for
-from weft.kernels.sgmv import LoraDelta, SgmvSite, SgmvTables, Tiles
+from weft.kernels.sgmv import LoraDelta, SgmvOperands, SgmvSite, SgmvTables, Tiles
 from weft.memory.arena import Arena
 
 BASE_SLOT = -1
@@ -36,7 +36,7 @@ class PagedLora:
     def __init__(self, arena: Arena, tables: AdapterTables, base: BaseShape, kernels: Kernels | None = None) -> None:
         self.arena = arena
         self.tables = tables
-        self.operands = SgmvTables(tables.offsets, tables.ranks, tables.scalings)
+        self.slot_tables = SgmvTables(tables.offsets, tables.ranks, tables.scalings)
         kernels = kernels or kernels_for(arena.device, arena.dtype)
         self.sgmv, self.shrink = kernels.sgmv, kernels.shrink
         self.side = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -64,8 +64,8 @@ class PagedLora:
         tiles = np.empty((3, tile_capacity(num_rows, self.tables.slots, rows_per_tile)), dtype=np.int32)
         live = fill_tiles(tiles, row_slots, rows_per_tile)
         touched = [[bool(used[layer, list(site.modules)].any()) for site in SITES] for layer in range(len(used))]
-        slot, start, length = torch.from_numpy(tiles[:, :live]).to(self.arena.device)
-        return LoraStep(self, Tiles(slot, start, length, rows_per_tile), touched)
+        numbers = torch.from_numpy(tiles[:, :live]).contiguous().to(self.arena.device)
+        return LoraStep(self, Tiles(numbers, rows_per_tile), touched)
 
     def static_step(self, tiles: torch.Tensor, rows_per_tile: int, *, is_small: bool = False) -> LoraStep:
         """A step whose rows and adapters change under it, as those of a captured graph do: it works on all sites.
@@ -75,8 +75,7 @@ class PagedLora:
             rows_per_tile: Most rows in a tile.
             is_small: Whether it never has more than `SIDE_ROWS` rows.
         """
-        slot, start, length = tiles
-        return LoraStep(self, Tiles(slot, start, length, rows_per_tile), None, self.side if is_small else None)
+        return LoraStep(self, Tiles(tiles, rows_per_tile), None, self.side if is_small else None)
 
 
 class LoraStep:
@@ -119,16 +118,16 @@ class LoraStep:
             y = linear(x)
             self.apply(layer, site, x, y)
             return y, None
-        if not self._touches(layer, site):
+        operands = self._operands(layer, site)
+        if operands is None:
             return linear(x), None
-        operands = self._lora.arena.elements, self._lora.operands, self._tiles, self._lora.sites[site], layer
         if self._side is None:
-            return linear(x), shrink(x, *operands)
+            return linear(x), shrink(x, operands)
         # Each stream waits for the other, so that neither reuses memory which the other one still reads.
         main = torch.cuda.current_stream(x.device)
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
-            delta = shrink(x, *operands)
+            delta = shrink(x, operands)
         y = linear(x)
         main.wait_stream(self._side)
         return y, delta
@@ -142,9 +141,13 @@ class LoraStep:
             x: [T, in_features], the input of the base's linear layer.
             y: [T, sum of the site's widths], its output; rows of the base model stay as they are.
         """
-        if self._touches(layer, site):
-            lora = self._lora
-            lora.sgmv(x, y, lora.arena.elements, lora.operands, self._tiles, lora.sites[site], layer)
+        operands = self._operands(layer, site)
+        if operands is not None:
+            self._lora.sgmv(x, y, operands)
 
-    def _touches(self, layer: int, site: int) -> bool:
-        return self._touched is None or self._touched[layer][site]
+    def _operands(self, layer: int, site: int) -> SgmvOperands | None:
+        """None where no adapter of the step changes the site."""
+        if self._touched is not None and not self._touched[layer][site]:
+            return None
+        lora = self._lora
+        return SgmvOperands(lora.arena.elements, lora.slot_tables, self._tiles, lora.sites[site], layer)

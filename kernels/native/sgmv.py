@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.kernels.checks import expect_that
 from weft.kernels.native.library import native_function
-from weft.kernels.sgmv import GROUP_ROWS, SgmvSite, SgmvTables, Tiles, check_operands
+from weft.kernels.sgmv import GROUP_ROWS, SgmvOperands, check_operands
 
 MAX_RANK = 256
 """What `native/sgmv.cpp` has room for."""
@@ -18,9 +18,7 @@ TILE_ROWS, TILE_RANK = 16, 32
 """What a product on AMX's tiles takes of the results of the first product, which therefore have padding."""
 
 
-def sgmv(
-    x: Tensor, y: Tensor, arena_elements: Tensor, tables: SgmvTables, tiles: Tiles, site: SgmvSite, layer: int
-) -> None:
+def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:
     """Add the low-rank products of every tile's adapter to its rows.
 
     Semantics and arguments: `weft.kernels.plain.sgmv.sgmv`. Deterministic, and a row's result does not depend on
@@ -29,28 +27,23 @@ def sgmv(
     Raises:
         ValueError: An operand does not fit.
     """
-    # Operands like those of an earlier layer were checked there, and a step is cold code: each check costs.
+    arena_elements, tables, tiles, site, layer = operands
+    # Cheaper to look up than what `check_operands` knows, for a step is cold code.
     key = (site, x.shape, x.stride(), x.dtype, y.shape, y.stride(), y.dtype, id(arena_elements), id(tables))
-    if key not in tiles.checked:
-        check_operands(x, y, arena_elements, tables, tiles, site, layer)
-        expect_that(
-            "offsets", tables.offsets.shape[4] * GROUP_ROWS <= MAX_RANK, f"ranks up to {MAX_RANK}", tables.offsets.shape
-        )
-        for owner, names in ((tiles, ("slot", "start", "length")), (tables, ("offsets", "ranks", "scalings"))):
-            for name in names:
-                tensor = getattr(owner, name)
-                expect_that(name, tensor.is_contiguous(), "contiguous elements", tensor.stride())
-        tiles.checked[key] = (arena_elements, tables)
     _, num_layers, num_modules, _, groups = tables.offsets.shape
-    expect_that("layer", 0 <= layer < num_layers, f"0 to {num_layers - 1}", layer)
+    if key not in tiles.checked or not 0 <= layer < num_layers:
+        check_operands(x, operands, y)
+        expect_that("offsets", groups * GROUP_ROWS <= MAX_RANK, f"ranks up to {MAX_RANK}", tables.offsets.shape)
+        tiles.checked[key] = arena_elements, tables
     num_slices = len(site.modules)
     bridge_width = num_slices * -(-groups * GROUP_ROWS // TILE_RANK) * TILE_RANK
     bridge = x.new_empty((len(x) + TILE_ROWS - 1) * bridge_width, dtype=torch.float32)
+    num_tiles, first_tile = tiles.numbers.shape[1], tiles.numbers.data_ptr()
     native_function("sgmv", x.dtype, "i" * 21)(
         *(x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), arena_elements.data_ptr()),
         *(tables.offsets.data_ptr(), tables.ranks.data_ptr(), tables.scalings.data_ptr()),
         *(num_layers, num_modules, groups),
-        *(tiles.slot.data_ptr(), tiles.start.data_ptr(), tiles.length.data_ptr(), len(tiles.slot)),
+        *(first_tile, first_tile + 4 * num_tiles, first_tile + 8 * num_tiles, num_tiles),
         *(layer, site.modules[0], num_slices, site.in_features),
         *(ctypes.addressof(_widths(site.widths)), bridge.data_ptr()),
     )

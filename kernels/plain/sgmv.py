@@ -11,28 +11,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvSite, SgmvTables, Tiles, check_operands, row_pitch_units
+from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvOperands, Tiles, check_operands, row_pitch_units
 
 
-def sgmv(
-    x: Tensor, y: Tensor, arena_elements: Tensor, tables: SgmvTables, tiles: Tiles, site: SgmvSite, layer: int
-) -> None:
+def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:
     """Add the low-rank products of every tile's adapter to its rows.
 
     Semantics:
-        for tile, s = tiles.slot[tile] >= 0:
-            rows = tiles.start[tile] : tiles.start[tile] + tiles.length[tile]
+        for s, start, length in tiles.numbers.T, s >= 0:
+            rows = start : start + length
             for slice, module in enumerate(site.modules):
                 y[rows, slice] += scalings[s, layer, module] * (x[rows] @ A[s, layer, module].T) @ BT[s, layer, module]
 
     Args:
         x: Input of the site, [num_tokens, in_features].
         y: Output of the site, [num_tokens, sum of widths], dtype of x. Mutated.
-        arena_elements: The arena, [num_pages, page_elements], dtype of x.
-        tables: Where the weights lie, their ranks and scalings.
-        tiles: Which rows belong to which adapter slot.
-        site: Sizes and modules.
-        layer: Decoder layer.
+        operands: The arena, where in it the weights lie, which rows belong to which adapter slot, site and layer.
 
     In this implementation tiles of one adapter that follow each other are joined to a segment; a segment costs one
     gather and one product for A of all slices, and one of each per slice for B.
@@ -40,7 +34,8 @@ def sgmv(
     Raises:
         ValueError: An operand does not fit.
     """
-    check_operands(x, y, arena_elements, tables, tiles, site, layer)
+    check_operands(x, operands, y)
+    arena_elements, tables, tiles, site, layer = operands
     first = site.modules[0]
     span = slice(first, first + len(site.modules))
     for slot, start, end in _segments(tiles):
@@ -63,7 +58,7 @@ def sgmv(
 
 
 def _segments(tiles: Tiles) -> Iterator[tuple[int, int, int]]:
-    live = (t for t in zip(tiles.slot.tolist(), tiles.start.tolist(), tiles.length.tolist(), strict=True) if t[0] >= 0)
+    live = (t for t in zip(*tiles.numbers.tolist(), strict=True) if t[0] >= 0)
     for slot, run in itertools.groupby(live, key=lambda tile: tile[0]):
         start = end = -1
         for _, tile_start, tile_length in run:

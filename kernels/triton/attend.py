@@ -20,12 +20,11 @@ from weft.kernels.kv_scales import LARGEST, KvScales
 from weft.kernels.plain.rows import check_indices, check_kv_write
 from weft.kernels.sgmv import LoraDelta
 from weft.kernels.triton.attention import paged_attention
-from weft.kernels.triton.sgmv import TILE_POINTERS, add_delta, delta_operands, entry_of, num_warps, tile_of
+from weft.kernels.triton.sgmv import add_delta, delta_operands, num_warps, tile_of
 
 
 @triton.jit(
-    do_not_specialize=["layer", "num_tokens"],
-    do_not_specialize_on_alignment=["positions", "slot_mapping", *TILE_POINTERS],
+    do_not_specialize=["layer", "num_tokens"], do_not_specialize_on_alignment=["positions", "slot_mapping", "tiles"]
 )
 def heads_kernel(
     qkv,
@@ -39,17 +38,9 @@ def heads_kernel(
     k_scales,
     v_scales,
     slot_mapping,
-    planes,
-    arena,
-    offsets,
-    ranks,
-    scalings,
-    tile_slot,
-    tile_start,
-    tile_length,
+    delta,
+    tiles,
     layer,
-    num_layers,
-    num_modules,
     num_tokens,
     eps,
     page_stride: tl.int64,
@@ -63,7 +54,6 @@ def heads_kernel(
     BLOCK: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     LARGEST: tl.constexpr,
-    MODULE: tl.constexpr,
     BM: tl.constexpr,
     SITE: tl.constexpr,
 ):
@@ -72,7 +62,7 @@ def heads_kernel(
     What is None is left out: deltas, norms, scales. Queries are written where they were.
     """
     HALF: tl.constexpr = D // 2
-    slot, start, length = tile_of(tile_slot, tile_start, tile_length, num_tokens, BM)
+    slot, _, length, rows, live_m = tile_of(tiles, num_tokens, BM)
     if length <= 0:
         return
     head = tl.program_id(1)
@@ -81,21 +71,17 @@ def heads_kernel(
     index = head - tl.where(is_v, Q_HEADS + KV_HEADS, tl.where(is_q, 0, Q_HEADS))
     i = tl.arange(0, BLOCK)
     live_i = i < HALF
-    m = tl.arange(0, BM)
-    live_m = m < length
     live = live_m[:, None] & live_i[None, :]
-    rows = (start + m).to(tl.int64)
     place = qkv + rows[:, None] * ((Q_HEADS + 2 * KV_HEADS) * D) + head * D + i[None, :]
     first = tl.load(place, mask=live, other=0.0)
     second = tl.load(place + HALF, mask=live, other=0.0)
-    if planes is not None:
+    if delta is not None:
         which = tl.where(is_v, 2, tl.where(is_q, 0, 1))
         width = tl.where(is_q, Q_HEADS * D, KV_HEADS * D)
         n = index * D + i
-        entry, rank = entry_of(ranks, slot, layer, num_layers, num_modules, MODULE + which)
-        tensors = planes, arena, offsets, scalings, rows, live_m, num_tokens
-        first = add_delta(first, entry, rank, which, n, live_i, width, BLOCK, *tensors, BM, SITE)
-        second = add_delta(second, entry, rank, which, n + HALF, live_i, width, BLOCK, *tensors, BM, SITE)
+        tile = slot, layer, rows, live_m, num_tokens
+        first = add_delta(first, delta, tile, which, n, live_i, width, BLOCK, BM, SITE)
+        second = add_delta(second, delta, tile, which, n + HALF, live_i, width, BLOCK, BM, SITE)
     if q_norm is not None:
         a = first.to(tl.float32)
         b = second.to(tl.float32)
@@ -194,13 +180,13 @@ def attend(
     for name, table in (("cos", rotation.cos), ("sin", rotation.sin)):
         expect(name, table, (None, head_dim // 2), torch.float32, qkv.device)
         expect_that(name, table.is_contiguous(), "contiguous rows", table.stride())
-    num_tiles, pointers, sizes, constants = delta_operands(delta, len(qkv))
+    num_tiles, operands, constants = delta_operands(delta, len(qkv))
     if len(qkv):
         weights, eps = ((None, None), 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
         pages = (k_pages, v_pages, *(kv_scales or (None, None)), slot_mapping)
         strides = (*k_pages.stride()[:3], *((0, 0) if kv_scales is None else kv_scales[0].stride()[:2]))
         heads_kernel[(num_tiles, q.shape[1] + 2 * k.shape[1])](
-            *(qkv, *weights, rotation.positions, rotation.cos, rotation.sin, *pages, *pointers, *sizes, eps, *strides),
+            *(qkv, *weights, rotation.positions, rotation.cos, rotation.sin, *pages, *operands, eps, *strides),
             **{**constants, "Q_HEADS": q.shape[1], "KV_HEADS": k.shape[1], "D": head_dim, "LARGEST": float(LARGEST)},
             BLOCK=max(16, triton.next_power_of_2(head_dim // 2)),
             PAGE_TOKENS=k_pages.shape[2],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.kernels.plain.rows import check_add_norm, check_embed, check_norm, check_silu_and_mul
 from weft.kernels.sgmv import LoraDelta
-from weft.kernels.triton.sgmv import COLUMN_BLOCK, TILE_POINTERS, add_delta, delta_operands, entry_of, expand, tile_of
+from weft.kernels.triton.sgmv import COLUMN_BLOCK, add_delta, delta_operands, expand, tile_of
 
 ROW_BLOCK = 1024
 """Elements of a row that one program copies."""
@@ -85,7 +85,7 @@ def _store_normed(value, weight, out, eps, n, N: tl.constexpr):
     tl.store(out + n, value.to(out.dtype.element_ty), mask=n < N)
 
 
-@triton.jit(do_not_specialize=["layer", "num_tokens"], do_not_specialize_on_alignment=TILE_POINTERS)
+@triton.jit(do_not_specialize=["layer", "num_tokens"], do_not_specialize_on_alignment=["tiles"])
 def expand_add_norm_kernel(
     y,
     residual,
@@ -93,23 +93,14 @@ def expand_add_norm_kernel(
     out,
     new_residual,
     counters,
-    planes,
-    arena,
-    offsets,
-    ranks,
-    scalings,
-    tile_slot,
-    tile_start,
-    tile_length,
+    delta,
+    tiles,
     layer,
-    num_layers,
-    num_modules,
     num_tokens,
     eps,
     N: tl.constexpr,
     BN: tl.constexpr,
     BLOCK: tl.constexpr,
-    MODULE: tl.constexpr,
     BM: tl.constexpr,
     SITE: tl.constexpr,
 ):
@@ -117,20 +108,16 @@ def expand_add_norm_kernel(
 
     The program of a tile that ends last normalises its rows, each as `rms_norm_kernel` does, and resets the counter.
     """
-    slot, start, length = tile_of(tile_slot, tile_start, tile_length, num_tokens, BM)
+    slot, start, length, rows, live_m = tile_of(tiles, num_tokens, BM)
     if length <= 0:
         return
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    m = tl.arange(0, BM)
-    live_m = m < length
     live_n = n < N
     live = live_m[:, None] & live_n[None, :]
-    rows = (start + m).to(tl.int64)
     place = rows[:, None] * N + n[None, :]
     x = tl.load(y + place, mask=live, other=0.0)
-    entry, rank = entry_of(ranks, slot, layer, num_layers, num_modules, MODULE)
-    tensors = planes, arena, offsets, scalings, rows, live_m, num_tokens
-    x = add_delta(x, entry, rank, 0, n, live_n, N, BN, *tensors, BM, SITE)
+    tile = slot, layer, rows, live_m, num_tokens
+    x = add_delta(x, delta, tile, 0, n, live_n, N, BN, BM, SITE)
     value = x.to(tl.float32) + tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
     tl.store(new_residual + place, value.to(new_residual.dtype.element_ty), mask=live)
     tl.debug_barrier()  # all of the program's elements are stored before it counts itself
@@ -157,16 +144,16 @@ def fused_add_rms_norm(
     check_add_norm(x, residual, weight)
     if delta is None:
         return _norm(x, residual, weight, eps)
-    if delta.tiles.rows > MAX_NORM_ROWS:
+    if delta.operands.tiles.rows > MAX_NORM_ROWS:
         expand(x, delta)
         return _norm(x, residual, weight, eps)
     out, new_residual = torch.empty_like(x), torch.empty_like(x)
-    num_tiles, pointers, sizes, constants = delta_operands(delta, len(x))
+    num_tiles, operands, constants = delta_operands(delta, len(x))
     if x.numel():
         columns = NORM_BLOCK_BYTES // x.element_size()
         counters = _counters(x.device, triton.next_power_of_2(max(num_tiles, 256)))
         expand_add_norm_kernel[(num_tiles, triton.cdiv(x.shape[1], columns))](
-            *(x, residual, weight, out, new_residual, counters, *pointers, *sizes, eps),
+            *(x, residual, weight, out, new_residual, counters, *operands, eps),
             **{**_norm_sizes(x.shape[1]), **constants, "BN": columns, "num_stages": 2},
         )
     return out, new_residual
@@ -188,54 +175,40 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
     new_residual = out if residual is None else torch.empty_like(out)
     if x.numel():
         heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
-        operands = (x, x if residual is None else residual, weight, out, new_residual)
+        tensors = (x, x if residual is None else residual, weight, out, new_residual)
         rms_norm_kernel[(x.shape[0] * heads,)](
-            *operands, heads, x.stride(0), head_stride, eps, ADD=residual is not None, **_norm_sizes(x.shape[-1])
+            *tensors, heads, x.stride(0), head_stride, eps, ADD=residual is not None, **_norm_sizes(x.shape[-1])
         )
     return out, new_residual
 
 
-@triton.jit(do_not_specialize=["layer", "num_tokens"], do_not_specialize_on_alignment=TILE_POINTERS)
+@triton.jit(do_not_specialize=["layer", "num_tokens"], do_not_specialize_on_alignment=["tiles"])
 def silu_and_mul_kernel(
     gate_up,
     out,
-    planes,
-    arena,
-    offsets,
-    ranks,
-    scalings,
-    tile_slot,
-    tile_start,
-    tile_length,
+    delta,
+    tiles,
     layer,
-    num_layers,
-    num_modules,
     num_tokens,
     N: tl.constexpr,
     BN: tl.constexpr,
-    MODULE: tl.constexpr,
     BM: tl.constexpr,
     SITE: tl.constexpr,
 ):
     """`out[row, n] = silu(gate_up[row, n]) * gate_up[row, N + n]`, deltas added first. Grid: (tiles, cdiv(N, BN))."""
-    slot, start, length = tile_of(tile_slot, tile_start, tile_length, num_tokens, BM)
+    slot, _, length, rows, live_m = tile_of(tiles, num_tokens, BM)
     if length <= 0:
         return
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    m = tl.arange(0, BM)
-    live_m = m < length
     live_n = n < N
     live = live_m[:, None] & live_n[None, :]
-    rows = (start + m).to(tl.int64)
     place = gate_up + rows[:, None] * (2 * N) + n[None, :]
     gate = tl.load(place, mask=live, other=0.0)
     up = tl.load(place + N, mask=live, other=0.0)
-    if planes is not None:
-        gate_entry, gate_rank = entry_of(ranks, slot, layer, num_layers, num_modules, MODULE)
-        up_entry, up_rank = entry_of(ranks, slot, layer, num_layers, num_modules, MODULE + 1)
-        tensors = planes, arena, offsets, scalings, rows, live_m, num_tokens
-        gate = add_delta(gate, gate_entry, gate_rank, 0, n, live_n, N, BN, *tensors, BM, SITE)
-        up = add_delta(up, up_entry, up_rank, 1, n, live_n, N, BN, *tensors, BM, SITE)
+    if delta is not None:
+        tile = slot, layer, rows, live_m, num_tokens
+        gate = add_delta(gate, delta, tile, 0, n, live_n, N, BN, BM, SITE)
+        up = add_delta(up, delta, tile, 1, n, live_n, N, BN, BM, SITE)
     wide = gate.to(tl.float32)
     result = wide * tl.sigmoid(wide) * up.to(tl.float32)
     tl.store(out + rows[:, None] * N + n[None, :], result.to(out.dtype.element_ty), mask=live)
@@ -246,10 +219,10 @@ def silu_and_mul(gate_up: Tensor, delta: LoraDelta | None = None) -> Tensor:
     check_silu_and_mul(gate_up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, width))
-    num_tiles, pointers, sizes, constants = delta_operands(delta, rows)
+    num_tiles, operands, constants = delta_operands(delta, rows)
     if out.numel():
         silu_and_mul_kernel[(num_tiles, triton.cdiv(width, COLUMN_BLOCK))](
-            *(gate_up, out, *pointers, *sizes),
+            *(gate_up, out, *operands),
             **{**constants, "N": width, "BN": COLUMN_BLOCK, "num_warps": SILU_WARPS, "num_stages": 2},
         )
     return out

@@ -18,38 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.checks import expect_that
-from weft.kernels.sgmv import (
-    GROUP_ROWS,
-    MAX_SLICES,
-    UNIT_BYTES,
-    LoraDelta,
-    SgmvSite,
-    SgmvTables,
-    Tiles,
-    check_inputs,
-    check_operands,
-    row_pitch_units,
-)
+from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, LoraDelta, SgmvOperands, check_operands, row_pitch_units
 from weft.kernels.triton.plans import plan
 
-TILE_POINTERS = ["tile_slot", "tile_start", "tile_length"]
-"""Slices of one packed tensor; a kernel is not compiled again for where in it they begin."""
 
-
-@triton.jit(do_not_specialize=["layer", "num_tokens"], do_not_specialize_on_alignment=TILE_POINTERS)
+@triton.jit(do_not_specialize=["layer", "num_tokens"], do_not_specialize_on_alignment=["tiles"])
 def shrink_kernel(
     x,
-    arena,
-    offsets,
-    ranks,
-    tile_slot,
-    tile_start,
-    tile_length,
-    planes,
+    delta,
+    tiles,
     layer,
-    num_layers,
-    num_modules,
     num_tokens,
     x_stride: tl.int64,
     MODULE: tl.constexpr,
@@ -71,20 +49,14 @@ def shrink_kernel(
     """
     RANK_BLOCKS: tl.constexpr = (GROUPS * 8 + BR - 1) // BR
     WIDTH: tl.constexpr = NUM_SLICES * GROUPS * 8
-    tile = tl.program_id(0)
     which = tl.program_id(1) // RANK_BLOCKS
     rank_start = (tl.program_id(1) % RANK_BLOCKS) * BR
     part = tl.program_id(2)
-    slot = tl.load(tile_slot + tile)
-    if slot < 0:
-        return
-    entry = (slot.to(tl.int64) * num_layers + layer) * num_modules + MODULE + which
-    rank = tl.multiple_of(tl.load(ranks + entry), 8)
+    slot, _, _, rows, live_m = tile_of(tiles, num_tokens, BM)
+    planes, arena, offsets, _, _, _, _ = delta
+    entry, rank = entry_of(delta, slot, layer, MODULE + which)
     if rank_start >= rank:
         return
-    m = tl.arange(0, BM)
-    live_m = m < tl.load(tile_length + tile)
-    rows = (tl.load(tile_start + tile) + m).to(tl.int64)
     n = rank_start + tl.arange(0, BR)
     live_n = n < rank
     group = tl.load(offsets + entry * (2 * GROUPS) + n // 8, mask=live_n, other=0).to(tl.int64)
@@ -105,48 +77,37 @@ def shrink_kernel(
 
 
 @triton.jit
-def tile_of(tile_slot, tile_start, tile_length, num_tokens, BM: tl.constexpr):
-    """Slot, first row and number of rows of a program's tile; without tiles, BM rows of the base after the other."""
+def tile_of(tiles, num_tokens, BM: tl.constexpr):
+    """A program's tile: slot, first row, number of rows, rows [BM] and which of them it has.
+
+    Grid: (tiles, ...). Without tiles, they are BM rows of the base after the other.
+    """
     tile = tl.program_id(0)
-    if tile_slot is None:
+    if tiles is None:
         slot = tl.full((), -1, tl.int32)
         start = tile * BM
         length = tl.minimum(num_tokens - start, BM)
     else:
-        slot = tl.load(tile_slot + tile)
-        start = tl.load(tile_start + tile)
-        length = tl.load(tile_length + tile)
-    return slot, start, length
+        slot = tl.load(tiles + tile)
+        start = tl.load(tiles + tl.num_programs(0) + tile)
+        length = tl.load(tiles + 2 * tl.num_programs(0) + tile)
+    m = tl.arange(0, BM)
+    return slot, start, length, (start + m).to(tl.int64), m < length
 
 
 @triton.jit
-def entry_of(ranks, slot, layer, num_layers, num_modules, module):
+def entry_of(delta, slot, layer, module):
     """Where an adapter's module stands in the tables, and its rank; 0 for the base."""
+    _, _, _, ranks, _, num_layers, num_modules = delta
     entry = (slot.to(tl.int64) * num_layers + layer) * num_modules + module
     return entry, tl.multiple_of(tl.load(ranks + entry, mask=slot >= 0, other=0), 8)
 
 
 @triton.jit
-def add_delta(
-    y,
-    entry,
-    rank,
-    which,
-    n,
-    live_n,
-    width,
-    BN: tl.constexpr,
-    planes,
-    arena,
-    offsets,
-    scalings,
-    rows,
-    live_m,
-    num_tokens,
-    BM: tl.constexpr,
-    SITE: tl.constexpr,
-):
+def add_delta(y, delta, tile, which, n, live_n, width, BN: tl.constexpr, BM: tl.constexpr, SITE: tl.constexpr):
     """Add what an adapter adds to columns `n` of a slice of `width` to y [BM, BN], in its dtype; at rank 0, y as it is.
+
+    A tile is its slot, the layer, its rows, which of them it has, and the number of rows of all tiles.
 
     Semantics: `y + scaling * sum(planes[:, row, r].sum() * BT[r, n] for r in range(rank))`, the sum of the planes
     rounded to the dtype of the weights.
@@ -156,6 +117,9 @@ def add_delta(
     SPLIT_K: tl.constexpr = SITE[3]
     BR: tl.constexpr = SITE[4]
     WIDTH: tl.constexpr = SITE[0] * GROUPS * 8
+    planes, arena, offsets, _, scalings, _, _ = delta
+    slot, layer, rows, live_m, num_tokens = tile
+    entry, rank = entry_of(delta, slot, layer, SITE[6] + which)
     pitch = (width + UNIT - 1) // UNIT * UNIT
     scaling = tl.load(scalings + entry, mask=rank > 0, other=0.0)
     acc = tl.zeros((BM, BN), tl.float32)
@@ -177,20 +141,12 @@ def add_delta(
     return tl.where(rank > 0, (y.to(tl.float32) + acc * scaling).to(y.dtype), y)
 
 
-@triton.jit(do_not_specialize=["layer", "num_tokens"], do_not_specialize_on_alignment=TILE_POINTERS)
+@triton.jit(do_not_specialize=["layer", "num_tokens"], do_not_specialize_on_alignment=["tiles"])
 def expand_kernel(
-    planes,
-    arena,
-    offsets,
-    ranks,
-    scalings,
-    tile_slot,
-    tile_start,
-    tile_length,
     y,
+    delta,
+    tiles,
     layer,
-    num_layers,
-    num_modules,
     num_tokens,
     y_stride: tl.int64,
     W0: tl.constexpr,
@@ -198,7 +154,6 @@ def expand_kernel(
     W2: tl.constexpr,
     ALIGN: tl.constexpr,
     BN: tl.constexpr,
-    MODULE: tl.constexpr,
     BM: tl.constexpr,
     SITE: tl.constexpr,
 ):
@@ -209,7 +164,7 @@ def expand_kernel(
     """
     BLOCKS0: tl.constexpr = (W0 + BN - 1) // BN
     BLOCKS1: tl.constexpr = BLOCKS0 + (W1 + BN - 1) // BN
-    slot, start, length = tile_of(tile_slot, tile_start, tile_length, num_tokens, BM)
+    slot, _, _, rows, live_m = tile_of(tiles, num_tokens, BM)
     block = tl.program_id(1)
     second = block >= BLOCKS0
     third = block >= BLOCKS1
@@ -217,17 +172,14 @@ def expand_kernel(
     width = tl.multiple_of(tl.where(third, W2, tl.where(second, W1, W0)), ALIGN)
     column = tl.multiple_of(tl.where(third, W0 + W1, tl.where(second, W0, 0)), ALIGN)
     n = (block - tl.where(third, BLOCKS1, tl.where(second, BLOCKS0, 0))) * BN + tl.arange(0, BN)
-    entry, rank = entry_of(ranks, slot, layer, num_layers, num_modules, MODULE + which)
+    _, rank = entry_of(delta, slot, layer, SITE[6] + which)
     if rank == 0:
         return
-    m = tl.arange(0, BM)
-    live_m = m < length
     live_n = n < width
-    rows = (start + m).to(tl.int64)
     out = y + rows[:, None] * y_stride + (column + n)[None, :]
     prior = tl.load(out, mask=live_m[:, None] & live_n[None, :], other=0.0)
-    tensors = planes, arena, offsets, scalings, rows, live_m, num_tokens
-    result = add_delta(prior, entry, rank, which, n, live_n, width, BN, *tensors, BM, SITE)
+    tile = slot, layer, rows, live_m, num_tokens
+    result = add_delta(prior, delta, tile, which, n, live_n, width, BN, BM, SITE)
     tl.store(out, result, mask=live_m[:, None] & live_n[None, :])
 
 
@@ -239,9 +191,7 @@ SHRINK_WARPS = 8
 """With 4, a thread has more elements of short tiles than registers that let a GPU hold many programs."""
 
 
-def shrink(
-    x: Tensor, arena_elements: Tensor, tables: SgmvTables, tiles: Tiles, site: SgmvSite, layer: int
-) -> LoraDelta:
+def shrink(x: Tensor, operands: SgmvOperands) -> LoraDelta:
     """Multiply every tile's rows with its adapter's A; what `sgmv` adds to y can then be added by `expand`.
 
     The grid depends on shapes only, never on what the tables hold, so a captured graph stays valid when adapters
@@ -249,23 +199,15 @@ def shrink(
 
     Args:
         x: Input of the site, [num_tokens, in_features].
-        arena_elements: The arena, [num_pages, page_elements], dtype of x.
-        tables: Where the weights lie, their ranks and scalings.
-        tiles: Which rows belong to which adapter slot.
-        site: Sizes and modules.
-        layer: Decoder layer.
+        operands: As for `sgmv`.
 
     Raises:
         ValueError: An operand does not fit.
     """
-    # Operands like those of an earlier layer or step were checked there, and a launch waits for each check.
-    key = (site, x.shape, x.stride(), x.dtype, x.device, id(arena_elements), id(tables))
-    if key not in tiles.checked:
-        check_inputs(x, arena_elements, tables, tiles, site, layer)
-        tiles.checked[key] = arena_elements, tables
-    num_tokens, num_slices, num_tiles = x.shape[0], len(site.modules), tiles.slot.shape[0]
-    _, num_layers, num_modules, _, groups = tables.offsets.shape
-    expect_that("layer", 0 <= layer < num_layers, f"0 to {num_layers - 1}", layer)
+    arena_elements, tables, tiles, site, _ = operands
+    check_operands(x, operands)
+    num_tokens, num_slices, num_tiles = x.shape[0], len(site.modules), tiles.numbers.shape[1]
+    groups = tables.offsets.shape[4]
     element_size = arena_elements.element_size()
     unit = UNIT_BYTES // element_size
     sizes = shrink_sizes(site.in_features, tiles.rows, groups, element_size)
@@ -273,35 +215,34 @@ def shrink(
         sizes = plan(f"shrink {site.in_features} {tiles.rows}", **sizes)
     split_k, rank_blocks = sizes["SPLIT_K"], -(-groups * GROUP_ROWS // sizes["BR"])
     planes = x.new_empty((split_k, num_tokens, num_slices * groups * GROUP_ROWS), dtype=torch.float32)
+    delta = LoraDelta(planes, operands)
     if num_tiles and num_tokens:
         pitch = row_pitch_units(site.in_features, element_size) * unit
         shape = {"MODULE": site.modules[0], "NUM_SLICES": num_slices, "UNIT": unit, "GROUPS": groups}
         shrink_kernel[(num_tiles, num_slices * rank_blocks, split_k)](
-            *(x, arena_elements, tables.offsets, tables.ranks, tiles.slot, tiles.start, tiles.length, planes),
-            *(layer, num_layers, num_modules, num_tokens, x.stride(0)),
+            *(x, *delta_operands(delta, num_tokens)[1], x.stride(0)),
             **{"K": site.in_features, "PITCH": pitch, "BM": tiles.rows, **shape, **sizes, "INTERPRET": INTERPRET},
             num_warps=SHRINK_WARPS,
         )
-    return LoraDelta(planes, arena_elements, tables, tiles, site, layer)
+    return delta
 
 
 def expand(y: Tensor, delta: LoraDelta) -> None:
     """Add a delta to its site's output, [num_tokens, sum of widths], in place."""
-    widths = delta.site.widths + (0,) * (MAX_SLICES - len(delta.site.widths))
-    num_tiles, pointers, sizes, constants = delta_operands(delta, len(y))
+    site = delta.operands.site
+    widths = (*site.widths, 0, 0)[:3]
+    num_tiles, operands, constants = delta_operands(delta, len(y))
     if num_tiles and len(y):
         blocks = {"W0": widths[0], "W1": widths[1], "W2": widths[2], "BN": COLUMN_BLOCK}
         expand_kernel[(num_tiles, sum(-(-width // COLUMN_BLOCK) for width in widths))](
-            *(*pointers, y, *sizes, y.stride(0)),
-            **{**blocks, **constants, "ALIGN": gcd(16, *delta.site.widths)},
+            *(y, *operands, y.stride(0)),
+            **{**blocks, **constants, "ALIGN": gcd(16, *site.widths)},
             num_warps=num_warps(constants),
             num_stages=2,
         )
 
 
-def sgmv(
-    x: Tensor, y: Tensor, arena_elements: Tensor, tables: SgmvTables, tiles: Tiles, site: SgmvSite, layer: int
-) -> None:
+def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:
     """Add the low-rank products of every tile's adapter to its rows.
 
     Semantics and arguments: `weft.kernels.plain.sgmv.sgmv`.
@@ -309,13 +250,11 @@ def sgmv(
     Raises:
         ValueError: An operand does not fit.
     """
-    check_operands(x, y, arena_elements, tables, tiles, site, layer)
-    expand(y, shrink(x, arena_elements, tables, tiles, site, layer))
+    check_operands(x, operands, y)
+    expand(y, shrink(x, operands))
 
 
-def delta_operands(
-    delta: LoraDelta | None, num_tokens: int
-) -> tuple[int, tuple[Tensor | None, ...], tuple[int, ...], dict[str, Any]]:
+def delta_operands(delta: LoraDelta | None, num_tokens: int) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
     """What kernels with `add_delta` take.
 
     Args:
@@ -323,21 +262,22 @@ def delta_operands(
         num_tokens: Rows.
 
     Returns:
-        The number of tiles; planes, arena, tables and tiles; layer and sizes; constants. SITE is the number of slices,
-        elements of a unit, row groups of the largest rank, planes, rank rows of a block, and whether it is interpreted.
+        The number of tiles; `delta`, `tiles`, `layer` and `num_tokens`; constants. `delta` is the planes, the arena,
+        the three tables, and how many layers and modules these have. SITE is the number of slices, elements of a unit,
+        row groups of the largest rank, planes, rank rows of a block, whether it is interpreted, and the
+        first module.
     """
     if delta is None:
-        constants = {"MODULE": 0, "BM": 16, "SITE": (0, 1, 0, 0, 16, INTERPRET)}
-        return -(-num_tokens // 16), (None,) * 8, (0, 0, 0, num_tokens), constants
-    tables, tiles, site, arena = delta.tables, delta.tiles, delta.site, delta.arena_elements
+        constants = {"BM": 16, "SITE": (0, 1, 0, 0, 16, INTERPRET, 0)}
+        return -(-num_tokens // 16), (None, None, 0, num_tokens), constants
+    arena, tables, tiles, site, layer = delta.operands
     _, num_layers, num_modules, _, groups = tables.offsets.shape
-    weights = arena, tables.offsets, tables.ranks, tables.scalings
-    shape = len(site.modules), UNIT_BYTES // arena.element_size(), groups, delta.planes.shape[0], 16, INTERPRET
+    weights = delta.planes, arena, tables.offsets, tables.ranks, tables.scalings, num_layers, num_modules
+    sizes = len(site.modules), UNIT_BYTES // arena.element_size(), groups, delta.planes.shape[0]
     return (
-        tiles.slot.shape[0],
-        (delta.planes, *weights, tiles.slot, tiles.start, tiles.length),
-        (delta.layer, num_layers, num_modules, num_tokens),
-        {"MODULE": site.modules[0], "BM": tiles.rows, "SITE": shape},
+        tiles.numbers.shape[1],
+        (weights, tiles.numbers, layer, num_tokens),
+        {"BM": tiles.rows, "SITE": (*sizes, 16, INTERPRET, site.modules[0])},
     )
 
 

@@ -13,7 +13,7 @@ from numerics import assert_rows_close, bits
 from oracles import ORACLES
 from projected import Projected
 from scattered_kv import AttentionCase
-from scattered_lora import LAYER, ScatteredLora, SgmvCase
+from scattered_lora import ScatteredLora, SgmvCase
 from weft.adapters.lora.tiles import fill_tiles, tile_capacity
 from weft.kernels.sgmv import LoraDelta, Tiles
 
@@ -47,8 +47,7 @@ class Site:
         self.lora = ScatteredLora(case, device)
         capacity = tile_capacity(len(row_slots), len(RANKS), tile_rows) + 2
         self.tiles = torch.full((3, capacity), 99, dtype=torch.int32, device=device)
-        slot, start, length = self.tiles
-        self.lora.tiles = Tiles(slot, start, length, tile_rows)
+        self.lora.tiles = Tiles(self.tiles, tile_rows)
         self.set_rows(row_slots)
 
     def set_rows(self, row_slots: Sequence[int]) -> None:
@@ -61,7 +60,7 @@ class Site:
     def delta(self, impl: Implementation) -> LoraDelta:
         lora, shrink = self.lora, impl.kernels.shrink
         assert shrink is not None
-        return shrink(lora.x, lora.arena, lora.tables, lora.tiles, lora.site, LAYER)
+        return shrink(lora.x, lora.operands())
 
     def added(self, impl: Implementation) -> torch.Tensor:
         """The output with the delta, by an operation of its own."""

@@ -6,7 +6,7 @@ import torch
 from implementations import BF16, TRITON
 from numerics import assert_rows_close
 from oracles import ORACLES
-from scattered_lora import LAYER, ScatteredLora, SgmvCase
+from scattered_lora import ScatteredLora, SgmvCase
 from weft.kernels.attend import Rotation
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.sampling import RowSampling, SamplingColumns, sampling_words
@@ -22,10 +22,10 @@ def test_a_captured_graph_serves_a_different_mix_of_adapters() -> None:
     arena = room.arena.new_zeros(max(len(world.arena) for world in worlds), room.arena.shape[1])
     x, y, sgmv = room.x, room.y, TRITON.make().sgmv
     worlds[0].copy_into(room.tables, room.tiles, arena)
-    sgmv(x, y, arena, room.tables, room.tiles, room.site, LAYER)
+    sgmv(x, y, room.operands()._replace(arena_elements=arena))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sgmv(x, y, arena, room.tables, room.tiles, room.site, LAYER)
+        sgmv(x, y, room.operands()._replace(arena_elements=arena))
     for world in worlds:
         world.copy_into(room.tables, room.tiles, arena)
         x.copy_(world.x)

@@ -60,7 +60,7 @@ def test_launches_take_what_was_measured_of_their_dtype() -> None:
         for dtype in (BF16, F32):
             kv = ScatteredKv(AttentionCase(((1, 90), (70, 90)), 4, 2, 16, 16, dtype))
             lora = ScatteredLora(SgmvCase(7, "uniform", 4096, (128,), dtype))
-            operands = lora.x, lora.arena, lora.tables, lora.tiles, lora.site, LAYER
+            operands = lora.x, lora.operands()
             kv.attend(kernels.paged_attention)
             kernels.shrink(*operands)
             before = fake.variants.copy()
@@ -82,10 +82,10 @@ def test_launches_take_what_was_measured_of_their_dtype() -> None:
 def test_a_shrink_checks_operands_that_it_has_not_seen() -> None:
     kernels = TRITON.make()
     lora = ScatteredLora(SgmvCase(7, "uniform", 128, (128,), BF16))
-    rest = lora.tables, lora.tiles, lora.site
+    operands = lora.operands()
     assert kernels.shrink is not None
     with fake_triton() as fake:
-        kernels.shrink(lora.x, lora.arena, *rest, LAYER)
+        kernels.shrink(lora.x, operands)
         for x, arena, layer, expected in (
             (lora.x, lora.arena, 2, "layer: expected 0 to 1, got 2"),
             (lora.x, lora.arena, -1, "layer: expected 0 to 1, got -1"),
@@ -95,5 +95,5 @@ def test_a_shrink_checks_operands_that_it_has_not_seen() -> None:
             (lora.x, lora.arena.float(), LAYER, "x: expected dtype torch.float32, got torch.bfloat16"),
         ):
             with pytest.raises(ValueError, match=expected):
-                kernels.shrink(x, arena, *rest, layer)
+                kernels.shrink(x, operands._replace(arena_elements=arena, layer=layer))
     assert fake.counts == {"shrink_kernel": 1}

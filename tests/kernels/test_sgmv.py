@@ -10,7 +10,7 @@ from implementations import BF16, CPU, F16, F32, TORCH, Implementation, needs_co
 from numerics import assert_rows_close, bits
 from scattered_lora import LAYER, ScatteredLora, SgmvCase, make_tiles
 from weft.kernels.native.sgmv import sgmv as native_sgmv
-from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvSite, Tiles, row_pitch_units
+from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvOperands, SgmvSite, Tiles, row_pitch_units
 from weft.memory import geometry
 
 RANKS = (0, 8, 16, 24, 64, 128, 256)
@@ -72,8 +72,7 @@ def cases(impl: Implementation) -> list[SgmvCase]:
 
 def tiles_of(tiles: Sequence[tuple[int, int, int]], device: torch.device, rows: int = 64) -> Tiles:
     """From (slot, start, length) of each."""
-    slot, start, length = torch.tensor(tiles, dtype=torch.int32).T.contiguous().to(device)
-    return Tiles(slot, start, length, rows)
+    return Tiles(torch.tensor(tiles, dtype=torch.int32).T.contiguous().to(device), rows)
 
 
 def test_implementations_equal_dense_products(impl: Implementation, case: SgmvCase) -> None:
@@ -88,7 +87,7 @@ def test_tiles_of_any_length_are_right(impl: Implementation, dtype: torch.dtype)
     )
     operands.row_slots = [slot for slot, length in enumerate(lengths) for _ in range(length)]
     operands.tiles = make_tiles(operands.row_slots, 64, 64, impl.device)
-    assert operands.tiles.length[: len(lengths)].tolist() == list(lengths)
+    assert operands.tiles.numbers[2, : len(lengths)].tolist() == list(lengths)
     assert_rows_close(operands.apply(impl.kernels.sgmv), operands.expected(), impl.tolerance(dtype))
 
 
@@ -140,7 +139,7 @@ def test_nothing_but_an_adapter_s_own_weights_is_read(impl: Implementation, dtyp
 def test_a_batch_of_the_base_alone_reads_nothing(impl: Implementation) -> None:
     operands = ScatteredLora(SgmvCase(16, "uniform", 128, (128,), F32, ranks=(8,)), impl.device)
     operands.arena.fill_(float("nan"))
-    operands.tiles.slot.fill_(-1)
+    operands.tiles.numbers[0].fill_(-1)
     assert torch.equal(operands.apply(impl.kernels.sgmv), operands.y)
 
 
@@ -201,8 +200,8 @@ def test_input_and_output_may_be_slices_of_wider_tensors(impl: Implementation) -
     wide_x, wide_y = torch.full((2, 7, 300), float("nan"), device=impl.device)
     wide_x[:, 3:103] = operands.x
     wide_y[:, 10:134] = operands.y
-    y, tables, tiles = wide_y[:, 10:134], operands.tables, operands.tiles
-    impl.kernels.sgmv(wide_x[:, 3:103], y, operands.arena, tables, tiles, operands.site, LAYER)
+    y = wide_y[:, 10:134]
+    impl.kernels.sgmv(wide_x[:, 3:103], y, operands.operands())
     assert_rows_close(y.cpu(), operands.expected())
     assert wide_y[:, :10].isnan().all()
     assert wide_y[:, 134:].isnan().all()
@@ -216,7 +215,7 @@ def test_another_mix_of_adapters_works_in_the_same_tables(impl: Implementation) 
     for world in worlds:
         world.copy_into(room.tables, room.tiles, arena)
         y = world.y.clone()
-        impl.kernels.sgmv(world.x, y, arena, room.tables, room.tiles, world.site, LAYER)
+        impl.kernels.sgmv(world.x, y, SgmvOperands(arena, room.tables, room.tiles, world.site, LAYER))
         assert_rows_close(y.cpu(), world.expected())
 
 
@@ -250,7 +249,7 @@ def test_misfits_are_refused_with_expected_and_got(impl: Implementation) -> None
         ((x, y, arena[:, ::2], tables, tiles, site, LAYER), "arena_elements: expected one contiguous arena, got"),
     ):
         with pytest.raises(ValueError, match=expected):
-            impl.kernels.sgmv(*wrong)
+            impl.kernels.sgmv(*wrong[:2], SgmvOperands(*wrong[2:]))
     assert torch.equal(y, before)
 
 
@@ -258,9 +257,8 @@ def test_misfits_are_refused_with_expected_and_got(impl: Implementation) -> None
 def test_native_kernels_refuse_tiles_and_tables_with_gaps() -> None:
     operands = ScatteredLora(SgmvCase(3, "uniform", 128, (128,), F32))
     tiles, tables = operands.tiles, operands.tables
-    columns = torch.stack((tiles.slot, tiles.start, tiles.length), 1)
-    operands.tiles = Tiles(columns[:, 0], columns[:, 1], columns[:, 2])
-    with pytest.raises(ValueError, match="slot: expected contiguous"):
+    operands.tiles = Tiles(tiles.numbers.T.contiguous().T)
+    with pytest.raises(ValueError, match="tiles: expected contiguous"):
         operands.apply(native_sgmv)
     operands.tiles = tiles
     operands.tables = replace(tables, ranks=tables.ranks.transpose(0, 1).contiguous().transpose(0, 1))

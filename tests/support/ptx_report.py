@@ -40,10 +40,10 @@ PATTERNS = {
     "tensor_core": r"mma\.sync|wgmma\.mma_async|tcgen05\.mma",
 }
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-FLOATS = (*"xyqkv", "qkv", "out", "arena", "k_pages", "v_pages", "residual", "new_residual", "weight", "gate_up")
-WIDE = ("planes", "scalings", "cos", "sin", "logits")
+FLOATS = (*"xyqkv", "qkv", "out", "k_pages", "v_pages", "residual", "new_residual", "weight", "gate_up")
+WIDE = ("cos", "sin", "logits")
 FLOATS += ("table", "q_norm", "k_norm")
-TABLES = ("offsets", "ranks", "block_table", "tiles", "words", "listed", "work")
+TABLES = ("block_table", "tiles", "words", "listed", "work")
 INTEGERS = ("positions", "slot_mapping", "tokens", "sampled", "counters")
 
 
@@ -65,21 +65,26 @@ class Variant:
 
     def compile(self, arch: int) -> Any:
         """Compile it for a GPU of this compute capability."""
-        signature, attributes = {}, {}
+        signature: dict[str, object] = {}
+        attributes: dict[tuple[int, ...], object] = {}
         pages = dict.fromkeys(("k_pages", "v_pages"), f"*{self.kv_dtype}" if self.kv_dtype else None)
         for index, name in enumerate(self.kernel.arg_names):
             parameter = self.kernel.params[index]
             if name in self.constants:
                 signature[name] = "constexpr"
                 continue
-            signature[name] = (
+            if name == "delta":
+                signature[name] = ("*fp32", f"*{self.dtype}", "*i32", "*i32", "*fp32", "i32", "i32")
+                attributes |= {(index, place): [["tt.divisibility", 16]] for place in range(5)}
+                continue
+            kind = signature[name] = (
                 pages.get(name)
                 or _pointer(name, self.dtype)
                 or self.scalars.get(name)
                 or ("i64" if "64" in parameter.annotation else "i32")
             )
-            is_stride = signature[name] == "i64" and not parameter.do_not_specialize
-            is_aligned = signature[name].startswith("*") and not parameter.do_not_specialize_on_alignment
+            is_stride = kind == "i64" and not parameter.do_not_specialize
+            is_aligned = kind.startswith("*") and not parameter.do_not_specialize_on_alignment
             if is_stride or is_aligned or name == "V":
                 attributes[index,] = [["tt.divisibility", 16]]
         constexprs = {(self.kernel.arg_names.index(name),): value for name, value in self.constants.items()}
@@ -93,7 +98,7 @@ def _pointer(name: str, dtype: str) -> str | None:
         return f"*{dtype}"
     if name in (*WIDE, "k_scales", "v_scales") or name.startswith("partial"):
         return "*fp32"
-    return "*i32" if name in (*TABLES, *INTEGERS) or name.startswith(("tile_", "item_")) else None
+    return "*i32" if name in (*TABLES, *INTEGERS) or name.startswith("item_") else None
 
 
 def _lora_variants() -> dict[str, Variant]:
@@ -102,8 +107,8 @@ def _lora_variants() -> dict[str, Variant]:
     for tile_rows, dtype in itertools.product((16, 64), ("bf16", "fp16", "fp32")):
         element_size, warps = 4 if dtype == "fp32" else 2, 4 if tile_rows == 16 else 8
         sizes = sgmv_triton.shrink_sizes(4096, tile_rows, 8, element_size)
-        shape = 3, 256 // element_size, 8, sizes["SPLIT_K"], 16, False
-        site = {"MODULE": 0, "BM": tile_rows, "SITE": shape}
+        shape = 3, 256 // element_size, 8, sizes["SPLIT_K"], 16, False, 0
+        site = {"BM": tile_rows, "SITE": shape}
         shrink: dict[str, object] = {"MODULE": 0, "BM": tile_rows, "K": 4096, "PITCH": 4096, "INTERPRET": False}
         shrink |= {"NUM_SLICES": 3, "UNIT": shape[1], "GROUPS": 8, **sizes}
         expand = {**site, "W0": 4096, "W1": 1024, "W2": 1024, "ALIGN": 16, "BN": 128}
@@ -126,7 +131,7 @@ def _lora_variants() -> dict[str, Variant]:
             found[f"expand norm {name}"] = Variant(
                 rows_triton.expand_add_norm_kernel, dtype, norm, eps, 8, 2, is_minor=minor
             )
-    heads = {"MODULE": 0, "BM": 16, "SITE": (3, 128, 8, 4, 16, False), **HEADS}
+    heads = {"BM": 16, "SITE": (3, 128, 8, 4, 16, False, 0), **HEADS}
     found["expand heads int8"] = Variant(attend_triton.heads_kernel, "bf16", heads, eps, 4, 3, kv_dtype="i8")
     return found
 
@@ -175,10 +180,9 @@ def _attention_variants() -> dict[str, Variant]:
 HEADS = {"Q_HEADS": 32, "KV_HEADS": 8, "D": 128, "BLOCK": 64, "PAGE_TOKENS": 16, "LARGEST": 127.0}
 NO_NORMS, NO_SCALES = dict.fromkeys(("q_norm", "k_norm")), dict.fromkeys(("k_scales", "v_scales"))
 NO_DELTA: dict[str, object] = {
-    **dict.fromkeys(("planes", "arena", "offsets", "ranks", "scalings", "tile_slot", "tile_start", "tile_length")),
-    "MODULE": 0,
+    **dict.fromkeys(("delta", "tiles")),
     "BM": 16,
-    "SITE": (0, 1, 0, 0, 16, False),
+    "SITE": (0, 1, 0, 0, 16, False, 0),
 }
 
 

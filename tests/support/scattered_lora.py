@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvSite, SgmvTables, Tiles, row_pitch_units
+from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvOperands, SgmvSite, SgmvTables, Tiles, row_pitch_units
 
 MIXED_RANKS = (0, 1, 4, 8, 16, 24, 64, 128, 256)
 NUM_LAYERS = 2
@@ -112,14 +112,17 @@ class ScatteredLora:
         arena[: len(self.arena)] = self.arena
         for name in ("offsets", "ranks", "scalings"):
             getattr(tables, name).copy_(getattr(self.tables, name))
-        for name in ("slot", "start", "length"):
-            getattr(tiles, name).copy_(getattr(self.tiles, name))
+        tiles.numbers.copy_(self.tiles.numbers)
 
     def apply(self, sgmv: Callable[..., None]) -> torch.Tensor:
         """What an implementation makes of y, which stays."""
         y = self.y.clone()
-        sgmv(self.x, y, self.arena, self.tables, self.tiles, self.site, LAYER)
+        sgmv(self.x, y, self.operands())
         return y
+
+    def operands(self) -> SgmvOperands:
+        """All but x and y."""
+        return SgmvOperands(self.arena, self.tables, self.tiles, self.site, LAYER)
 
     def expected(self) -> torch.Tensor:
         """The result by dense float64 products, independent of pages, tables and tiles."""
@@ -144,8 +147,7 @@ def make_tiles(row_slots: list[int], rows: int, num_slots: int, device: torch.de
         tiles += [(slot, first + i, min(rows, count - i)) for i in range(0, count, rows)]
     capacity = -(-len(row_slots) // rows) + min(len(row_slots), num_slots)
     tiles += [(-1, 0, 0)] * (capacity - len(tiles))
-    columns = torch.tensor(tiles, dtype=torch.int32).T.contiguous().to(device)
-    return Tiles(columns[0], columns[1], columns[2], rows)
+    return Tiles(torch.tensor(tiles, dtype=torch.int32).T.contiguous().to(device), rows)
 
 
 def _row_slots(case: SgmvCase, rng: random.Random) -> list[int]:

@@ -32,8 +32,8 @@ DRAW_BITS = 24
 """Bits of a draw: as many as float32 holds exactly, so that the greatest draw stays below 1."""
 DRAWS_AHEAD = 32
 """Draws of a request that are made at once."""
-KEPT_DRAWS = 4096
-"""How many requests' draws are kept: many times as many as are decoded at once."""
+KEPT_DRAWS = 512
+"""How many requests' draws are kept, a kilobyte each: several times as many as are usually decoded at once."""
 GREEDY = RowSampling(temperature=0.0)
 _SEED_MASK = (1 << 64) - 1
 

@@ -1,7 +1,8 @@
 """How long the host takes for a decode step of 32 rows of an 8B model: a program, python -P tests/support/host_time.py.
 
 Milliseconds of thread time, the median of 25 steps. Triton binds its arguments and launches nothing, linear layers
-allocate their output alone, as in `step_device`, and no pages are zeroed. A replayed step stands for a CUDA graph: one call that does nothing.
+allocate their output alone, as in `step_device`, and no pages are zeroed. A replayed step stands for a CUDA graph: one
+call that does nothing.
 """
 
 from __future__ import annotations

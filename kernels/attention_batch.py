@@ -44,7 +44,7 @@ class AttentionRows:
     """The attention side of one step as the kernels on a device read it; all tensors are int32.
 
     Each query row is the row of one item or of one tile. The numbers of items and tiles may be larger than a step
-    needs: a captured step has room for the largest, and what it reads is written anew for each step.
+    needs: a captured step has room for the largest, and each step overwrites what it reads.
     """
 
     block_table: Tensor

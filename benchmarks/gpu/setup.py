@@ -26,6 +26,7 @@ from weft.benchmarks.qwen_shape import save_random_adapter
 from weft.config import AdapterConfig, Config, Device, MemoryConfig, ModelConfig, SchedulerConfig
 from weft.engine.model import weights as weights_module
 from weft.engine.model.spec import expected_tensors
+from weft.engine.model.weights import _Checkpoint
 
 N = TypeVar("N", int, float)
 TINY = ModelShape("tiny", num_layers=2, hidden=64, intermediate=160, num_heads=4, num_kv_heads=2)
@@ -115,7 +116,7 @@ class Setup:
         return store_adapters(self.engine.parts.ready, self.engine.blob_dir, folders, count)
 
 
-def random_tensor(checkpoint: Any, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:  # noqa: ANN401
+def random_tensor(checkpoint: _Checkpoint, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Stands for `_Checkpoint.tensor`: ones where norms are, normally distributed numbers elsewhere."""
     shape = expected_tensors(checkpoint._spec)[name]
     if len(shape) == 1:

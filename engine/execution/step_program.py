@@ -2,7 +2,7 @@
 
 `load` puts a step into the image, `run` launches what computes it and takes no arguments, `collect` reads what it
 chose. In between nothing is asked of the device. A decode step is padded to the next of a few numbers of rows, its
-bucket, whether it is replayed as a CUDA graph or launched anew: a row's numbers depend on the bucket, and on nothing
+bucket, with CUDA graphs and without: a row's numbers depend on the bucket, and on nothing
 else of the batch. A step with rows of prompts has a program of its own sizes, which is never recorded.
 """
 

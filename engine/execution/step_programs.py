@@ -34,7 +34,7 @@ class StepPrograms:
     Args:
         device: What they share.
         max_running: Most rows of a decode step.
-        capture: Records programs of decode steps; None launches them anew in every step.
+        capture: Records programs of decode steps; None launches each kernel in every step.
     """
 
     def __init__(self, device: StepDevice, *, max_running: int, capture: Capture | None) -> None:

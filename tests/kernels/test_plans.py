@@ -20,7 +20,7 @@ without_interpreter = pytest.mark.skipif(INTERPRETS, reason="the interpreter com
 
 @pytest.fixture(autouse=True)
 def measured_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A file of plans for this architecture, which is read anew."""
+    """A file of plans for this architecture, with nothing cached of another."""
     monkeypatch.setattr(plans, "PLANS", tmp_path / "plans.json")
     plans.measured.cache_clear()
     yield tmp_path / "plans.json"

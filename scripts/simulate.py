@@ -10,27 +10,34 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
+from typing import Literal
 
+from simulation.compare import compare_overlap
 from simulation.engine import Simulation, SimulationError, simulate
 from simulation.scenario import Scenario, draw
 
 BATCH = 50
 MAX_SHOWN = 5
 
+Mode = Literal["apart", "overlap", "compare"]
 
-def play(first: int, count: int, overlaps: bool) -> tuple[Counter[str], list[str]]:
+
+def play(first: int, count: int, mode: Mode) -> tuple[Counter[str], list[str]]:
     """What happened in some seeds, and what must not have."""
     counts: Counter[str] = Counter()
     failures: list[str] = []
     for seed in range(first, first + count):
         try:
-            counts += simulate(seed, overlaps=overlaps)
-        except SimulationError as error:
+            if mode == "compare":
+                counts["requests with the same end"] += compare_overlap(seed)
+            else:
+                counts += simulate(seed, overlaps=mode == "overlap")
+        except AssertionError as error:
             failures.append(str(error))
     return counts, failures
 
 
-def play_all(first: int, count: int, *, overlaps: bool) -> int:
+def play_all(first: int, count: int, mode: Mode) -> int:
     """Play seeds on all cores; returns the exit status."""
     started_s = time.monotonic()
     counts: Counter[str] = Counter()
@@ -38,7 +45,7 @@ def play_all(first: int, count: int, *, overlaps: bool) -> int:
     starts = range(first, first + count, BATCH)
     sizes = [min(BATCH, first + count - start) for start in starts]
     with ProcessPoolExecutor(os.cpu_count()) as workers:
-        for done, (batch_counts, batch_failures) in enumerate(workers.map(play, starts, sizes, repeat(overlaps)), 1):
+        for done, (batch_counts, batch_failures) in enumerate(workers.map(play, starts, sizes, repeat(mode)), 1):
             counts += batch_counts
             for failure in batch_failures[: max(MAX_SHOWN - len(failures), 0)]:
                 print(f"\r{failure}\n")
@@ -79,10 +86,13 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
     parser.add_argument("--seed", type=int, help="play this one alone and tell what happens")
     parser.add_argument("--overlap", action="store_true", help="launch each step before the one before it is read")
+    parser.add_argument(
+        "--compare", action="store_true", help="play each twice, with --overlap and without, and compare"
+    )
     args = parser.parse_args()
     if args.seed is not None:
         return tell(draw(args.seed), overlaps=args.overlap)
-    return play_all(args.first, args.seeds, overlaps=args.overlap)
+    return play_all(args.first, args.seeds, "compare" if args.compare else "overlap" if args.overlap else "apart")
 
 
 if __name__ == "__main__":

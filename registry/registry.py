@@ -25,6 +25,7 @@ from weft.registry.limits import Limits
 from weft.registry.names import check_text
 from weft.registry.records import Resolution
 from weft.registry.removal import EphemeralVersions
+from weft.registry.servers import Servers
 from weft.registry.sessions import Sessions
 from weft.registry.tenants import Tenants
 from weft.registry.uploads import Uploads
@@ -64,6 +65,7 @@ class Registry:
         self.uploads = Uploads(*shared)
         self.files = Files(*shared)
         self.batches = Batches(*shared)
+        self.servers = Servers(*shared)
         self.database = database
         self._answers: ReadThroughCache[str, object] = ReadThroughCache(monotonic)
 
@@ -75,6 +77,7 @@ class Registry:
         admin_key: str | None = None,
         *,
         pepper: str | None = None,
+        grace_s: float = 0.0,
         clock: Clock = utc_now,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> Registry:
@@ -85,6 +88,7 @@ class Registry:
             data_dir: Folder of database, pepper and journal; made (mode 0700) when missing. One process at a time.
             admin_key: The admin's secret; None: no key is the admin's.
             pepper: Secret with which keys are digested; None takes `data_dir`/pepper, made at first use.
+            grace_s: For so long, another server may say what a request got that this one was killed under.
             clock: Gives the present moment.
             monotonic: Seconds that never jump, for the ages of answers and of usage in the journal.
 
@@ -97,7 +101,7 @@ class Registry:
 
         try:
             ledger = UsageLedger(database, await Journal.open(data_dir / "usage"), clock=clock, monotonic=monotonic)
-            await ledger.start()
+            await ledger.start(grace_s)
         except BaseException:
             await database.close()
             raise

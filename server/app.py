@@ -64,7 +64,7 @@ def create_app(services: Services) -> FastAPI:
     add_dashboard(app)
     errors.install(app)
     app.add_middleware(AuthMiddleware, keys=services.registry if services.config.server.auth == "on" else None)
-    app.add_middleware(Boundary, drain=services.drain, metrics=services.metrics)
+    app.add_middleware(Boundary, drain=services.drain, answered=services.metrics.answered)
     if origins := services.config.server.allowed_origins:
         # Without credentials, so no cookie: a page of another origin needs a key of its own.
         app.add_middleware(

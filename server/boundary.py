@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Callable
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,7 +19,6 @@ from weft.server.drain import Drain
 from weft.server.errors import error_response
 from weft.server.http.dashboard import PUBLIC_PATHS
 from weft.server.limits.reservation import LimitReservation
-from weft.server.status.metrics import Metrics
 
 log = structlog.get_logger("weft.server")
 OPEN_WHILE_DRAINING = PUBLIC_PATHS | {"/metrics"}
@@ -30,10 +30,11 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 class Boundary:
     """Pure ASGI; nothing but lifespan and HTTP passes."""
 
-    def __init__(self, app: ASGIApp, drain: Drain, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, drain: Drain, answered: Callable[[int], None]) -> None:
         self._app = app
         self._drain = drain
-        self._metrics = metrics
+        self._answered = answered
+        """Called with the status of each answer."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and answer also where that fails."""
@@ -51,7 +52,7 @@ class Boundary:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                self._metrics.answered(message["status"])
+                self._answered(message["status"])
                 self._add_headers(MutableHeaders(scope=message), request_id, reservation)
             elif not message.get("more_body", False):
                 reservation.end()  # before the client sees the end and sends its next request

@@ -6,15 +6,15 @@ import asyncio
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Generator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
 
 import structlog
-import uvicorn
+from starlette.types import ASGIApp
 
 from weft.adapters.blobs.memory import MemoryBlobs
 from weft.adapters.blobs.store import BlobStore, open_blobs
@@ -24,18 +24,19 @@ from weft.engine.process.client import EngineClient
 from weft.engine.start_checks import check_start
 from weft.engine.status import EngineReady
 from weft.engine.text.tokenizer import Tokenizer, read_object
-from weft.errors import CapacityError, ConfigError, NotFoundError
+from weft.errors import CapacityError, NotFoundError
 from weft.registry.db.models import TenantRow
 from weft.registry.registry import Registry
+from weft.registry.servers import server_name
 from weft.server.adapters.resumable_upload import StagedFiles
 from weft.server.adapters.validation import AdapterValidator
 from weft.server.app import create_app, metrics_app
-from weft.server.auth.admin_key import AdminKey, admin_key, given_pepper
-from weft.server.batches.worker import BatchWorker, owner_name
+from weft.server.auth.admin_key import VARIABLE, AdminKey, admin_key, check_shared_secrets, given_pepper
+from weft.server.batches.worker import BatchWorker
 from weft.server.drain import Drain
 from weft.server.garbage import Sweeper, end_removals
-from weft.server.http.wire import BoundedReads
 from weft.server.limits.gate import Gate
+from weft.server.listen import ApiServer, Shutdown, bind, listen_beside, run_until_signal, url_of
 from weft.server.logs import configure_logs
 from weft.server.pins import sync_pins
 from weft.server.services import Services, base_names
@@ -48,9 +49,8 @@ from weft.server.usage.price_file import read_prices
 log = structlog.get_logger("weft.server")
 Announce = Callable[[str], None]
 DEFAULT_TENANT = "default"
-KEEP_ALIVE_S = 65
-STOP_S = 3
-"""Seconds that connections have to close once everything was drained."""
+WITNESS_S = 10.0
+"""For so long after a replica starts again, gateways may say what clients got of the requests it was killed under."""
 
 
 def serve(config: Config, announce: Announce) -> int:
@@ -64,9 +64,7 @@ def serve(config: Config, announce: Announce) -> int:
     check_start(config)
     check_format_name(config.model.tool_format)
     _leave_out_torch()
-    loop_factory = uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(_serve(config, announce))
+    return run_until_signal(partial(_serve_until, config, announce), config.server.drain_s)
 
 
 def _leave_out_torch() -> None:
@@ -78,26 +76,20 @@ def _leave_out_torch() -> None:
     logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
 
 
-async def _serve(config: Config, announce: Announce) -> int:
-    shutdown = Shutdown(config.server.drain_s)
-    try:
-        await _serve_until(config, announce, shutdown)
-    except asyncio.CancelledError:
-        if not shutdown.num_asked:
-            raise
-    return 0
-
-
 async def _serve_until(config: Config, announce: Announce, shutdown: Shutdown) -> None:
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(bind(config.server.host, config.server.port))
         key = admin_key(config.server.data_dir, environment())
         services = await open_services(config, key, announce, stack, shutdown.drain)
-        server = ApiServer(create_app(services))
+        app: ASGIApp = create_app(services)
+        if config.server.role == "replica":  # its room is not entered otherwise
+            from weft.server.cluster.replica import join
+
+            app, membership = await join(app, services, url_of(config.server.host, listener), stack)
+            shutdown.before_drain = membership.drain
+        server = ApiServer(app)
         if config.server.metrics_port is not None:
-            metrics_listener = stack.enter_context(bind(config.server.host, config.server.metrics_port))
-            metrics = ApiServer(metrics_app(services))
-            stack.push_async_callback(_stop, metrics, asyncio.create_task(metrics.serve([metrics_listener])))
+            listen_beside(stack, metrics_app(services), config.server.host, config.server.metrics_port)
         shutdown.server = server
         gc.freeze()  # a full collection would look at all that the libraries made, for 0.3 s
         gc.set_threshold(10_000, 20)  # else collections are a twelfth of the time under load
@@ -117,14 +109,22 @@ async def open_services(
         EngineUnavailableError: The engine does not start.
     """
     prices = read_prices(config.registry.price_file) if config.registry.price_file else None
-    pepper = given_pepper(environment())
-    registry = await Registry.open(config.registry.database_url, config.server.data_dir, key.secret, pepper=pepper)
+    pepper, is_replica = given_pepper(environment()), config.server.role == "replica"
+    if is_replica:
+        check_shared_secrets("replica", pepper, environment().get(VARIABLE))
+    registry = await Registry.open(
+        config.registry.database_url,
+        config.server.data_dir,
+        key.secret,
+        pepper=pepper,
+        grace_s=WITNESS_S if is_replica else 0.0,
+    )
     stack.push_async_callback(registry.close)
     blobs = await asyncio.to_thread(open_blob_store, config)
     engine = EngineClient(config, announce=announce)
     stack.push_async_callback(engine.close)
     ready, (tokenizer, tokenizer_settings) = await _start(engine, config.model.path)
-    name = await asyncio.to_thread(owner_name, config.server.data_dir)
+    name = await asyncio.to_thread(server_name, config.server.data_dir)
     validator = AdapterValidator(ready, blobs, base_names(config))
     stack.push_async_callback(validator.close)
     metrics, scheduler = metrics_of(config, ready), config.scheduler
@@ -161,91 +161,6 @@ def metrics_of(config: Config, ready: EngineReady) -> Metrics:
     """The metrics, under the names that the settings ask for."""
     has_aliases = config.server.metrics_aliases != "none"
     return Metrics(VllmNames(base_names(config)[0], ready.memory.slots) if has_aliases else None)
-
-
-class ApiServer(uvicorn.Server):
-    """uvicorn, with signals left to `Shutdown`."""
-
-    def __init__(self, app: object) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,  # type: ignore[arg-type]
-                http=BoundedReads,  # type: ignore[arg-type]
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                proxy_headers=False,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=STOP_S,
-            )
-        )
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Leave signals alone."""
-        yield
-
-
-class Shutdown:
-    """What signals do: the first drains, the second cuts running requests, the third exits without waiting.
-
-    Before the server listens, the first signal ends the start, which is the task that makes this.
-    """
-
-    def __init__(self, drain_s: float) -> None:
-        self.drain = Drain()
-        self.num_asked = 0
-        self._starting = asyncio.current_task()
-        self._drain_s = drain_s
-        self.server: ApiServer | None = None
-        """The server that is ended when asked; None before it listens."""
-        self._draining: asyncio.Task[None] | None = None
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.ask)
-
-    def ask(self) -> None:
-        """A signal came."""
-        self.num_asked += 1
-        if self.server is None:
-            if self._starting is not None:
-                self._starting.cancel()
-        elif self._draining is None:
-            self._draining = asyncio.ensure_future(self._drain_then_exit(self.server))
-        elif self.num_asked == 2:
-            self.drain.hurry()
-        else:
-            self.server.should_exit = self.server.force_exit = True
-
-    async def _drain_then_exit(self, server: ApiServer) -> None:
-        log.info("draining", running=self.drain.num_running, limit_s=self._drain_s)
-        num_cut = await self.drain.drain(self._drain_s)
-        log.info("drained", cut=num_cut)
-        server.should_exit = True
-
-
-@contextmanager
-def bind(host: str, port: int) -> Generator[socket.socket, None, None]:
-    """A socket bound to the address, not yet listening.
-
-    Raises:
-        ConfigError: The address is not ours, or taken.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"server.host {host!r} cannot be used: {error.strerror}.", param="server.host") from error
-    with bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            bound.bind(address)
-        except OSError as error:
-            message = f"Cannot listen on {host} port {port}: {error.strerror}. Choose another with --port."
-            raise ConfigError(message, param="server.port") from error
-        yield bound
 
 
 def load_tokenizer(model: str) -> tuple[Tokenizer, dict[str, object]]:
@@ -297,11 +212,6 @@ def open_blob_store(config: Config) -> BlobStore:
     return blobs
 
 
-async def _stop(server: ApiServer, serving: asyncio.Task[None]) -> None:
-    server.should_exit = server.force_exit = True
-    await serving
-
-
 async def _sign_in(services: Services, key: AdminKey) -> str:
     """End of the dashboard's address that signs the admin in; empty where authentication is off."""
     if services.config.server.auth == "off":
@@ -317,12 +227,11 @@ async def _sign_in(services: Services, key: AdminKey) -> str:
 
 
 def _announce(announce: Announce, config: Config, key: AdminKey, listener: socket.socket, sign_in: str) -> None:
-    host, port = config.server.host, listener.getsockname()[1]
     for line in key.announcement:
         announce(f"weft: {line}")
     if config.server.auth == "off":
         announce("weft: authentication is off: everybody on this machine is admin")
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    url = url_of(config.server.host, listener)
     announce(f'weft: ask for the base model with "model": "{base_names(config)[0]}"')
     if sign_in:
         announce(f"weft: dashboard {url}/{sign_in} (signs in as admin, once, within 10 minutes)")

@@ -11,12 +11,12 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from weft.config import Config
+from weft.config import Config, GatewayConfig
 from weft.errors import ConfigError
 
 SECTIONS: dict[str, type[Any]] = get_type_hints(Config)
@@ -24,6 +24,7 @@ PREFIX = "WEFT_"
 PLAIN_NAMES = frozenset({"WEFT_ADMIN_KEY", "WEFT_PEPPER", "WEFT_CONFIG", "WEFT_URL", "WEFT_KEY"})
 """Names that are no settings of a section."""
 SettingTree = Mapping[str, Mapping[str, object]]
+ConfigT = TypeVar("ConfigT", Config, GatewayConfig)
 
 
 def setting_names() -> list[str]:
@@ -31,13 +32,19 @@ def setting_names() -> list[str]:
     return [f"{section}.{field.name}" for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)]
 
 
-def load_config(overrides: SettingTree, environ: Mapping[str, str], config_file: Path | None = None) -> Config:
-    """Merge all sources into one `Config`.
+def load_config(
+    overrides: SettingTree,
+    environ: Mapping[str, str],
+    config_file: Path | None = None,
+    kind: type[ConfigT] = Config,  # type: ignore[assignment]  # mypy knows no defaults of type variables
+) -> ConfigT:
+    """Merge all sources into one `Config`, or one `GatewayConfig`, which leaves out the other sections.
 
     Args:
         overrides: Values of the command line by section and name; None means not given.
         environ: The process environment.
         config_file: YAML file; None takes the one that WEFT_CONFIG names, if any.
+        kind: What to make.
 
     Raises:
         ConfigError: A name is unknown, or a value is malformed or out of range; the message names the setting.
@@ -53,8 +60,8 @@ def load_config(overrides: SettingTree, environ: Mapping[str, str], config_file:
     for tree, source in ((given, "the command line"), (from_file, str(config_file))):
         _check_names(tree, source)
     merged = merge_trees(from_file, from_environment, given)
-    sections: dict[str, Any] = {name: _section(name, merged.get(name, {})) for name in SECTIONS}
-    return Config(**sections)
+    sections: dict[str, Any] = {name: _section(name, merged.get(name, {})) for name in get_type_hints(kind)}
+    return kind(**sections)
 
 
 def environment_name(setting: str) -> str:

@@ -19,7 +19,7 @@ from weft.config import Config
 from weft.errors import ConfigError
 from weft.server.auth.admin_key import admin_key
 from weft.server.drain import SETTLE_S
-from weft.server.serve import STOP_S
+from weft.server.listen import STOP_S
 from weft.server.settings import load_config
 
 DEPLOY = Path(__file__).parents[1] / "deploy"

@@ -15,7 +15,7 @@ from api_server import Api
 from gateway_schemas import SCHEMAS
 from system_tools import require_module
 from weft.server.drain import SETTLE_S
-from weft.server.serve import STOP_S
+from weft.server.listen import STOP_S
 from weft.server.settings import load_config
 
 pytestmark = pytest.mark.anyio

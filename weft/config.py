@@ -23,6 +23,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Weights = Literal["auto", "bf16", "int8", "int4"]
 Attention = Literal["auto", "triton", "flashinfer"]
 Auth = Literal["on", "off"]
+ServerRole = Literal["all", "gateway", "replica"]
 MetricsAliases = Literal["none", "vllm"]
 KvDtype = Literal["auto", "int8"]
 Eviction = Literal["gdsf", "lru"]
@@ -211,6 +212,12 @@ class SchedulerConfig:
 class ServerConfig:
     """Where the server listens, and what it accepts."""
 
+    role: ServerRole = "all"
+    """all serves clients by itself. Of many servers over one database, a gateway takes the requests of clients and
+    passes each to a replica, which computes it; docs/cluster.md says how."""
+    advertised_url: str | None = None
+    """Where gateways reach this replica, such as http://10.0.0.7:8000; when not set, at `server.host` and
+    `server.port`."""
     host: str = "127.0.0.1"
     """Address to bind."""
     port: int = 8000
@@ -244,7 +251,9 @@ class ServerConfig:
         _check_bounds("server", self, port=(0, 65535), metrics_port=(0, 65535), max_choices=(1, 4096))
         _check_bounds("server", self, max_body_bytes=(1024, math.inf), max_upload_bytes=(1024, math.inf))
         _check_bounds("server", self, max_logprobs=(0, 100), max_stops=(1, 1024))
-        _check_choices("server", self, auth=Auth, metrics_aliases=MetricsAliases)
+        _check_choices("server", self, role=ServerRole, auth=Auth, metrics_aliases=MetricsAliases)
+        is_url = self.advertised_url is None or re.fullmatch(r"https?://[^/\s]+", self.advertised_url) is not None
+        _require(is_url, "server.advertised_url", "an address such as http://10.0.0.7:8000", self.advertised_url)
         for origin in self.allowed_origins:
             is_origin = origin == "*" or re.fullmatch(r"\w+://[^/\s*]+", origin) is not None
             _require(is_origin, "server.cors_origins", "origins such as https://chat.example.org", origin)
@@ -364,6 +373,14 @@ class Config:
     def blob_dir(self) -> Path:
         """Folder of the adapter blobs, or of the copies of those that are in S3."""
         return self.registry.blob_dir(self.server.data_dir)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """The settings of a gateway, which has no model."""
+
+    server: ServerConfig
+    registry: RegistryConfig
 
 
 def is_loopback(host: str) -> bool:

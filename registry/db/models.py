@@ -407,3 +407,19 @@ class BatchResultRow(Base):
     is_error: Mapped[bool]
     result: Mapped[str] = mapped_column(sa.Text)
     """A line of the output file or the error file."""
+
+
+class ServerRow(Base):
+    """A server over this database, as it last said."""
+
+    __tablename__ = "servers"
+
+    name: Mapped[str] = mapped_column(_ordered(64), primary_key=True)
+    role: Mapped[str] = mapped_column(sa.String(16))
+    boot_id: Mapped[str] = mapped_column(sa.String(64))
+    url: Mapped[str] = mapped_column(sa.String(255))
+    state: Mapped[str] = mapped_column(sa.String(16))
+    model: Mapped[str] = mapped_column(sa.String(255))
+    base: Mapped[str] = mapped_column(sa.String(80))
+    version: Mapped[str] = mapped_column(sa.String(64))
+    seen_at: Mapped[datetime] = mapped_column(index=True)

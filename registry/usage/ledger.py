@@ -1,7 +1,8 @@
 """The usage ledger: every event counts once, from the journal on disk to the database.
 
 An event is acknowledged when the journal has it on disk. One task moves the journal to SQL in batches. At the start the
-files that a crash left are replayed, and a request without a final event is billed from its last progress mark.
+files that a crash left are replayed, and a request without a final event is billed from its last progress mark. A
+gateway that streamed its answer knows better what the client got, so a replica gives it a moment to say so first.
 """
 
 from __future__ import annotations
@@ -78,27 +79,34 @@ class UsageLedger:
         self._num_flushes = 0
         self._last_good_flush = 0
         self._mover: asyncio.Task[None] | None = None
+        self._biller: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
+    async def start(self, grace_s: float = 0.0) -> None:
         """Replay what a crash left in the journal's folder, and start the task that moves events.
+
+        Args:
+            grace_s: How long requests without an end wait until they are billed from their marks.
 
         Raises:
             CapacityError: The database cannot answer; the journal is closed then.
         """
         try:
-            await self._replay()
+            marks = await self._replay(bills_marks=not grace_s)
         except BaseException:
             await self.journal.close()
             raise
+        if marks:
+            self._biller = asyncio.create_task(self._bill_later(marks, grace_s), name="weft-usage-biller")
         self._mover = asyncio.create_task(self._move_forever(), name="weft-usage-mover")
 
     async def close(self) -> None:
         """Move the rest of the journal if the database answers; else it is replayed at the next start."""
-        if self._mover is not None:
-            async with self._moving:  # not in the middle of a transaction
-                self._mover.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._mover
+        for task in (self._mover, self._biller):
+            if task is not None:
+                async with self._moving:  # not in the middle of a transaction
+                    task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
         try:
             await self._flush_or_log()
         finally:
@@ -261,8 +269,12 @@ class UsageLedger:
         for each in ids:
             self._open_marks.pop(each, None)
 
-    async def _replay(self) -> None:
-        """Move what the last process left. A request with marks and no end was cut off when that process died."""
+    async def _replay(self, *, bills_marks: bool) -> list[str]:
+        """Move what the last process left. A request with marks and no end was cut off when that process died.
+
+        Returns:
+            Ids of such requests that were not billed: their marks were written again.
+        """
         marks: dict[str, UsageEvent] = {}
         damaged: dict[Path, int] = {}
         num_ends = 0
@@ -277,11 +289,22 @@ class UsageLedger:
             for event in ends:
                 marks.pop(event.id, None)
         # A mark may come after its end in the journal. The end is in the database by now, and the first event counts.
-        await self._insert(replace(mark, status=INTERRUPTED) for mark in marks.values())
+        if bills_marks:
+            await self._insert(replace(mark, status=INTERRUPTED) for mark in marks.values())
+        elif marks:
+            self._open_marks.update(marks)
+            await self.journal.append(*(_encoder.encode(_Entry("mark", mark)) for mark in marks.values()))
         for path, num_damaged in damaged.items():
             await self._discard(path, num_damaged)
         if damaged:
             _logger.info("usage journal: replayed %d ends and %d cut-off requests", num_ends, len(marks))
+        return [] if bills_marks else list(marks)
+
+    async def _bill_later(self, ids: Collection[str], grace_s: float) -> None:
+        """Bill requests that were cut off when the last process died, unless somebody else has billed them by then."""
+        await asyncio.sleep(grace_s)
+        self._unwritten.update(ids)
+        self._has_unmoved.set()
 
     async def _carry_marks(self, entries: Iterable[_Entry]) -> None:
         """Write the marks of running requests again, before the file with them is removed."""

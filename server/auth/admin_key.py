@@ -68,6 +68,18 @@ def given_pepper(environ: Mapping[str, str]) -> str | None:
     return given
 
 
+def check_shared_secrets(role: str, pepper: str | None, admin_key: str | None) -> None:
+    """Return if the secrets that all servers share were given.
+
+    Raises:
+        ConfigError: They were not, so this server would make its own.
+    """
+    for name, value in (("WEFT_PEPPER", pepper), (VARIABLE, admin_key)):
+        if value is None:
+            message = f"A {role} needs {name} in its environment, the same text for all servers over one database."
+            raise ConfigError(message, param="server.role")
+
+
 def _checked(secret: str, source: str) -> str:
     if len(secret) < MIN_LENGTH or not secret.isascii() or any(letter.isspace() for letter in secret):
         raise ConfigError(f"The admin key in {source} must be at least {MIN_LENGTH} ASCII characters without spaces.")

@@ -6,9 +6,7 @@ All state is in the database. At SIGTERM the lines that run are cancelled at onc
 from __future__ import annotations
 
 import asyncio
-import secrets
 from contextlib import aclosing, suppress
-from pathlib import Path
 
 import structlog
 
@@ -171,13 +169,3 @@ class BatchWorker:
             status = "completed" if batch.completed + batch.failed == batch.total else "failed"
         await write_files(self._services, batch, self._owner, status)
         log.info("batch_ended", batch=batch.id, status=status, total=batch.total)
-
-
-def owner_name(data_dir: Path) -> str:
-    """This server's name, made at the first start. Only one process at a time uses the folder."""
-    path = data_dir / "server-id"
-    if not path.exists():
-        temporary = path.with_suffix(".new")
-        temporary.write_text(f"srv_{secrets.token_hex(12)}\n")
-        temporary.replace(path)
-    return path.read_text().strip()

@@ -22,6 +22,7 @@ from weft.errors import WeftError
 from weft.registry.records import ServiceClass, UsageEvent
 from weft.server.auth.callers import Caller
 from weft.server.generation.choices import Choice, ChoiceStep
+from weft.server.generation.hop import Counts, Hop
 from weft.server.generation.schemas import OutputDetails, UsageDetails, UsageView
 from weft.server.limits.reservation import LimitReservation
 from weft.server.model_name import ResolvedModel
@@ -50,6 +51,8 @@ class Origin:
     """Hash of the key and the body: the same when a client sends a request again."""
     deadline_s: float | None = None
     """Seconds within which the client wants the first token."""
+    hop: Hop | None = None
+    """If a gateway passed it on."""
     line_id: str | None = None
     """For a line of a batch: its ledger id. Such a request does not pass the gate."""
 
@@ -63,7 +66,10 @@ class Meter:
     """
 
     def __init__(self, origin: Origin, model: ResolvedModel) -> None:
-        self.ledger_id = origin.line_id or origin.services.registry.usage.mint_id()
+        given = origin.hop.ledger_id if origin.hop else origin.line_id
+        self.ledger_id = given or origin.services.registry.usage.mint_id()
+        if origin.hop is not None:
+            origin.hop.billed = self.counts
         self._service_class: ServiceClass = "interactive" if origin.line_id is None else "batch"
         self._origin = origin
         self._services = origin.services
@@ -80,15 +86,20 @@ class Meter:
         self._marked = (0, self._started_s)
         self._is_finished = False
 
-    @property
-    def usage(self) -> UsageView:
+    def counts(self) -> Counts:
         """What is billed so far: the tokens delivered, or those computed, by the rule above."""
         prompt, completion = sum(self._prompt_tokens.values()), sum(self._tokens.values())
+        return Counts(prompt, self._cached_tokens, completion)
+
+    @property
+    def usage(self) -> UsageView:
+        """`counts`, as clients see it."""
+        prompt, cached, completion = self.counts()
         return UsageView(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
-            prompt_tokens_details=UsageDetails(cached_tokens=self._cached_tokens),
+            prompt_tokens_details=UsageDetails(cached_tokens=cached),
             completion_tokens_details=OutputDetails(reasoning_tokens=sum(self._reasoning_tokens.values())),
         )
 
@@ -179,7 +190,7 @@ class Meter:
             log.exception("usage_not_recorded", ledger_id=self.ledger_id, code=error.code)
 
     def _event(self, status: str) -> UsageEvent:
-        usage, adapter, version = self.usage, self._model.adapter, self._model.version
+        counts, adapter, version = self.counts(), self._model.adapter, self._model.version
         return UsageEvent(
             id=self.ledger_id,
             at=self._services.now(),
@@ -194,9 +205,9 @@ class Meter:
             endpoint=self._origin.endpoint,
             service_class=self._service_class,
             status=status,
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.prompt_tokens_details.cached_tokens,
-            completion_tokens=usage.completion_tokens,
+            prompt_tokens=counts.prompt,
+            cached_tokens=counts.cached,
+            completion_tokens=counts.completion,
             queue_s=self._queue_s,
             ttft_s=self._ttft_s,
             duration_s=self._services.monotonic() - self._started_s,

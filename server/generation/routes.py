@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +19,7 @@ from weft.errors import InvalidRequestError, WeftError
 from weft.server.auth.callers import Caller
 from weft.server.generation.chat_schemas import ChatBody, ChatView
 from weft.server.generation.choices import Choice, Generation
+from weft.server.generation.hop import SESSION_HEADER, hop_of
 from weft.server.generation.meter import Meter, Origin
 from weft.server.generation.openai_format import ChatFormat, CompletionFormat, JsonObject
 from weft.server.generation.prompts import Prompts, prompts_and_params
@@ -58,8 +60,6 @@ class GenerationRoute(APIRoute):
 
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
-SESSION_HEADER = "x-session-id"
-"""Where an alias splits its requests, those with one value get one version. The field `user` has precedence."""
 DEADLINE_HEADERS = ("x-weft-ttft-ms", "x-slo-ttft-ms")
 """Headers with the client's deadline for the first token, in milliseconds. The first one present counts."""
 ResultT = TypeVar("ResultT")
@@ -152,7 +152,9 @@ async def received(request: Request, caller: Caller, kind: type[BodyT]) -> tuple
     Raises:
         RequestError: The body is no JSON, does not fit `kind`, is too large, or comes too slowly.
     """
-    services = services_of(request)
+    services, hop = services_of(request), hop_of(request)
+    if hop is not None:
+        caller = replace(caller, weight=caller.weight * hop.weight_share)
     raw = await json_bytes(request, services.config.server.max_body_bytes, services.pace)
     body = await parsed(kind, raw)
     origin = Origin(
@@ -162,6 +164,7 @@ async def received(request: Request, caller: Caller, kind: type[BodyT]) -> tuple
         endpoint=request.url.path,
         request_id=str(request.state.request_id),
         session=request.headers.get(SESSION_HEADER),
+        hop=hop,
         num_bytes=len(raw),
         digest=hash((caller.tenant_id, caller.identity.key_id, raw)),
         deadline_s=deadline_s(request.headers),
@@ -171,7 +174,7 @@ async def received(request: Request, caller: Caller, kind: type[BodyT]) -> tuple
 
 async def _resolve(origin: Origin, body: GenerationBody) -> ResolvedModel:
     services = origin.services
-    sticky = body.user or origin.session or secrets.token_hex(8)
+    sticky = origin.hop.sticky if origin.hop else body.user or origin.session or secrets.token_hex(8)
     model = await resolve_model(services, origin.caller, body.model, body.adapter_id, sticky=sticky)
     if model.adapter is not None and model.version is not None:
         adapter, version = model.adapter, model.version

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import orjson
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Send
 
 import weft
 from weft.errors import AuthenticationError, CapacityError, EngineUnavailableError
@@ -35,19 +34,11 @@ async def get_engine(services: Wired, _: Admin) -> Response:
     return Response(orjson.dumps(await _snapshot(services)), media_type="application/json")
 
 
-class _EventsResponse(StreamingResponse):
-    """Closes its events when the client leaves, instead of whenever they are collected as garbage."""
-
-    async def stream_response(self, send: Send) -> None:
-        async with aclosing(self.body_iterator):  # type: ignore[type-var]
-            await super().stream_response(send)
-
-
 @router.get("/v1/engine/events", response_class=StreamingResponse, responses=sends("text/event-stream", TEXT))
 async def stream_engine(request: Request, services: Wired, _: Admin) -> StreamingResponse:
     """Send a snapshot whenever the engine has moved on, at most twice a second; `engine_error` while it is away."""
     events = services.engine_feed.events(lambda: _snapshot(services), lambda: services.drain.is_draining)
-    return _EventsResponse(_while_known(events, request.state.identify), headers=sse.HEADERS)
+    return sse.ClosingResponse(_while_known(events, request.state.identify), headers=sse.HEADERS)
 
 
 async def _while_known(

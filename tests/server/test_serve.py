@@ -17,7 +17,8 @@ from weft.config import environment
 from weft.engine.model.spec import resolve_model
 from weft.engine.model.weights import weight_files
 from weft.errors import ConfigError
-from weft.server.serve import bind, load_tokenizer
+from weft.server.listen import bind
+from weft.server.serve import load_tokenizer
 from weft_server import DEMO_MODEL, engines, weft_server
 
 pytestmark = pytest.mark.slow

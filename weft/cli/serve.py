@@ -6,13 +6,14 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from weft.config import Config as Settings
-from weft.config import environment
+from weft.config import GatewayConfig, environment
 
+ConfigT = TypeVar("ConfigT", Settings, GatewayConfig)
 Model = Annotated[str | None, typer.Option(help="Folder or hub id of the base model. [env: WEFT_MODEL__PATH]")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda. [default: auto]")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16. [default: auto]")]
@@ -28,6 +29,10 @@ Setting = Annotated[
 def serve(  # noqa: PLR0913 - one parameter per option
     model: Model = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name of the base for clients.")] = None,
+    role: Annotated[
+        str | None,
+        typer.Option(help="all; of many servers gateway or replica: docs/cluster.md. [default: all]"),
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to bind. [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="Port to bind. [default: 8000]")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Separate port for /metrics, without a key.")] = None,
@@ -54,19 +59,30 @@ def serve(  # noqa: PLR0913 - one parameter per option
     settings: Setting = None,
 ) -> None:
     """Serve a base model and its adapters over HTTP."""
-    from weft.server.serve import serve as run
-
+    address: dict[str, object] = {"role": role, "host": host, "port": port, "metrics_port": metrics_port}
     formats: dict[str, object] = {"device": device, "dtype": dtype, "weights": weights}
     options: dict[str, dict[str, object]] = {
         "model": {"path": model, "served_name": served_model_name, **formats, "max_model_len": max_model_len},
         "memory": {"gib": memory_gib},
-        "server": {"host": host, "port": port, "metrics_port": metrics_port, "auth": auth, "data_dir": data_dir},
+        "server": {**address, "auth": auth, "data_dir": data_dir},
         "registry": {"database_url": database_url, "blob_url": blob_url},
     }
-    code = run(settings_of(options, settings, config), typer.echo)
+    code = _run(options, settings, config)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # everything is closed; taking the interpreter apart would cost seconds
+
+
+def _run(options: Mapping[str, Mapping[str, object]], assignments: list[str] | None, file: Path | None) -> int:
+    """Serve in the role that the settings name; returns the exit code."""
+    as_gateway = _merged(options, assignments, file, GatewayConfig)
+    if as_gateway.server.role == "gateway":
+        from weft.server.cluster.serve import serve_gateway
+
+        return serve_gateway(as_gateway, typer.echo)
+    from weft.server.serve import serve as run
+
+    return run(settings_of(options, assignments, file), typer.echo)
 
 
 def settings_of(
@@ -82,6 +98,12 @@ def settings_of(
     Raises:
         ConfigError: A setting is wrong.
     """
+    return _merged(options, assignments, file, Settings)
+
+
+def _merged(
+    options: Mapping[str, Mapping[str, object]], assignments: list[str] | None, file: Path | None, kind: type[ConfigT]
+) -> ConfigT:
     from weft.server.settings import load_config, merge_trees, parse_assignments
 
-    return load_config(merge_trees(options, parse_assignments(assignments or [])), environment(), file)
+    return load_config(merge_trees(options, parse_assignments(assignments or [])), environment(), file, kind)

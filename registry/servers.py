@@ -1,0 +1,81 @@
+"""The servers that share this registry: how each is reached, and in what state it is.
+
+A server writes its row when it takes requests, when its state changes, and every `BEAT_S` seconds. Whether it lives
+right now is not asked here: gateways stay connected to the replicas that they find here and see that themselves.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+from sqlalchemy import delete, select
+
+from weft.registry.cache import Transactions
+from weft.registry.db.database import insert_into
+from weft.registry.db.models import ServerRow
+
+BEAT_S = 5.0
+GONE = timedelta(seconds=30)
+"""A server without a beat for so long is not listed any more."""
+Role = Literal["gateway", "replica"]
+State = Literal["ready", "draining"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A gateway or a replica."""
+
+    name: str
+    """Kept over restarts: the id in its data folder."""
+    role: Role
+    boot_id: str
+    """Another one after each start."""
+    url: str
+    """Where gateways reach it."""
+    state: State
+    model: str
+    """Name of the base for clients; empty for a gateway."""
+    base: str
+    """Digest of the base's shape; empty for a gateway."""
+    version: str
+    """Of Weft."""
+
+
+class Servers(Transactions):
+    """The part of the registry that lists servers."""
+
+    async def announce(self, server: Server) -> None:
+        """Write a server's row, or say that it still is there."""
+        values = {**asdict(server), "seen_at": self.clock()}
+        async with self.database.write() as session:
+            row = insert_into(session, ServerRow).values(**values)
+            await session.execute(row.on_conflict_do_update(index_elements=[ServerRow.name], set_=values))
+            await session.execute(delete(ServerRow).where(ServerRow.seen_at < self.clock() - 2 * GONE))
+
+    async def leave(self, server: Server) -> None:
+        """Delete the row of a server that ends, unless it was started again meanwhile."""
+        async with self.database.write() as session:
+            own = (ServerRow.name == server.name, ServerRow.boot_id == server.boot_id)
+            await session.execute(delete(ServerRow).where(*own))
+
+    async def listed(self, role: Role | None = None) -> list[Server]:
+        """The servers with a recent beat, by name."""
+        rows = select(ServerRow).where(ServerRow.seen_at >= self.clock() - GONE).order_by(ServerRow.name)
+        if role is not None:
+            rows = rows.where(ServerRow.role == role)
+        fields = Server.__dataclass_fields__
+        return [Server(**{name: getattr(row, name) for name in fields}) for (row,) in await self.database.rows(rows)]
+
+
+def server_name(data_dir: Path) -> str:
+    """This server's name, made at the first start. Only one process at a time uses the folder."""
+    path = data_dir / "server-id"
+    if not path.exists():
+        temporary = path.with_suffix(".new")
+        temporary.write_text(f"srv_{secrets.token_hex(12)}\n")
+        temporary.replace(path)
+    return path.read_text().strip()

@@ -1,0 +1,140 @@
+"""Puts a gateway together: CORS, request ids, authentication, and behind them its own few routes and the passing on."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import orjson
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from weft.config import GatewayConfig
+from weft.errors import ForbiddenError, NotFoundError
+from weft.registry.records import Identity
+from weft.registry.registry import Registry
+from weft.server.auth.middleware import AuthMiddleware
+from weft.server.boundary import Boundary
+from weft.server.cluster.gateway import Gateway, no_replica
+from weft.server.cluster.links import Links
+from weft.server.cluster.metrics import GatewayMetrics
+from weft.server.cluster.router import Router
+from weft.server.cluster.wire import cluster_token
+from weft.server.drain import Drain
+from weft.server.errors import error_response
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class GatewayApps(NamedTuple):
+    """What a gateway serves."""
+
+    main: ASGIApp
+    metrics: ASGIApp
+    """For a port of its own: GET /metrics without a key."""
+
+
+async def open_gateway(config: GatewayConfig, registry: Registry, drain: Drain, stack: AsyncExitStack) -> GatewayApps:
+    """Connect to the replicas; `stack` closes the connections.
+
+    Raises:
+        CapacityError: The database cannot answer.
+    """
+    token = cluster_token(registry.key_ring)
+    router = Router()
+    links = Links(registry.servers, router, token)
+    stack.push_async_callback(links.close)
+    await links.start()
+    metrics = GatewayMetrics(links, router)
+    metrics.gateway = gateway = Gateway(config.server, registry, links, router, token, drain)
+    app: ASGIApp = OwnRoutes(gateway, registry, links, router, metrics)
+    app = AuthMiddleware(app, keys=registry if config.server.auth == "on" else None)
+    app = Boundary(app, drain=drain, answered=metrics.answered)
+    if origins := config.server.allowed_origins:
+        app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"])
+    return GatewayApps(app, partial_metrics(metrics))
+
+
+def partial_metrics(metrics: GatewayMetrics) -> ASGIApp:
+    """An app that shows the metrics, and nothing else."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            is_page = scope["path"] == "/metrics" and scope["method"] in ("GET", "HEAD")
+            response = _page(metrics) if is_page else error_response(NotFoundError("There is no such route."))
+            await response(scope, receive, send)
+
+    return app
+
+
+class OwnRoutes:
+    """Answers what is about this gateway itself."""
+
+    def __init__(
+        self, gateway: Gateway, registry: Registry, links: Links, router: Router, metrics: GatewayMetrics
+    ) -> None:
+        self._gateway = gateway
+        self._registry = registry
+        self._links = links
+        self._router = router
+        self._metrics = metrics
+        self._routes = {
+            "/health": self._health,
+            "/ready": self._ready,
+            "/metrics": self._show_metrics,
+            "/v1/servers": self._show_servers,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or pass the request on."""
+        own = self._routes.get(scope["path"]) if scope["method"] in ("GET", "HEAD") else None
+        if own is None:
+            await self._gateway(scope, receive, send)
+        else:
+            await (await own(Request(scope)))(scope, receive, send)
+
+    async def _health(self, _: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def _ready(self, _: Request) -> Response:
+        if not any(report.state == "ready" for report in self._links.reports.values()):
+            raise no_replica()
+        return _json({"status": "ready"})
+
+    async def _show_metrics(self, request: Request) -> Response:
+        _check_admin(request)
+        return _page(self._metrics)
+
+    async def _show_servers(self, request: Request) -> Response:
+        """All servers by the registry, and how this gateway sees the replicas."""
+        _check_admin(request)
+        seen = self._router.snapshot()
+        servers = [
+            {**asdict(server), **self._seen(server.name, seen.get(server.name))}
+            for server in await self._registry.servers.listed()
+        ]
+        return _json({"object": "list", "data": servers})
+
+    def _seen(self, name: str, by_router: dict[str, Any] | None) -> dict[str, Any]:
+        report = self._links.reports.get(name)
+        if report is None:
+            return {}
+        told = {field: getattr(report, field) for field in ("state", "backlog_s", "rate", "running", "waiting")}
+        return {**told, **(by_router or {})}
+
+
+def _check_admin(request: Request) -> None:
+    identity: Identity = request.state.identity
+    if identity.role != "admin":
+        raise ForbiddenError("Only the admin key may call this route.")
+
+
+def _page(metrics: GatewayMetrics) -> Response:
+    return Response(metrics.render(), headers={"content-type": METRICS_TYPE})
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")

@@ -1,0 +1,373 @@
+"""A gateway's ASGI app: finds a replica for each request and passes both ways byte for byte.
+
+A request of which the client has got nothing is sent to another replica when its replica is lost or refuses it for now.
+One whose answer has begun ends with one error event. It is billed what the client was sent, by the gateway's word, as
+the replica may not come back; both use one ledger id, so it counts once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import aiohttp
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from weft.config import ServerConfig
+from weft.errors import CapacityError, DrainingError, NotFoundError, WeftError
+from weft.registry.records import AdapterIdentity, AdapterVersion, Identity, UsageEvent
+from weft.registry.registry import Registry
+from weft.server.cluster.exchange import Exchange, ReplicaLostError
+from weft.server.cluster.links import Links
+from weft.server.cluster.route_fields import RouteFields, read_fields
+from weft.server.cluster.router import Replica, Router, Target
+from weft.server.cluster.wire import INTERNAL, LEDGER_ID, LENGTH, STICKY, TOKEN, WEIGHT_SHARE, Frames
+from weft.server.drain import Drain
+from weft.server.errors import as_anthropic, error_body
+from weft.server.generation.hop import SESSION_HEADER
+from weft.server.http import sse
+from weft.server.http.body import Pace
+from weft.server.http.json_body import json_bytes
+from weft.server.threads import cancel_all
+
+MAX_TRIES = 3
+"""Replicas that are asked for one request."""
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", RESPONSES, MESSAGES})
+_HOP_BY_HOP = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te"),
+        *("trailer", "transfer-encoding", "upgrade", "expect"),
+    }
+)
+_NOT_ASKED = _HOP_BY_HOP | INTERNAL | {"x-request-id"}
+_NOT_ANSWERED = _HOP_BY_HOP | INTERNAL | {"x-request-id", "date", "server"}
+_BROKEN = (aiohttp.ClientError, ReplicaLostError, TimeoutError, OSError)
+Answer = Callable[[Request], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request for a generation, and what the gateway knows of it."""
+
+    request: Request
+    body: bytes
+    headers: list[tuple[str, str]]
+    tenant_id: str | None
+    tenant: str | None
+    adapter: AdapterIdentity | None
+    version: AdapterVersion | None
+    target: Target
+    started_s: float
+    tried: list[str] = field(default_factory=list)
+    """Names of the replicas that were asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An answer that is kept back as long as another replica may give a better one."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+    async def send(self, send: Send) -> None:
+        """Give it to the client after all."""
+        await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
+        await send({"type": "http.response.body", "body": self.body})
+
+
+class Gateway:
+    """Passes requests on; stands behind authentication. Thread: the event loop's.
+
+    Args:
+        config: Bounds of bodies.
+        registry: Says which adapter a name means, and takes the usage of cut answers.
+        links: The replicas.
+        router: Chooses among them.
+        token: Shows replicas that a gateway asks.
+        drain: Counts requests that run.
+    """
+
+    def __init__(
+        self, config: ServerConfig, registry: Registry, links: Links, router: Router, token: str, drain: Drain
+    ) -> None:
+        self.num_retried = 0
+        """Requests sent to another replica than the first."""
+        self.num_lost = 0
+        """Answers that ended early because their replica was lost."""
+        self._max_body_bytes = config.max_body_bytes
+        self._registry = registry
+        self._links = links
+        self._router = router
+        self._token = token
+        self._drain = drain
+        self._pace = Pace()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with what a replica answers."""
+        exchange = Exchange()
+        with self._drain.running(exchange.cut):
+            if scope["method"] == "POST" and scope["path"] in GENERATING:
+                await self._generate(Request(scope, receive), exchange, send)
+            else:
+                await self._pass_on(Request(scope, receive), exchange, send)
+
+    async def _generate(self, request: Request, exchange: Exchange, send: Send) -> None:
+        body = await json_bytes(request, self._max_body_bytes, self._pace)
+        asked = await self._asked(request, body)
+        watcher = _watch(request.receive, exchange)
+        try:
+            await self._try_replicas(asked, exchange, send)
+        finally:
+            await cancel_all([watcher])
+
+    async def _asked(self, request: Request, body: bytes) -> Asked:
+        identity: Identity = request.state.identity
+        fields, tenant_id, tenant = read_fields(body), identity.tenant_id, identity.tenant
+        session = fields.sticky or request.headers.get(SESSION_HEADER)
+        sticky = session or secrets.token_hex(8)
+        adapter: AdapterIdentity | None = None
+        version: AdapterVersion | None = None
+        with suppress(WeftError):  # the replica says what is wrong
+            if identity.role == "admin" and (named := request.query_params.get("tenant")) is not None:
+                row = await self._registry.tenants.get_tenant(named)
+                tenant_id, tenant = row.id, row.name
+            adapter, version = await self._resolve(tenant_id, fields, sticky)
+        target = Target(
+            adapter=version.digest if version else None,
+            units=fields.units(len(body)),
+            tenant=tenant_id or "",
+            affinity=session.encode() if session else fields.beginning(tenant_id or ""),
+            held_by=version.held_by if version else None,
+        )
+        return Asked(
+            request=request,
+            body=body,
+            headers=[*self._asked_headers(request), (STICKY, sticky)],
+            tenant_id=tenant_id,
+            tenant=tenant,
+            adapter=adapter,
+            version=version,
+            target=target,
+            started_s=asyncio.get_running_loop().time(),
+        )
+
+    async def _resolve(
+        self, tenant_id: str | None, fields: RouteFields, sticky: str
+    ) -> tuple[AdapterIdentity | None, AdapterVersion | None]:
+        """The adapter version that a request names; nothing for the base, and for what is no adapter of the tenant."""
+        named = fields.adapter_id or fields.model or ""
+        if not named or tenant_id is None or any(named == server.model for server in self._links.listed):
+            return None, None
+        return await self._registry.adapters.resolve(tenant_id, named.rpartition(":")[2], sticky)
+
+    async def _try_replicas(self, asked: Asked, exchange: Exchange, send: Send) -> None:
+        refusal: Refusal | None = None
+        error: WeftError = no_replica()
+        while len(asked.tried) < MAX_TRIES:
+            replica = next(iter(self._router.order(asked.target, asked.tried)), None)
+            if replica is None or (asked.tried and not self._router.may_retry()):
+                break
+            self.num_retried += len(asked.tried) == 1
+            asked.tried.append(replica.name)
+            self._router.sent(replica.name, asked.target)
+            try:
+                refusal = await self._ask(asked, replica, exchange, send)
+            except ReplicaLostError as lost:
+                error = lost
+                continue
+            finally:
+                self._router.ended(replica.name, asked.target)
+            if refusal is None:
+                return
+        if refusal is None:
+            raise error
+        await refusal.send(send)
+
+    async def _ask(self, asked: Asked, replica: Replica, exchange: Exchange, send: Send) -> Refusal | None:
+        """Have a replica answer.
+
+        Returns:
+            None when the client has the answer; else a refusal, of which the client got nothing.
+
+        Raises:
+            ReplicaLostError: The replica is gone, and the client got nothing.
+        """
+        ledger_id, frames, has_begun = self._registry.usage.mint_id(), Frames(), False
+        share = self._router.weight_share(asked.target.tenant, replica.name)
+        headers = [*asked.headers, (LEDGER_ID, ledger_id), (WEIGHT_SHARE, f"{share:.6f}")]
+        try:
+            with exchange.running(), self._links.using(replica.name, exchange.lose):
+                url = replica.url + _path_of(asked.request)
+                async with self._links.session.post(url, data=asked.body, headers=headers) as answer:
+                    start = {"type": "http.response.start", "status": answer.status, "headers": _answered(answer)}
+                    if not answer.content_type.startswith("text/event-stream"):
+                        refusal = Refusal(answer.status, _answered(answer), frames.take(await answer.read()))
+                        self._router.answered(replica.name)
+                        if answer.status == 503:
+                            return refusal
+                        has_begun = True
+                        await refusal.send(send)
+                        return None
+                    async for data in answer.content.iter_any():
+                        if payload := frames.take(data):
+                            if not has_begun:
+                                self._router.answered(replica.name)
+                                has_begun = True
+                                await send(start)
+                            await send({"type": "http.response.body", "body": payload, "more_body": True})
+                    await send({"type": "http.response.body", "body": b""})
+                    return None
+        except _BROKEN as error:
+            self._router.failed(replica.name)
+            if not has_begun:
+                raise ReplicaLostError from error
+            self.num_lost += 1
+            await asyncio.shield(self._bill(asked, ledger_id, frames))
+            await _end_early(asked.request, ReplicaLostError(), send)
+        except DrainingError as error:
+            if not has_begun:
+                raise
+            await _end_early(asked.request, error, send)
+        return None
+
+    async def _bill(self, asked: Asked, ledger_id: str, frames: Frames) -> None:
+        """Record what the client got of an answer whose replica was lost."""
+        adapter, version, counts = asked.adapter, asked.version, frames.counts
+        await self._registry.usage.record(
+            UsageEvent(
+                id=ledger_id,
+                at=datetime.now(UTC),
+                tenant_id=asked.tenant_id,
+                tenant=asked.tenant,
+                key_id=asked.request.state.identity.key_id,
+                adapter_id=adapter.id if adapter else None,
+                adapter=adapter.name_for(asked.tenant_id) if adapter else None,
+                adapter_version=version.version if version else None,
+                adapter_digest=version.digest if version else None,
+                request_id=str(asked.request.state.request_id),
+                endpoint=asked.request.url.path,
+                service_class="interactive",
+                status="error",
+                prompt_tokens=counts.prompt,
+                cached_tokens=counts.cached,
+                completion_tokens=counts.completion,
+                queue_s=None,
+                ttft_s=None,
+                duration_s=asyncio.get_running_loop().time() - asked.started_s,
+                adapter_state=None,
+            )
+        )
+
+    async def _pass_on(self, request: Request, exchange: Exchange, send: Send) -> None:
+        """Send another request to a replica: all of them work on one registry and one blob store."""
+        identity: Identity | None = getattr(request.state, "identity", None)
+        tenant = (identity.tenant if identity else None) or ""
+        target = Target(adapter=None, units=0.0, tenant=tenant, affinity=tenant.encode())
+        order = self._router.order(target)
+        if (named := request.query_params.get("server")) is not None:
+            order = [replica for replica in order if replica.name == named]
+            if not order:
+                raise NotFoundError(f"There is no ready replica {named!r}: GET /v1/servers lists them.", param="server")
+        for replica in order[:MAX_TRIES]:
+            try:
+                await self._forward(request, replica, exchange, send)
+            except aiohttp.ClientConnectorError:  # nothing of the body was read
+                self._router.failed(replica.name)
+            else:
+                return
+        raise no_replica()
+
+    async def _forward(self, request: Request, replica: Replica, exchange: Exchange, send: Send) -> None:
+        has_body = "content-length" in request.headers or "transfer-encoding" in request.headers
+        is_read = asyncio.Event()
+        if not has_body:
+            is_read.set()
+        body = _body_of(request, is_read) if has_body else None
+        watcher: asyncio.Task[None] | None = None
+        has_begun = False
+        try:
+            with exchange.running(), self._links.using(replica.name, exchange.lose):
+                async with self._links.session.request(
+                    request.method,
+                    replica.url + _path_of(request),
+                    data=body,
+                    headers=self._asked_headers(request),
+                    allow_redirects=False,
+                ) as answer:
+                    if is_read.is_set():
+                        watcher = _watch(request.receive, exchange)
+                    has_begun = True
+                    headers = _answered(answer)
+                    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+                    async for data in answer.content.iter_any():
+                        await send({"type": "http.response.body", "body": data, "more_body": True})
+                    await send({"type": "http.response.body", "body": b""})
+        except aiohttp.ClientConnectorError:
+            raise
+        except _BROKEN as error:
+            if has_begun:
+                raise  # the connection is closed: the client sees that the answer is not whole
+            raise ReplicaLostError("The replica that was asked is gone; look whether the change was made.") from error
+        finally:
+            if watcher is not None:
+                await cancel_all([watcher])
+
+    def _asked_headers(self, request: Request) -> list[tuple[str, str]]:
+        """The client's headers for a replica, with proof that they come from a gateway."""
+        kept = [(name, value) for name, value in request.headers.items() if name not in _NOT_ASKED]
+        return [*kept, (TOKEN, self._token), ("x-request-id", str(request.state.request_id))]
+
+
+def _watch(receive: Receive, exchange: Exchange) -> asyncio.Task[None]:
+    """Cut the exchange when the client leaves. The body must have been read."""
+
+    async def until_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        exchange.cut(ClientDisconnect())
+
+    return asyncio.create_task(until_gone())
+
+
+async def _body_of(request: Request, is_read: asyncio.Event) -> AsyncIterator[bytes]:
+    async for chunk in request.stream():
+        yield chunk
+    is_read.set()
+
+
+def _path_of(request: Request) -> str:
+    """Path and query as they came."""
+    query = request.scope["query_string"]
+    return str((request.scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1"))
+
+
+def _answered(answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
+    """A replica's headers for the client."""
+    kept = [(name.lower(), value) for name, value in answer.raw_headers]
+    length = next((value for name, value in kept if name == LENGTH.encode()), None)
+    headers = [(name, value) for name, value in kept if name.decode("latin-1") not in _NOT_ANSWERED]
+    return [*headers, (b"content-length", length)] if length is not None else headers
+
+
+async def _end_early(request: Request, error: WeftError, send: Send) -> None:
+    """End a stream with the event by which clients of this API know errors."""
+    body = error_body(error)
+    event = sse.event(body)
+    if request.url.path == MESSAGES:
+        event = sse.event(as_anthropic(body), "error")
+    elif request.url.path == RESPONSES:
+        event = sse.event({"type": "error", "sequence_number": 0, **body["error"]}, "error")
+    await send({"type": "http.response.body", "body": event})
+
+
+def no_replica() -> CapacityError:
+    """The error while no replica takes requests."""
+    message = "No replica is ready; try again in a moment."
+    return CapacityError(message, code="no_replica", retry_after_s=1)

@@ -1,0 +1,159 @@
+"""A gateway's connections to replicas: which there are, by the registry; and what each reports, over a stream.
+
+A replica counts as ready while its stream is open and says so. When the stream breaks, or says nothing for some
+seconds, the replica is lost, and the requests that it was computing for this gateway are cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import aiohttp
+import msgspec
+import structlog
+
+from weft.errors import CapacityError
+from weft.registry.servers import Server, Servers
+from weft.server.cluster.router import Replica, Router
+from weft.server.cluster.wire import SILENT_S, STATE_PATH, TOKEN, Report
+from weft.server.threads import cancel_all
+
+log = structlog.get_logger("weft.server")
+LIST_S = 1.0
+"""Seconds between two looks at the registry's list."""
+RECONNECT_S = 0.25
+CONNECT_S = 2.0
+MAX_LINE = 16 << 20
+_decode = msgspec.json.Decoder(Report).decode
+
+
+class Links:
+    """All replicas, kept in `router`. Thread: the event loop's."""
+
+    def __init__(self, servers: Servers, router: Router, token: str) -> None:
+        self.reports: dict[str, Report] = {}
+        """The newest of each replica that is connected, with all its adapters."""
+        self._servers = servers
+        self._router = router
+        self._headers = {TOKEN: token}
+        self._listed: dict[str, Server] = {}
+        self._followers: dict[tuple[str, str, str], asyncio.Task[None]] = {}
+        self._cuts: dict[str, set[Callable[[], None]]] = {}
+        self._lister: asyncio.Task[None] | None = None
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
+            timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        )
+
+    async def start(self) -> None:
+        """Read the list, and follow it from then on; raises CapacityError if the database cannot answer."""
+        self._follow(await self._servers.listed("replica"))
+        self._lister = asyncio.create_task(self._list(), name="weft-replicas")
+
+    async def close(self) -> None:
+        """End all connections."""
+        await cancel_all([*self._followers.values(), *([self._lister] if self._lister else [])])
+        await self.session.close()
+
+    @property
+    def listed(self) -> list[Server]:
+        """The replicas that the registry lists."""
+        return list(self._listed.values())
+
+    @contextmanager
+    def using(self, name: str, cut: Callable[[], None]) -> Iterator[None]:
+        """Call `cut` if the replica is lost during the block."""
+        self._cuts.setdefault(name, set()).add(cut)
+        try:
+            yield
+        finally:
+            self._cuts[name].discard(cut)
+
+    async def _list(self) -> None:
+        while True:
+            await asyncio.sleep(LIST_S)
+            try:
+                self._follow(await self._servers.listed("replica"))
+            except CapacityError:
+                log.warning("servers_not_listed")  # those known go on
+
+    def _follow(self, listed: list[Server]) -> None:
+        """Connect to the replicas that are new, and let those go that are not listed and not connected any more."""
+        places = {(server.name, server.boot_id, server.url): server for server in listed}
+        names = {server.name for server in listed}
+        for place, task in list(self._followers.items()):
+            is_needed = place[0] in self.reports and place[0] not in names
+            if place not in places and not is_needed:
+                task.cancel()
+                del self._followers[place]
+        for place, server in places.items():
+            if place not in self._followers:
+                self._followers[place] = asyncio.create_task(self._keep_reading(server), name=f"weft-{server.name}")
+        followed = {name for name, _, _ in self._followers}
+        self._listed = {name: server for name, server in self._listed.items() if name in followed}
+        self._listed |= {server.name: server for server in listed}
+        self._tell_router()
+
+    def _tell_router(self) -> None:
+        self._router.set_replicas(
+            Replica(
+                name=server.name,
+                boot_id=server.boot_id,
+                url=server.url,
+                is_ready=(report := self.reports.get(server.name)) is not None and report.state == "ready",
+            )
+            for server in self._listed.values()
+        )
+
+    async def _keep_reading(self, server: Server) -> None:
+        while True:
+            try:
+                await self._read(server)
+            except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
+                if server.name in self.reports:
+                    log.warning("replica_lost", name=server.name, url=server.url, error=repr(error))
+            self._lose(server)
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _read(self, server: Server) -> None:
+        tiers: dict[str, str] = {}
+        url, silence = server.url + STATE_PATH, aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=SILENT_S)
+        async with self.session.get(url, headers=self._headers, timeout=silence) as answer:
+            if answer.status != 200:
+                log.error(
+                    "replica_refuses", name=server.name, status=answer.status, hint="Give all servers one WEFT_PEPPER."
+                )
+                await asyncio.sleep(LIST_S)
+                return
+            rest = b""
+            async for data in answer.content.iter_any():
+                *lines, rest = (rest + data).split(b"\n")
+                if len(rest) > MAX_LINE:
+                    raise msgspec.DecodeError("a line without an end")
+                for line in lines:
+                    self._take(server, _decode(line), tiers)
+
+    def _take(self, server: Server, report: Report, tiers: dict[str, str]) -> None:
+        if report.boot_id != server.boot_id:
+            raise msgspec.DecodeError("another server answers at this address")
+        for digest, tier in report.tiers.items():
+            if tier is None:
+                tiers.pop(digest, None)
+            else:
+                tiers[digest] = tier
+        before = self.reports.get(server.name)
+        self.reports[server.name] = report
+        if before is None or before.state != report.state:
+            self._tell_router()
+        self._router.report(server.name, server.boot_id, backlog_s=report.backlog_s, rate=report.rate, tiers=tiers)
+
+    def _lose(self, server: Server) -> None:
+        if self.reports.pop(server.name, None) is not None:
+            self._tell_router()
+            for cut in list(self._cuts.get(server.name, ())):
+                cut()

@@ -1,0 +1,55 @@
+"""Metrics of a gateway for Prometheus; those of requests, tokens and engines are the replicas' own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+import weft
+from weft.server.cluster.gateway import Gateway
+from weft.server.cluster.links import Links
+from weft.server.cluster.router import Router
+
+
+class GatewayMetrics(Collector):
+    """What a gateway counts. Thread: the event loop's."""
+
+    def __init__(self, links: Links, router: Router) -> None:
+        self.gateway: Gateway | None = None
+        self._links = links
+        self._router = router
+        self._registry = CollectorRegistry()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._responses = Counter(
+            "weft_responses", "Answers to HTTP requests by class.", ["status"], registry=self._registry
+        )
+        for hundreds in range(2, 6):
+            self._responses.labels(f"{hundreds}xx")
+        Gauge("weft_build_info", "Always 1.", ["version"], registry=self._registry).labels(weft.__version__).set(1)
+        self._registry.register(self)
+
+    def answered(self, status: int) -> None:
+        """Count an answer."""
+        self._responses.labels(f"{status // 100}xx").inc()
+
+    def collect(self) -> Iterable[Metric]:
+        """What is read when Prometheus asks."""
+        if self.gateway is not None:
+            about = "Requests sent to another replica than the first."
+            yield CounterMetricFamily("weft_gateway_retries", about, self.gateway.num_retried)
+            about = "Answers that ended early because their replica was lost."
+            yield CounterMetricFamily("weft_gateway_lost", about, self.gateway.num_lost)
+        ready = GaugeMetricFamily("weft_replica_ready", "1 while a replica takes requests, else 0.", labels=["replica"])
+        backlog = GaugeMetricFamily("weft_replica_backlog_seconds", "Work that waits in a replica.", labels=["replica"])
+        for server in self._links.listed:
+            report = self._links.reports.get(server.name)
+            ready.add_metric([server.name], report is not None and report.state == "ready")
+            backlog.add_metric([server.name], report.backlog_s if report else 0.0)
+        yield from (ready, backlog)
+
+    def render(self) -> bytes:
+        """The page."""
+        return generate_latest(self._registry)

@@ -1,0 +1,157 @@
+"""A replica: a server that computes what gateways pass on to it. It lists itself in the registry and reports its state.
+
+Gateways find replicas in the registry and read the reports of each over a connection of their own. No server pushes
+anything to another: adapters, keys and pins are read from the registry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import weft
+from weft.adapters.ref import ResidentAdapter
+from weft.errors import EngineUnavailableError
+from weft.registry.servers import Server
+from weft.server.cluster.membership import Membership
+from weft.server.cluster.wire import (
+    LEDGER_ID,
+    LENGTH,
+    REPORT_S,
+    STATE_PATH,
+    STICKY,
+    TOKEN,
+    WEIGHT_SHARE,
+    Report,
+    cluster_token,
+    frame,
+)
+from weft.server.generation.hop import Hop
+from weft.server.http.sse import ClosingResponse
+from weft.server.services import Services
+
+RESIDENTS_S = 1.0
+"""Seconds between two looks at which adapters the engine has."""
+_encode = msgspec.json.Encoder().encode
+
+
+async def join(app: ASGIApp, services: Services, url: str, stack: AsyncExitStack) -> tuple[ASGIApp, Membership]:
+    """Make a server a replica: list it, and take requests of gateways. `stack` takes it off the list.
+
+    Raises:
+        CapacityError: The database cannot answer.
+    """
+    config = services.config.server
+    server = Server(
+        name=services.server_name,
+        role="replica",
+        boot_id=services.ready.boot_id,
+        url=config.advertised_url or url,
+        state="ready",
+        model=services.served_name,
+        base=services.ready.base.digest,
+        version=weft.__version__,
+    )
+    membership = Membership(services.registry.servers, server)
+    await membership.start()
+    stack.push_async_callback(membership.stop)
+    token = cluster_token(services.registry.key_ring)
+    return FromGateways(app, Reports(services, membership), token), membership
+
+
+class Reports:
+    """The state of this replica as lines of JSON, for each gateway that listens."""
+
+    def __init__(self, services: Services, membership: Membership) -> None:
+        self._services = services
+        self._membership = membership
+        self._residents: dict[str, str] = {}
+        self._looked_s = float("-inf")
+
+    async def lines(self) -> AsyncGenerator[bytes, None]:
+        """A report now, and every `REPORT_S` seconds until this server was drained."""
+        told: dict[str, str] = {}
+        drain = self._services.drain
+        while not (drain.is_draining and not drain.num_running):
+            now = await self._tiers()
+            changes: dict[str, str | None] = {digest: tier for digest, tier in now.items() if told.get(digest) != tier}
+            changes |= dict.fromkeys(told.keys() - now.keys())
+            told = now
+            yield _encode(self._report(changes)) + b"\n"
+            await asyncio.sleep(REPORT_S)
+
+    def _report(self, tiers: dict[str, str | None]) -> Report:
+        load, gate = self._services.engine.load, self._services.gate
+        rate = load.rate if load else 0.0
+        backlog = sum(tenant.backlog for tenant in load.tenants.values()) if load else 0.0
+        state = self._membership.server.state
+        return Report(
+            boot_id=self._membership.server.boot_id,
+            state="down" if state == "ready" and self._services.engine.ready is None else state,
+            backlog_s=backlog / rate if rate else 0.0,
+            rate=rate,
+            running=gate.num_running,
+            waiting=gate.num_waiting,
+            tiers=tiers,
+        )
+
+    async def _tiers(self) -> dict[str, str]:
+        """Adapters of the engine by digest; asked once for all gateways."""
+        now_s = self._services.monotonic()
+        if now_s - self._looked_s >= RESIDENTS_S:
+            self._looked_s = now_s
+            try:
+                status = await self._services.engine_status(REPORT_S)
+            except EngineUnavailableError:
+                return self._residents
+            self._residents = {each.digest: each.tier for each in status.residents if _is_near(each)}
+        return self._residents
+
+
+def _is_near(resident: ResidentAdapter) -> bool:
+    """Whether an adapter needs no fetch."""
+    return resident.tier in ("device", "host")
+
+
+class FromGateways:
+    """ASGI middleware, outermost: lets gateways ask for the state, and frames what is answered to their requests.
+
+    Without the token, internal headers mean nothing.
+    """
+
+    def __init__(self, app: ASGIApp, reports: Reports, token: str) -> None:
+        self._app = app
+        self._reports = reports
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        headers = Headers(scope=scope) if scope["type"] == "http" else None
+        if headers is None or not hmac.compare_digest(headers.get(TOKEN, "").encode(), self._token.encode()):
+            await self._app(scope, receive, send)
+        elif scope["path"] == STATE_PATH:
+            await ClosingResponse(self._reports.lines(), media_type="application/x-ndjson")(scope, receive, send)
+        elif LEDGER_ID not in headers:
+            await self._app(scope, receive, send)
+        else:
+            share = min(max(float(headers.get(WEIGHT_SHARE, "1")), 0.0), 1.0) or 1.0
+            hop = Hop(ledger_id=headers[LEDGER_ID], weight_share=share, sticky=headers.get(STICKY, ""))
+            scope["state"] = {**scope.get("state", {}), "hop": hop}
+
+            async def send_framed(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    message["headers"] = [
+                        (LENGTH.encode() if name == b"content-length" else name, value)
+                        for name, value in message["headers"]
+                    ]
+                else:
+                    message = {**message, "body": frame(message.get("body", b""), hop.billed())}
+                await send(message)
+
+            await self._app(scope, receive, send_framed)

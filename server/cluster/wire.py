@@ -1,0 +1,85 @@
+"""What gateways and replicas say to each other: headers, frames of answers, and reports of a replica's state.
+
+All servers over one database have one pepper. A token made of it shows that a request comes from a gateway.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Literal
+
+import msgspec
+
+from weft.registry.keys import KeyRing
+from weft.server.generation.hop import Counts
+
+TOKEN = "x-weft-cluster"  # noqa: S105 - the header's name
+LEDGER_ID = "x-weft-ledger-id"
+WEIGHT_SHARE = "x-weft-weight-share"
+STICKY = "x-weft-sticky"
+LENGTH = "x-weft-length"
+"""In a framed answer: the Content-Length that the client is to see."""
+INTERNAL = frozenset({TOKEN, LEDGER_ID, WEIGHT_SHARE, STICKY, LENGTH})
+"""Headers that no client may send."""
+STATE_PATH = "/internal/state"
+REPORT_S = 0.25
+SILENT_S = 5.0
+"""A replica that has said nothing for so long counts as lost."""
+
+_FRAME = struct.Struct(">IIII")
+
+
+def cluster_token(keys: KeyRing) -> str:
+    """What all servers with the same pepper know."""
+    return keys.digest("weft cluster")
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of a replica's state."""
+
+    boot_id: str
+    state: Literal["ready", "draining", "down"]
+    """down: its engine is away."""
+    backlog_s: float
+    """Seconds of work that wait in its engine."""
+    rate: float
+    """Units per second that the engine computes; 0 until it was measured."""
+    running: int
+    waiting: int
+    tiers: dict[str, str | None]
+    """Adapters that came to a tier (device, host) since the last line, by digest; None where they are gone."""
+
+
+def frame(payload: bytes, counts: Counts) -> bytes:
+    """A piece of an answer, behind its length and what is billed when the client has it."""
+    return _FRAME.pack(len(payload), *counts) + payload
+
+
+class Frames:
+    """Takes the frames out of the bytes of an answer."""
+
+    def __init__(self) -> None:
+        self.counts = Counts(0, 0, 0)
+        """Of the last complete frame."""
+        self._rest = b""
+
+    @property
+    def is_within(self) -> bool:
+        """Whether a frame is not complete yet."""
+        return bool(self._rest)
+
+    def take(self, data: bytes) -> bytes:
+        """The payloads of the frames that are complete with these bytes."""
+        if self._rest:
+            data = self._rest + data
+        payloads, at = [], 0
+        while len(data) - at >= _FRAME.size:
+            length, *counts = _FRAME.unpack_from(data, at)
+            end = at + _FRAME.size + length
+            if end > len(data):
+                break
+            payloads.append(data[at + _FRAME.size : end])
+            self.counts = Counts(*counts)
+            at = end
+        self._rest = data[at:]
+        return b"".join(payloads)

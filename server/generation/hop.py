@@ -1,0 +1,43 @@
+"""A request that a gateway passes on to this server: what the gateway decided for it, and what it wants to know.
+
+`weft.server.cluster` makes it; a server that clients reach by themselves has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from starlette.requests import Request
+
+SESSION_HEADER = "x-session-id"
+"""Where an alias splits its requests, those with one value get one version. The field `user` has precedence."""
+
+
+class Counts(NamedTuple):
+    """Tokens that are billed of a request."""
+
+    prompt: int
+    cached: int
+    completion: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Hop:
+    """What comes with a request from a gateway."""
+
+    ledger_id: str
+    """Under which the request is billed."""
+    weight_share: float
+    """The part of the tenant's work that this server gets: its weight here is that part of its weight."""
+    sticky: str
+    """Chooses the version where an alias splits requests, as the gateway has done it already."""
+    billed: Callable[[], Counts] = lambda: Counts(0, 0, 0)
+    """What would be billed if the request ended now."""
+
+
+def hop_of(request: Request) -> Hop | None:
+    """The hop of a request; None where it came from a client."""
+    hop = getattr(request.state, "hop", None)
+    return hop if isinstance(hop, Hop) else None

@@ -1,0 +1,149 @@
+"""Listens for HTTP until a signal ends it; for every role of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextlib import AsyncExitStack, contextmanager
+
+import structlog
+import uvicorn
+
+from weft.errors import ConfigError
+from weft.server.drain import Drain
+from weft.server.http.wire import BoundedReads
+
+log = structlog.get_logger("weft.server")
+KEEP_ALIVE_S = 65
+STOP_S = 3
+"""Seconds that connections have to close once everything was drained."""
+
+
+def run_until_signal(serve: Callable[[Shutdown], Coroutine[object, object, None]], drain_s: float) -> int:
+    """Run a server in an event loop of its own; returns the exit code. A signal during the start ends it."""
+
+    async def run() -> int:
+        shutdown = Shutdown(drain_s)
+        try:
+            await serve(shutdown)
+        except asyncio.CancelledError:
+            if not shutdown.num_asked:
+                raise
+        return 0
+
+    loop_factory = uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(run())
+
+
+class ApiServer(uvicorn.Server):
+    """uvicorn, with signals left to `Shutdown`."""
+
+    def __init__(self, app: object) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]
+                http=BoundedReads,  # type: ignore[arg-type]
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=STOP_S,
+            )
+        )
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave signals alone."""
+        yield
+
+
+class Shutdown:
+    """What signals do: the first drains, the second cuts running requests, the third exits without waiting.
+
+    Before the server listens, the first signal ends the start, which is the task that makes this.
+    """
+
+    def __init__(self, drain_s: float) -> None:
+        self.drain = Drain()
+        self.num_asked = 0
+        self._starting = asyncio.current_task()
+        self._drain_s = drain_s
+        self.server: ApiServer | None = None
+        """The server that is ended when asked; None before it listens."""
+        self.before_drain: Callable[[], Awaitable[None]] | None = None
+        """Called once before new work is refused."""
+        self._draining: asyncio.Task[None] | None = None
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.ask)
+
+    def ask(self) -> None:
+        """A signal came."""
+        self.num_asked += 1
+        if self.server is None:
+            if self._starting is not None:
+                self._starting.cancel()
+        elif self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain_then_exit(self.server))
+        elif self.num_asked == 2:
+            self.drain.hurry()
+        else:
+            self.server.should_exit = self.server.force_exit = True
+
+    async def _drain_then_exit(self, server: ApiServer) -> None:
+        if self.before_drain is not None:
+            await self.before_drain()
+        log.info("draining", running=self.drain.num_running, limit_s=self._drain_s)
+        num_cut = await self.drain.drain(self._drain_s)
+        log.info("drained", cut=num_cut)
+        server.should_exit = True
+
+
+@contextmanager
+def bind(host: str, port: int) -> Generator[socket.socket, None, None]:
+    """A socket bound to the address, not yet listening.
+
+    Raises:
+        ConfigError: The address is not ours, or taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"server.host {host!r} cannot be used: {error.strerror}.", param="server.host") from error
+    with bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind(address)
+        except OSError as error:
+            message = f"Cannot listen on {host} port {port}: {error.strerror}. Choose another with --port."
+            raise ConfigError(message, param="server.port") from error
+        yield bound
+
+
+def listen_beside(stack: AsyncExitStack, app: object, host: str, port: int) -> None:
+    """Serve another app on a port of its own until `stack` closes.
+
+    Raises:
+        ConfigError: The port is taken.
+    """
+    listener = stack.enter_context(bind(host, port))
+    server = ApiServer(app)
+    serving = asyncio.create_task(server.serve([listener]))
+
+    async def stop() -> None:
+        server.should_exit = server.force_exit = True
+        await serving
+
+    stack.push_async_callback(stop)
+
+
+def url_of(host: str, listener: socket.socket) -> str:
+    """The address of a listening socket."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"

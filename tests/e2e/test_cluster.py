@@ -1,0 +1,195 @@
+"""Two replicas and a gateway: the answers of one engine, few loads, and what clients see when one of them dies."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from weft_cluster import Cluster, wait_until, weft_cluster
+from weft_server import DEMO_ADAPTERS, DEMO_NAMES, WeftServer, upload_bytes, weft_server
+
+pytestmark = pytest.mark.slow
+
+NUM_ADAPTERS = 8
+PROMPTS = ["What is a harbour?", "hello", "Name three birds.", "Why is the sky blue?", "How are you?"]
+NUM_STREAMS = 20
+KINDS = ("prompt_tokens", "completion_tokens")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with weft_cluster(tmp_path_factory.mktemp("cluster"), num_replicas=2) as running:
+        publish(running.gateway)
+        yield running
+
+
+def publish(server: WeftServer) -> list[str]:
+    """The demo's adapters, and some of them again with half of their effect, so that all are different."""
+    tenant = server.tenant("acme")
+    names = []
+    for index in range(NUM_ADAPTERS):
+        folder = DEMO_ADAPTERS / DEMO_NAMES[index % len(DEMO_NAMES)]
+        config = json.loads((folder / "adapter_config.json").read_bytes())
+        config["lora_alpha"] /= 1 + index // len(DEMO_NAMES)
+        names.append(f"adapter{index}")
+        weights = (folder / "adapter_model.safetensors").read_bytes()
+        answer = upload_bytes(tenant, names[-1], json.dumps(config).encode(), weights)
+        assert answer.status_code == 201, answer.text
+    return names
+
+
+def ask(client: httpx.Client, model: str, prompt: str, max_tokens: int = 24) -> dict[str, Any]:
+    messages = [{"role": "user", "content": prompt}]
+    body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": max_tokens}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+@dataclass
+class Streamed:
+    """What a client got of a stream."""
+
+    text: str = ""
+    usage: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    error: str | None = None
+    is_done: bool = False
+    started: threading.Event = field(default_factory=threading.Event)
+    """Set when some tokens have come."""
+
+    @property
+    def tokens(self) -> int:
+        return self.usage["completion_tokens"]
+
+    def read(self, client: httpx.Client, model: str, prompt: str, max_tokens: int) -> None:
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            if answer.status_code != 200:
+                self.error = str(json.loads(answer.read())["error"]["code"])
+            for line in answer.iter_lines() if self.error is None else ():
+                data = line.removeprefix("data: ")
+                self.is_done |= data == "[DONE]"
+                if line.startswith("data: {"):
+                    self._take(json.loads(data))
+        self.started.set()
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if "error" in event:
+            self.error = event["error"]["code"]
+            return
+        self.text += "".join(choice["text"] for choice in event["choices"])
+        self.usage = {kind: event["usage"][kind] for kind in KINDS}
+        if self.tokens >= 20:
+            self.started.set()
+
+
+def usage(server: WeftServer) -> dict[str, int]:
+    totals = server.admin.get("/v1/usage").json()["totals"]
+    return {kind: totals[kind] for kind in KINDS}
+
+
+def wait_for_usage(server: WeftServer, before: dict[str, int], usages: list[dict[str, int]]) -> None:
+    """Wait until exactly this was billed since `before`: what other replicas have in their journals comes later."""
+    wanted = {kind: before[kind] + sum(each[kind] for each in usages) for kind in KINDS}
+    wait_until(lambda: usage(server)["completion_tokens"] >= wanted["completion_tokens"])
+    wait_until(lambda: usage(server)["prompt_tokens"] >= wanted["prompt_tokens"])
+    assert usage(server) == wanted
+
+
+def test_answers_are_those_of_one_engine_and_adapters_stay_where_they_are(cluster: Cluster, tmp_path: Path) -> None:
+    gateway = cluster.gateway.tenant("acme")
+    models = [f"adapter{index}" for index in range(NUM_ADAPTERS)]
+    asked = [(model, prompt) for model in models for prompt in PROMPTS]
+    with weft_server(tmp_path, "--memory-gib", "0.0625") as one:
+        publish(one)
+        expected = {pair: ask(one.tenant("acme"), *pair)["choices"] for pair in asked}
+    assert len({json.dumps(choices) for choices in expected.values()}) > len(PROMPTS)
+    before = usage(cluster.gateway)
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda pair: ask(gateway, *pair), asked * 5))
+    assert [answer["choices"] for answer in answers] == [expected[pair] for pair in asked * 5]
+    loads = [
+        count
+        for name in cluster.replicas
+        for path, count in cluster.engine(name)["loads"].items()
+        if path.startswith("stored>") and path.endswith(":ok")
+    ]
+    assert NUM_ADAPTERS <= sum(loads) <= 1.7 * NUM_ADAPTERS
+    assert all(len(cluster.engine(name)["residents"]) > 0 for name in cluster.replicas)
+    wait_for_usage(cluster.gateway, before, [answer["usage"] for answer in answers])
+
+
+def test_a_killed_replica_is_noticed_by_its_own_streams_alone_and_comes_back(cluster: Cluster) -> None:
+    gateway, before = cluster.gateway.tenant("acme"), usage(cluster.gateway)
+    streams = [Streamed() for _ in range(NUM_STREAMS)]
+    models = [f"adapter{index % NUM_ADAPTERS}" for index in range(NUM_STREAMS)]
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        prompts = [f"{number}: {PROMPTS[number % len(PROMPTS)]}" for number in range(NUM_STREAMS)]
+        work = [
+            pool.submit(stream.read, gateway, model, prompt, 900)
+            for stream, model, prompt in zip(streams, models, prompts, strict=True)
+        ]
+        assert all(stream.started.wait(120) for stream in streams)
+        running = {name: seen["running"] for name, seen in cluster.servers().items() if "running" in seen}
+        victim = max(running, key=lambda name: running[name])
+        folder = cluster.replicas[victim].data_dir.parent.name
+        cluster.kill(cluster.replicas[victim])
+        new = [ask(gateway, f"adapter{number % NUM_ADAPTERS}", "hello", max_tokens=2) for number in range(100)]
+        for each in work:
+            each.result()
+    lost = [stream for stream in streams if stream.error is not None]
+    assert 0 < len(lost) < NUM_STREAMS
+    assert {stream.error for stream in lost} == {"replica_lost"}
+    assert all(stream.is_done and stream.tokens == 900 for stream in streams if stream.error is None)
+    sent = [stream.usage for stream in streams] + [answer["usage"] for answer in new]
+    for stream, model, prompt in zip(streams, models, prompts, strict=True):
+        again = Streamed()
+        again.read(gateway, model, prompt, stream.tokens)
+        assert again.text.startswith(stream.text)
+        sent.append(again.usage)
+    assert cluster.start_replica(folder) == victim
+    cluster.wait_for(*cluster.replicas)
+    sent += [ask(gateway, f"adapter{index}", "hello", max_tokens=2)["usage"] for index in range(NUM_ADAPTERS)]
+    assert cluster.engine(victim)["residents"]  # it serves its part again
+    wait_for_usage(cluster.gateway, before, sent)
+
+
+def test_a_killed_gateway_leaves_nothing_running(cluster: Cluster) -> None:
+    gateway = cluster.gateway.tenant("acme")
+    streams = [Streamed() for _ in range(4)]
+
+    def read(stream: Streamed) -> None:
+        with pytest.raises(httpx.TransportError):
+            stream.read(gateway, "weft-demo", "go on", 1000)
+        stream.started.set()
+
+    with ThreadPoolExecutor(len(streams)) as pool:
+        work = [pool.submit(read, stream) for stream in streams]
+        assert all(stream.started.wait(120) for stream in streams)
+        cluster.kill(cluster.gateway)
+        for each in work:
+            each.result()
+    for replica in cluster.replicas.values():
+        wait_until(lambda replica=replica: not replica.api.engine()["running"])  # type: ignore[misc]
+        assert not replica.api.engine()["pages"]["kv"]
+    key = cluster.gateways.pop().tenants["acme"]
+    cluster.start_gateway("another-gateway")
+    cluster.wait_for(*cluster.replicas)
+    with cluster.gateway.client(key) as client:
+        assert ask(client, "weft-demo", "hello")["choices"]

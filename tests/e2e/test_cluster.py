@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from postgres_server import fresh_database
 from weft_cluster import Cluster, wait_until, weft_cluster
 from weft_server import DEMO_ADAPTERS, DEMO_NAMES, WeftServer, upload_bytes, weft_server
 
@@ -193,3 +194,33 @@ def test_a_killed_gateway_leaves_nothing_running(cluster: Cluster) -> None:
     cluster.wait_for(*cluster.replicas)
     with cluster.gateway.client(key) as client:
         assert ask(client, "weft-demo", "hello")["choices"]
+
+
+def test_a_rolling_restart_is_not_seen_by_clients(tmp_path: Path) -> None:
+    with weft_cluster(tmp_path / "cluster", 3, fresh_database()) as cluster:
+        publish(cluster.gateway)
+        gateway, is_over = cluster.gateway.tenant("acme"), threading.Event()
+
+        def ask_on(number: int) -> int:
+            """Ask short and long requests until the end; returns how many."""
+            count = 0
+            while not is_over.is_set():
+                model = f"adapter{(number + count) % NUM_ADAPTERS}" if count % 3 else "weft-demo"
+                stream = Streamed()
+                stream.read(gateway, model, f"{number} {count}", 8 if count % 2 else 200)
+                assert stream.error is None, stream
+                assert stream.is_done, stream
+                count += 1
+            return count
+
+        with ThreadPoolExecutor(6) as pool:
+            askers = [pool.submit(ask_on, number) for number in range(6)]
+            try:
+                for name, replica in list(cluster.replicas.items()):
+                    assert replica.stop() == 0
+                    cluster.wait_for(*cluster.replicas.keys() - {name})
+                    assert cluster.start_replica(replica.data_dir.parent.name) == name
+                    cluster.wait_for(*cluster.replicas)
+            finally:
+                is_over.set()
+            assert all(asker.result() > 3 for asker in askers)

@@ -12,6 +12,8 @@ with pauses. All arms run on one server, in reverse order in every second repeat
     same       the flooding tenant itself sends the quiet requests, for another adapter
     weights    two flooding tenants of weights 3 and 1, no quiet requests
 
+With `--replicas 2` there are two replicas and two gateways: floods go through one, quiet requests through the other.
+
 Each arm is also measured without the quiet requests, to see what they cost the flood. "Flood step" is the mean time of
 an engine step then. Prints tables and, last, one JSON line.
 """
@@ -45,7 +47,7 @@ from weft.benchmarks.http.generator import (
     watch_delay,
 )
 from weft.benchmarks.http.http_stream import EventClient
-from weft.benchmarks.http.own_server import BASE_NAME, OwnServer, Served, add_demo_options, plain_server
+from weft.benchmarks.http.own_server import BASE_NAME, OwnServer, Served, add_demo_options, many_servers, plain_server
 from weft.benchmarks.metrics import distribution, percentile
 from weft.benchmarks.report import AddOption, goal, positive, spread, take_turns
 
@@ -106,7 +108,8 @@ class Arm:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run all arms on a server that is started for them."""
-    with plain_server(options.model, options.set) as server:
+    many = options.replicas
+    with many_servers(options.model, options.set, many) if many else plain_server(options.model, options.set) as server:
         arms = make_arms(options, server)
         carry_out(options, server, arms["all"], repeat=0)  # warms up
         runs = take_turns(arms, options.repeats, lambda name, repeat: carry_out(options, server, arms[name], repeat), 1)
@@ -234,7 +237,9 @@ async def _ask_quietly(
     """Send one request at a time until the time is over; the first one, which connects, does not count."""
     watch = asyncio.create_task(watch_delay(delays_s))
     draw = random.Random(f"{options.seed}/{len(replies)}")
-    calls = server.calls(key, seed=time.perf_counter_ns())  # a prompt that was seen before measures the prefix cache
+    calls = server.calls(
+        key, time.perf_counter_ns(), server.other_url
+    )  # a prompt that was seen before measures the prefix cache
     with contextlib.closing(calls.client):
         await calls.make(model, options.prompt_tokens, options.quiet_tokens, 0).send(first := Reply(model, due_s=0.0))
         check_replies([first])
@@ -290,6 +295,7 @@ def add_options(add: AddOption) -> None:
     add_demo_options(add)
     add("--seconds", type=float, default=20.0, help="of an arm with the quiet requests, and without")
     add("--repeats", type=positive, default=3)
+    add("--replicas", type=int, default=0, help="behind two gateways; 0 is one server that serves by itself")
     add("--streams", type=positive, default=200, help="that the flood keeps open")
     add("--many", type=positive, default=100, help="adapters of the flood in the arm that is called hundred")
     add("--flood-tokens", type=positive, default=400, help="output tokens of a stream of the flood")

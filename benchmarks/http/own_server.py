@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import struct
 import tempfile
 import time
@@ -19,7 +20,7 @@ from weft.benchmarks.report import AddOption
 from weft.client import Client
 from weft.config import environment
 from weft.errors import ConfigError, WeftError
-from weft.server.server_process import server_process
+from weft.server.server_process import ServerProcess, server_process
 
 BASE_NAME = "base"
 TENANT = "benchmark"
@@ -40,6 +41,8 @@ class OwnServer:
     ready: dict[str, Any]
     """The model and the memory, as the engine reported them when it was ready."""
     pid: int
+    other_url: str | None = None
+    """Of a second gateway, where there are several servers."""
 
     @property
     def url(self) -> str:
@@ -55,9 +58,9 @@ class OwnServer:
         self.admin.create_tenant(name, UNLIMITED)
         return str(self.admin.create_key(name)["key"])
 
-    def calls(self, key: str, seed: int) -> Calls:
-        """Make requests with this key; `seed` determines their prompts."""
-        return Calls(EventClient(self.url, key), LoadSettings(vocab_size=self.ready["vocab_size"], seed=seed))
+    def calls(self, key: str, seed: int, url: str | None = None) -> Calls:
+        """Make requests with this key, through another gateway if `url` names it; `seed` determines their prompts."""
+        return Calls(EventClient(url or self.url, key), LoadSettings(vocab_size=self.ready["vocab_size"], seed=seed))
 
     def upload_copies(self, key: str, folders: Path, count: int, first: int = 0) -> list[str]:
         """Upload copies of adapters that differ in their last weights, several at a time; returns their names.
@@ -85,11 +88,18 @@ class OwnServer:
             WeftError: Some still do after a long time.
         """
         deadline = time.monotonic() + _IDLE_WITHIN_S
-        while (status := self.admin.engine())["running"] or status["waiting"]:
+        while num_left := sum(status["running"] + status["waiting"] for status in self._statuses()):
             if time.monotonic() > deadline:
-                left = f"{status['running']} run and {status['waiting']} wait"
+                left = f"{num_left} requests run or wait"
                 raise WeftError(f"The engine was not idle {_IDLE_WITHIN_S:.0f} s after its last client left: {left}.")
             time.sleep(_POLL_S)
+
+    def _statuses(self) -> list[dict[str, Any]]:
+        """Of all engines."""
+        if self.other_url is None:
+            return [self.admin.engine()]
+        servers = self.admin.request("GET", "/v1/servers")["data"]
+        return [server for server in servers if server["role"] == "replica"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +134,43 @@ def plain_server(model: str | Path, settings: Sequence[str], folder: Path | None
     Raises:
         WeftError: The server does not start.
     """
-    plain = {name: value for name, value in environment().items() if not name.startswith("WEFT_")}
-    options = ["--model", str(model), "--served-model-name", BASE_NAME, *(f"--set={setting}" for setting in settings)]
     with (
         tempfile.TemporaryDirectory(prefix="weft-") as own_folder,
-        server_process(0, folder or Path(own_folder), options, plain) as server,  # any port: several may run
+        server_process(  # any port: several may run
+            0, folder or Path(own_folder), _options(model, settings), _environment()
+        ) as server,
     ):
         server.wait_ready(READY_WITHIN_S)
         with Client(server.url, server.admin_key()) as admin:
             yield OwnServer(admin, admin.engine()["ready"], server.pid)
+
+
+@contextlib.contextmanager
+def many_servers(model: str | Path, settings: Sequence[str], num_replicas: int) -> Iterator[OwnServer]:
+    """Serve a model from replicas behind two gateways until the block is left; arguments as of `plain_server`."""
+    shared = {**_environment(), "WEFT_PEPPER": secrets.token_hex(16), "WEFT_ADMIN_KEY": secrets.token_hex(16)}
+    with tempfile.TemporaryDirectory(prefix="weft-") as own_folder, contextlib.ExitStack() as stack:
+        place = Path(own_folder)
+        registry = [f"--database-url=sqlite:///{place}/registry.sqlite", f"--blob-url={place}/blobs"]
+
+        def start(name: str, *options: str) -> ServerProcess:
+            server = stack.enter_context(server_process(0, place / name, [*registry, *options], shared))
+            server.wait_ready(READY_WITHIN_S)
+            return server
+
+        for number in range(num_replicas):
+            start(f"replica{number}", "--role=replica", *_options(model, settings))
+        gateway, other = (start(name, "--role=gateway") for name in ("gateway", "other-gateway"))
+        with Client(gateway.url, gateway.admin_key()) as admin:
+            yield OwnServer(admin, admin.engine()["ready"], gateway.pid, f"{other.url}/v1")
+
+
+def _options(model: str | Path, settings: Sequence[str]) -> list[str]:
+    return ["--model", str(model), "--served-model-name", BASE_NAME, *(f"--set={setting}" for setting in settings)]
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in environment().items() if not name.startswith("WEFT_")}
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from weft.server.adapters.resumable_upload import StagedFiles
 from weft.server.adapters.validation import AdapterValidator
 from weft.server.app import create_app, metrics_app
 from weft.server.auth.admin_key import VARIABLE, AdminKey, admin_key, check_shared_secrets, given_pepper
+from weft.server.auth.browser import sign_in_fragment
 from weft.server.batches.worker import BatchWorker
 from weft.server.drain import Drain
 from weft.server.garbage import Sweeper, end_removals
@@ -93,7 +94,8 @@ async def _serve_until(config: Config, announce: Announce, shutdown: Shutdown) -
         shutdown.server = server
         gc.freeze()  # a full collection would look at all that the libraries made, for 0.3 s
         gc.set_threshold(10_000, 20)  # else collections are a twelfth of the time under load
-        _announce(announce, config, key, listener, await _sign_in(services, key))
+        sign_in = await sign_in_fragment(services.registry, key.secret) if config.server.auth == "on" else ""
+        _announce(announce, config, key, listener, sign_in)
         await server.serve([listener])
         # Requests that are left after a second signal: their usage is still recorded.
         await cancel_all(server.server_state.tasks)
@@ -210,20 +212,6 @@ def open_blob_store(config: Config) -> BlobStore:
     except CapacityError as error:  # it may come back, and adapters that are cached or resident are served meanwhile
         log.warning("blob_store_unavailable", code=error.code)
     return blobs
-
-
-async def _sign_in(services: Services, key: AdminKey) -> str:
-    """End of the dashboard's address that signs the admin in; empty where authentication is off."""
-    if services.config.server.auth == "off":
-        return ""
-    try:
-        admin = await services.registry.key_ring.authenticate(key.secret)
-        link, _ = (
-            await services.registry.sessions.begin_session(admin.credential, "link") if admin.credential else ("", None)
-        )
-    except CapacityError:  # a database that is away stops no server
-        return ""
-    return f"#link={link}"
 
 
 def _announce(announce: Announce, config: Config, key: AdminKey, listener: socket.socket, sign_in: str) -> None:

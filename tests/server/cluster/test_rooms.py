@@ -1,0 +1,29 @@
+"""What one role needs, others do not import: each is a process, and pays for its imports in memory and start-up time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def imported_by(*modules: str) -> set[str]:
+    """Modules that a fresh process has after importing these."""
+    program = f"import json, sys, {', '.join(modules)}; print(json.dumps(list(sys.modules)))"
+    done = subprocess.run([sys.executable, "-P", "-c", program], check=True, capture_output=True, text=True)
+    return set(json.loads(done.stdout))
+
+
+def test_a_server_alone_imports_nothing_of_many_servers() -> None:
+    imported = imported_by("weft.server.serve", "weft.server.app")
+    assert not {name for name in imported if name.startswith(("weft.server.cluster", "aiohttp", "ray"))}
+
+
+@pytest.mark.parametrize("heavy", ["torch", "transformers", "tokenizers", "numpy", "llguidance", "zmq", "ray"])
+def test_a_gateway_imports_no_model(heavy: str) -> None:
+    assert heavy not in GATEWAY
+
+
+GATEWAY = imported_by("weft.server.cluster.serve", "weft.server.cluster.app")

@@ -1,14 +1,11 @@
 """Step programs with interpreted kernels: recorded once, they compute any step that their shape has room for.
 
-A process that interprets Triton cannot compile it, so one test runs this file, those of the runner and that of a whole
-engine in another process, where all steps of a `StepDriver` are step programs.
+One test runs this file, those of the runner and that of a whole engine in a process that interprets Triton, where all
+steps of a `StepDriver` are step programs.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,6 +16,7 @@ import torch
 from implementations import INTERPRETS
 from step_driver import CPU, DrivenRequest, StepDriver
 from tiny_models import ALL_LINEAR, make_adapter, make_model
+from triton_processes import run_interpreted
 from weft.engine.execution.packed_step import PackedStep, pack_step
 from weft.engine.execution.step_image import ALIGN_BYTES, ImageLayout, StepImages
 from weft.engine.execution.step_program import StepDevice, StepProgram
@@ -35,20 +33,8 @@ MIXED = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=11, max_tokens
 @pytest.mark.timeout(580)
 @pytest.mark.skipif(INTERPRETS, reason="starts this file in the other kind of process")
 def test_programs_are_right_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}  # noqa: TID251
     here = Path(__file__).parent
-    files = [__file__, str(here / "test_runner.py"), str(here.parent / "test_program_engine.py")]
-    result = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
-        env={**inherited, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=570,
-    )
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
-    assert " passed" in result.stdout
+    run_interpreted([Path(__file__), here / "test_runner.py", here.parent / "test_program_engine.py"])
 
 
 @pytest.mark.parametrize(

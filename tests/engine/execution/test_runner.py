@@ -13,15 +13,11 @@ import pytest
 import torch
 
 from step_driver import StepDriver
-from tiny_models import ALL_LINEAR, make_adapter, make_model
+from tiny_models import ALL_LINEAR, make_adapter, make_model, prompt
 from weft.engine.execution.runner import LaunchedStep, ModelRunner
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduling.plan import PageCopy, PageMove, StepPlan
 from weft.errors import EngineError, PageAccountingError, StaleSlotError
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.fixture(scope="module")

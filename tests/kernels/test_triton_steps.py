@@ -29,7 +29,7 @@ def test_a_mixed_batch_equals_peft_and_a_static_step_has_the_same_bits(
 ) -> None:
     for module in (weights, lora_step):
         monkeypatch.setattr(module, "kernels_for", lambda *_: TRITON.kernels)
-    model = make_model(tmp_path / "model", architecture)
+    model = make_model(tmp_path / "model", architecture, num_hidden_layers=2)
     folders = [
         None,
         make_adapter(model, tmp_path / "few sites", targets=("q_proj", "v_proj"), rank=16),

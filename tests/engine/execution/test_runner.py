@@ -22,7 +22,7 @@ from weft.errors import EngineError, PageAccountingError, StaleSlotError
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), "llama")
+    return make_model(tmp_path_factory.mktemp("model"), "llama", num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")

@@ -78,18 +78,19 @@ def test_each_step_has_a_host_image_of_its_own() -> None:
     assert [layout.on_device(host)["field"].tolist() for host in hosts] == [[number] * 4 for number in range(3)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=2)
-
-
-@pytest.fixture(scope="module")
-def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("adapters")
-    return [
+def make_files(folder: Path, num_layers: int) -> tuple[Path, list[Path]]:
+    """A model, and an adapter of each rank."""
+    model = make_model(folder / "model", "qwen3", num_hidden_layers=num_layers)
+    return model, [
         make_adapter(model, folder / str(rank), rank=rank, targets=ALL_LINEAR if rank != 3 else ("q_proj", "v_proj"))
         for rank in RANKS
     ]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """Of one layer, where more of them show nothing else: the interpreter is slow."""
+    return make_files(tmp_path_factory.mktemp("one layer"), 1)
 
 
 @pytest.fixture(autouse=True)
@@ -146,11 +147,11 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def recorded(model: Path, adapters: list[Path]) -> tuple[World, StepProgram]:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, StepProgram]:
     """A program for 8 rows that has seen one step, of which the host has nothing any more."""
     from recorded_graph import capture
 
-    world = World(model, adapters)
+    world = World(*make_files(tmp_path_factory.mktemp("two layers"), 2))
     with torch.inference_mode():
         seen = world.step(world.requests((11, 12, 13, 14, 15), (1, 1, None, 1, 1)))
         program = StepPrograms(world.device, max_running=8, capture=None).program(seen[0])
@@ -199,10 +200,10 @@ def forget(step: PackedStep, device: StepDevice) -> None:
 
 
 @interpreted
-def test_a_row_that_overflows_is_told_and_the_others_are_not_touched(model: Path, adapters: list[Path]) -> None:
+def test_a_row_that_overflows_is_told_and_the_others_are_not_touched(files: tuple[Path, list[Path]]) -> None:
     from recorded_graph import capture
 
-    world = World(model, adapters)
+    world = World(*files)
     step = world.step(world.requests((11, 12, 13), (0, 1, None)))
     program = StepPrograms(world.device, max_running=8, capture=None).program(step[0])
     _, expected = run(program, step)
@@ -219,24 +220,24 @@ def test_a_row_that_overflows_is_told_and_the_others_are_not_touched(model: Path
 
 
 @interpreted
-def test_an_adapter_that_comes_back_to_other_pages_is_read_there(model: Path, adapters: list[Path]) -> None:
+def test_an_adapter_that_comes_back_to_other_pages_is_read_there(files: tuple[Path, list[Path]]) -> None:
     from recorded_graph import capture
 
-    world = World(model, adapters)
+    world = World(*files)
     step = world.step(world.requests((11, 12, 13), (0, 1, 3)))
     program = StepPrograms(world.device, max_running=8, capture=None).program(step[0])
     logits, tokens = run(program, step)
     program.load(step[0], step[1])
     program.record(capture)
-    world.driver.move_adapter(world.leases[1], adapters[1])
+    world.driver.move_adapter(world.leases[1], files[1][1])
     again, same_tokens = run(program, step)
     assert torch.equal(again, logits)
     assert same_tokens == tokens
 
 
 @interpreted
-def test_nothing_moves_while_steps_come_and_go(model: Path, adapters: list[Path]) -> None:
-    world = World(model, adapters)
+def test_nothing_moves_while_steps_come_and_go(files: tuple[Path, list[Path]]) -> None:
+    world = World(*files)
     programs = StepPrograms(world.device, max_running=4, capture=None)
     steps = [world.step(world.requests(lengths, slots)) for lengths, slots in (((5, 9), (0, None)), ((40,), (2,)))]
     for step in steps:

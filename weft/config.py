@@ -10,7 +10,6 @@ import ipaddress
 import math
 import os
 import re
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -60,7 +59,7 @@ def _check_bounds(section: str, settings: object, **bounds: tuple[float, float])
     for name, (low, high) in bounds.items():
         value = getattr(settings, name)
         expected = f">= {low}" if high == math.inf else f"{low} to {high}"
-        _require(value is None or low <= value <= high, f"{section}.{name}", expected, value)
+        _require(value is None or (low <= value <= high and value != math.inf), f"{section}.{name}", expected, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +155,8 @@ class AdapterConfig:
     def __post_init__(self) -> None:
         is_rank = 8 <= self.max_rank <= MAX_RANK_LIMIT and self.max_rank % 8 == 0
         _require(is_rank, "adapter.max_rank", f"a multiple of 8, from 8 to {MAX_RANK_LIMIT}", self.max_rank)
-        _check_bounds("adapter", self, slots=(1, MAX_SLOTS), load_threads=(1, 64), load_share=(0.01, 1))
-        _check_bounds("adapter", self, push_gib=(0, 4096))
+        _check_bounds("adapter", self, slots=(1, MAX_SLOTS), load_threads=(1, 64))
+        _check_bounds("adapter", self, load_share=(0.01, 1), push_gib=(0, 4096))
         for root in self.roots:
             _require(root.is_absolute(), "adapter.load_roots", "absolute folders, separated by commas", str(root))
 
@@ -250,7 +249,7 @@ class ServerConfig:
         _require(bool(self.host), "server.host", "an address", self.host)
         _check_bounds("server", self, port=(0, 65535), metrics_port=(0, 65535), max_choices=(1, 4096))
         _check_bounds("server", self, max_body_bytes=(1024, math.inf), max_upload_bytes=(1024, math.inf))
-        _check_bounds("server", self, max_logprobs=(0, 100), max_stops=(1, 1024))
+        _check_bounds("server", self, max_logprobs=(0, 100), max_stops=(1, 1024), drain_s=(0, math.inf))
         _check_choices("server", self, role=ServerRole, auth=Auth, metrics_aliases=MetricsAliases)
         is_url = self.advertised_url is None or re.fullmatch(r"https?://[^/\s]+", self.advertised_url) is not None
         _require(is_url, "server.advertised_url", "an address such as http://10.0.0.7:8000", self.advertised_url)
@@ -259,7 +258,6 @@ class ServerConfig:
             _require(is_origin, "server.cors_origins", "origins such as https://chat.example.org", origin)
         is_safe = self.auth == "on" or is_loopback(self.host)
         _require(is_safe, "server.auth", f"on when server.host is not a loopback address ({self.host})", self.auth)
-        _require(0 <= self.drain_s < math.inf, "server.drain_s", ">= 0", self.drain_s)
 
     @property
     def allowed_origins(self) -> list[str]:
@@ -289,7 +287,7 @@ class RegistryConfig:
                 "of S3 go into AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL.",
                 param="registry.blob_url",
             )
-        _require(0 <= self.blob_cache_gib < math.inf, "registry.blob_cache_gib", ">= 0", self.blob_cache_gib)
+        _check_bounds("registry", self, blob_cache_gib=(0, math.inf))
 
     @property
     def s3_place(self) -> tuple[str, str] | None:
@@ -331,7 +329,7 @@ class TenantDefaults:
     16."""
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
+        for name in self.__slots__:
             value = getattr(self, name)
             _require(value is None or 0 <= value < 1 << 63, f"tenant_defaults.{name}", "null or >= 0", value)
 
@@ -352,8 +350,7 @@ class BatchConfig:
     """Most requests of all batches that run on this server at once."""
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            _require(getattr(self, name) >= 1, f"batch.{name}", ">= 1", getattr(self, name))
+        _check_bounds("batch", self, **dict.fromkeys(self.__slots__, (1, math.inf)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,25 +391,3 @@ def is_loopback(host: str) -> bool:
 def environment() -> dict[str, str]:
     """A copy of the process environment: the one place that reads it."""
     return dict(os.environ)  # noqa: TID251 - this is the one place
-
-
-def cache_folder(part: str) -> Path:
-    """A folder of this user for files that can be made again; made if missing.
-
-    Raises:
-        OSError, RuntimeError: There is none; RuntimeError where the home folder is unknown.
-    """
-    base = Path(environment().get("XDG_CACHE_HOME", ""))
-    folder = (base if base.is_absolute() else Path.home() / ".cache") / "weft" / part
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return folder
-
-
-def is_private(path: Path) -> bool:
-    """Whether it is this user's, and no other user may write to it.
-
-    Raises:
-        OSError: It cannot be looked at.
-    """
-    state = path.stat()
-    return state.st_uid == os.geteuid() and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from weft.config import cache_folder, is_private
 from weft.engine.model.gguf_config import gguf_config
 from weft.errors import ConfigError
+from weft.user_cache import cache_folder, is_private
 
 GGUF_FILE = "model.gguf"
 LAYOUT = 1
@@ -48,9 +48,8 @@ def gguf_folder(path: Path) -> Path:
     with _cache_errors_told(path):
         cache = cache_folder("gguf")
         target = cache / hashlib.sha256(key.encode()).hexdigest()[:32]
-        for folder in (cache, target):
-            if folder.exists() and not is_private(folder):
-                raise PermissionError(f"{folder} is another user's or can be written by others")
+        if target.exists() and not is_private(target):
+            raise PermissionError(f"{target} is another user's or can be written by others")
     if not target.is_dir():
         config = gguf_config(path)
         with _cache_errors_told(path), tempfile.TemporaryDirectory(dir=cache) as temporary:

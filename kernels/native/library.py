@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
-from weft.config import cache_folder, environment, is_private
+from weft.config import environment
 from weft.kernels.native.levels import TILES, level_for, usable_features
+from weft.user_cache import cache_folder, is_private
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,8 @@ def load_library(flags: tuple[str, ...], folder: Path | None = None) -> ctypes.C
     if not target.exists():
         build(compiler, flags, target)
     try:
-        _check_owner(target)
+        if not is_private(target):  # code is loaded from there
+            raise NativeUnavailableError(f"{target} is another user's or can be written by others; {OTHER_FOLDER}")
         return _load(target)
     except OSError as error:
         target.unlink(missing_ok=True)  # damaged, perhaps: the next start compiles it again
@@ -118,8 +120,9 @@ def build(compiler: list[str], flags: tuple[str, ...], target: Path) -> None:
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             built = Path(folder) / target.name
-            objects = [f"{folder}/{source.stem}.o" for source in _sources()]
-            for source, compiled in zip(_sources(), objects, strict=True):
+            sources = sorted(SOURCES.glob("*.cpp"))
+            objects = [f"{folder}/{source.stem}.o" for source in sources]
+            for source, compiled in zip(sources, objects, strict=True):
                 _compile([*compiler, *flags, "-c", str(source), "-o", compiled])
             _compile([*compiler, "-shared", *objects, "-o", str(built)])
             built.chmod(0o700)
@@ -167,10 +170,6 @@ def _target(compiler: list[str], flags: tuple[str, ...], folder: Path | None) ->
     return (folder or _cache_folder()) / f"weft-{_key(compiler, flags)}.so"
 
 
-def _sources() -> list[Path]:
-    return sorted(SOURCES.glob("*.cpp"))
-
-
 def compiler_command() -> list[str]:
     """The compiler's command, which may be two words, as in CXX="ccache g++".
 
@@ -198,7 +197,7 @@ def _key(compiler: list[str], flags: tuple[str, ...]) -> str:
         version.stdout.encode(),
         " ".join(flags).encode(),
         _cpu().encode(),
-        *(path.name.encode() + path.read_bytes() for path in [*_sources(), *sorted(SOURCES.glob("*.h"))]),
+        *(path.name.encode() + path.read_bytes() for end in ("cpp", "h") for path in sorted(SOURCES.glob(f"*.{end}"))),
     ):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:32]
@@ -222,17 +221,9 @@ def _cpuinfo() -> str:
 
 def _cache_folder() -> Path:
     try:
-        folder = cache_folder("kernels")
+        return cache_folder("kernels")
     except (OSError, RuntimeError) as error:  # RuntimeError: the home folder is unknown
         raise NativeUnavailableError(f"no folder to keep them in: {error}; {OTHER_FOLDER}") from error
-    _check_owner(folder)
-    return folder
-
-
-def _check_owner(path: Path) -> None:
-    """Code is loaded from there, so no other user may write to it."""
-    if not is_private(path):
-        raise NativeUnavailableError(f"{path} is another user's or can be written by others; {OTHER_FOLDER}")
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

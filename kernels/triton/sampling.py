@@ -199,11 +199,11 @@ def bound_kernel(logits, words, sampled, state, counters, found, V, stride: tl.i
             while low < high:
                 middle = low + (high - low + 1) // 2
                 bound = _float_of(middle)
-                tail = tl.zeros((BLOCK,), tl.int64)
+                tail = tl.zeros((BLOCK,), tl.int64 if MASS else tl.int32)
                 for start in range(0, num_values, BLOCK):
                     j = start + tl.arange(0, BLOCK)
                     value = tl.load(values + j, mask=j < num_values, other=float("-inf"), cache_modifier=".cg")
-                    tail += _fixed(value, top, bound) if MASS else (value >= bound).to(tl.int64)
+                    tail += _fixed(value, top, bound) if MASS else (value >= bound).to(tl.int32)
                 is_enough = above + tl.sum(tail, axis=0) >= need
                 low = tl.where(is_enough, middle, low)
                 high = tl.where(is_enough, high, middle - 1)

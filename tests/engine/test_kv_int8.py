@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from oracles import int8_vector
 from step_driver import StepDriver
-from tiny_models import ALL_LINEAR, load_reference, make_adapter, make_model
+from tiny_models import ALL_LINEAR, load_reference, make_adapter, make_model, prompt
 from weft.engine.sampling_params import SamplingParams
 from weft.kernels.native.library import native_library
 
@@ -42,10 +42,6 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.fixture(scope="module")

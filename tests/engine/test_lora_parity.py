@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 
 from step_driver import StepDriver
-from tiny_models import ALL_LINEAR, ARCHITECTURES, load_reference, make_adapter, make_model
+from tiny_models import ALL_LINEAR, ARCHITECTURES, load_reference, make_adapter, make_model, prompt, reference_logits
 from weft.kernels import dispatch
 
 TOLERANCE = 1e-4
@@ -31,21 +30,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 QWEN_ADAPTERS = ("qv-rank8", "all-rank13", "patterns")
 
 
-def prompt(length: int, seed: int) -> list[int]:
-    return torch.randint(0, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def reference_logits(folder: Path, adapter: Path | None, tokens: list[int]) -> torch.Tensor:
-    model = load_reference(folder)
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, str(adapter)).eval()
-    with torch.inference_mode():
-        scores: torch.Tensor = model(torch.tensor([tokens])).logits[0]
-    return scores
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +57,11 @@ def test_each_adapter_alone_equals_peft(
 ) -> None:
     driver = StepDriver(models[architecture])
     tokens = prompt(21, seed=3)
-    base = reference_logits(models[architecture], None, tokens)
+    base = reference_logits(load_reference(models[architecture]), tokens)
     assert_same(driver.logits_alone(tokens), base)
     for (model, _), folder in adapters.items():
         if model == architecture:
-            expected = reference_logits(models[model], folder, tokens)
-
+            expected = reference_logits(load_reference(models[model]), tokens, folder)
             assert (expected - base).abs().max() > 0.1
             assert_same(driver.logits_alone(tokens, driver.load_adapter(folder)), expected)
 
@@ -103,7 +88,7 @@ def test_a_mixed_batch_equals_peft_row_by_row(
     decoded = driver.logits(requests)
 
     for tokens, which, prefill, step in zip(prompts, order, whole, decoded, strict=True):
-        expected = reference_logits(models["llama"], folders[which], [*tokens, 7])
+        expected = reference_logits(load_reference(models["llama"]), [*tokens, 7], folders[which])
         assert_same(torch.cat((prefill, step)), expected)
 
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 
 from rounded_models import round_linears
 from step_driver import StepDriver
-from tiny_models import ALL_LINEAR, ARCHITECTURES, load_reference, make_adapter, make_model
+from tiny_models import ALL_LINEAR, ARCHITECTURES, load_reference, make_adapter, make_model, prompt, reference_logits
 from weft.engine.model.spec import read_spec
 from weft.engine.model.weight_bytes import model_bytes
 from weft.kernels import dispatch
@@ -30,21 +29,12 @@ TURNED = 5e-3
 """Error where only codes differ that lie in the middle between two: the last bit of a sum decides which it is."""
 
 
-def prompt(length: int, seed: int) -> list[int]:
-    return torch.randint(0, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-@torch.inference_mode()
-def reference_logits(folder: Path, adapter: Path | None, tokens: list[int], weights: str) -> torch.Tensor:
-    model = round_linears(load_reference(folder), weights)
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, str(adapter)).eval()
-    scores: torch.Tensor = model(torch.tensor([tokens])).logits[0]
-    return scores
+def reference(folder: Path, weights: str) -> Any:
+    return round_linears(load_reference(folder), weights)
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +59,8 @@ def test_logits_equal_those_of_rounded_layers(
 ) -> None:
     tokens, folder = prompt(40, seed=3), models[architecture]
     logits = StepDriver(folder, weights=weights).logits_alone(tokens)
-    assert error(logits, reference_logits(folder, None, tokens, weights)) < TURNED
-    assert error(logits, reference_logits(folder, None, tokens, "bf16")) > 4 * TURNED
+    assert error(logits, reference_logits(reference(folder, weights), tokens)) < TURNED
+    assert error(logits, reference_logits(reference(folder, "bf16"), tokens)) > 4 * TURNED
 
 
 @FORMATS
@@ -85,7 +75,7 @@ def test_logits_come_close_to_those_of_weights_that_are_not_rounded(
                 parameter *= 0.2
     model.save_pretrained(tmp_path)
     tokens = prompt(40, seed=3)
-    exact = reference_logits(tmp_path, None, tokens, "bf16")
+    exact = reference_logits(reference(tmp_path, "bf16"), tokens)
     assert error(StepDriver(tmp_path, weights=weights).logits_alone(tokens), exact) < MAX_ERRORS[weights]
 
 
@@ -106,9 +96,9 @@ def test_adapters_read_what_is_not_rounded_and_add_to_the_output(
     order = [3, 0, 1, 2, 0, 3]
     prompts = [prompt(5 + 3 * place, seed=place) for place in range(len(order))]
     mixed = driver.logits([driver.request(tokens, slots[which]) for tokens, which in zip(prompts, order, strict=True)])
-    base = reference_logits(models["qwen2"], None, prompts[0], weights)
+    base = reference_logits(reference(models["qwen2"], weights), prompts[0])
     for tokens, which, logits in zip(prompts, order, mixed, strict=True):
-        expected = reference_logits(models["qwen2"], folders[which], tokens, weights)
+        expected = reference_logits(reference(models["qwen2"], weights), tokens, folders[which])
         assert error(logits, expected) < TURNED
         if which == 3:
             assert error(expected[: len(base)], base[: len(expected)]) > 0.1

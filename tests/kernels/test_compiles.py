@@ -1,34 +1,18 @@
 """The watch for compilations, with Triton's own compiler and no GPU."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-SUPPORT = Path(__file__).parents[1] / "support"
-
-
-def run(*arguments: str, cache: Path) -> str:
-    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}  # noqa: TID251
-    result = subprocess.run(
-        [sys.executable, "-P", *arguments],
-        env={**kept, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(SUPPORT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stdout
+from triton_processes import SUPPORT, run_compiling
 
 
 def test_each_compilation_after_begin_is_counted_and_told(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
-    found = json.loads(run(str(SUPPORT / "watched_compiles.py"), cache=tmp_path))
+    program = str(SUPPORT / "watched_compiles.py")
+    found = json.loads(run_compiling([program], tmp_path, PYTHONPATH=str(SUPPORT)))
     assert found["counts"] == {"add_kernel": 2}
     assert found["later"] == {"add_kernel": 2}, "one of them after the first watch ended"
     assert found["seconds"] > 0
@@ -50,4 +34,4 @@ from weft.kernels.triton.compiles import CompileWatch
 with CompileWatch() as watch:
     print("triton" in sys.modules, dict(watch.counts))
 """
-    assert run("-c", program, cache=tmp_path) == "False {}\n"
+    assert run_compiling(["-c", program], tmp_path) == "False {}\n"

@@ -5,16 +5,16 @@ Triton (`pip install --target FOLDER triton==3.6.0`) in WEFT_TEST_TRITON is used
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from triton_processes import SUPPORT, run_compiling
+from weft.config import environment
+
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(__file__).parents[1] / "support" / "ptx_report.py"
+PROGRAM = SUPPORT / "ptx_report.py"
 LARGEST_SHARED = 100 * 1024
 """Bytes of shared memory of a program: one fits on each GPU, and two where there are 227 KB."""
 LARGEST_PRODUCTS = ("shrink", "expand", "items", "chunks")
@@ -27,19 +27,9 @@ Report = dict[str, dict[str, int]]
 def compiled_for(arch: int, folder: Path, *options: str) -> Report:
     """The figures of the variants."""
     pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
-    inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}  # noqa: TID251
-    if other := inherited.get("WEFT_TEST_TRITON"):
-        inherited["PYTHONPATH"] = other
-    result = subprocess.run(
-        [sys.executable, "-P", str(PROGRAM), str(arch), *options],
-        env={**inherited, "TRITON_CACHE_DIR": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    report: Report = json.loads(result.stdout)
+    other = environment().get("WEFT_TEST_TRITON")
+    variables = {"PYTHONPATH": other} if other else {}
+    report: Report = json.loads(run_compiling([str(PROGRAM), str(arch), *options], folder, **variables))
     return report
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 
 from implementations import CPU, INTERPRETS, TRITON
 from step_driver import StepDriver
-from tiny_models import ALL_LINEAR, load_reference, make_adapter, make_model
+from tiny_models import ALL_LINEAR, load_reference, make_adapter, make_model, reference_logits
 from weft.adapters.lora import step as lora_step
 from weft.adapters.lora.tiles import fill_tiles, tile_capacity
 from weft.engine.execution.batch import build_batch
@@ -23,15 +22,6 @@ pytestmark = pytest.mark.skipif(not INTERPRETS, reason="needs Triton's interpret
 PROMPTS = [[5, 9, 200], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [300, 20], [44, 45, 46]]
 
 
-def reference_logits(folder: Path, adapter: Path | None, tokens: list[int]) -> torch.Tensor:
-    model = load_reference(folder)
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, str(adapter)).eval()
-    with torch.inference_mode():
-        scores: torch.Tensor = model(torch.tensor([tokens])).logits[0]
-    return scores
-
-
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 @torch.inference_mode()
 def test_a_mixed_batch_equals_peft_and_a_static_step_has_the_same_bits(
@@ -39,7 +29,7 @@ def test_a_mixed_batch_equals_peft_and_a_static_step_has_the_same_bits(
 ) -> None:
     for module in (weights, lora_step):
         monkeypatch.setattr(module, "kernels_for", lambda *_: TRITON.kernels)
-    model = make_model(tmp_path / "model", architecture)
+    model = make_model(tmp_path / "model", architecture, num_hidden_layers=2)
     folders = [
         None,
         make_adapter(model, tmp_path / "few sites", targets=("q_proj", "v_proj"), rank=16),
@@ -74,6 +64,5 @@ def test_a_mixed_batch_equals_peft_and_a_static_step_has_the_same_bits(
 
     for place, (tokens, which) in enumerate(zip(PROMPTS, order, strict=True)):
         got = torch.cat((first[place], eager[batch.first_rows[place]][None]))
-        with torch.inference_mode(False):
-            expected = reference_logits(model, folders[which], [*tokens, 17])
+        expected = reference_logits(load_reference(model), [*tokens, 17], folders[which])
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

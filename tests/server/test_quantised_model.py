@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf_writer import write_gguf
 from quantised_cases import CASES
 from quantised_models import make_quantised
-from weft.config import cache_folder
+from weft.user_cache import cache_folder
 from weft_server import DEMO_ADAPTERS, DEMO_MODEL, expected_answers, weft_server
 
 pytestmark = pytest.mark.slow

@@ -59,6 +59,14 @@ async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float 
         await asyncio.sleep(0.02)
 
 
+async def is_ready(client: EngineClient) -> bool:
+    return client.ready is not None
+
+
+async def has_restarted(client: EngineClient) -> bool:
+    return client.restarts == 1
+
+
 async def is_idle(client: EngineClient) -> bool:
     status = await client.status()
     return status.running == status.waiting == status.pages["kv"] == 0

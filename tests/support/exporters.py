@@ -35,12 +35,12 @@ from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGener
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lora_files import MLX_CONFIG
-from tiny_models import ALL_LINEAR
+from tiny_models import ALL_LINEAR, prompt
 
 Tensors = dict[str, torch.Tensor]
 CONFIG, WEIGHTS, MLX_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapters.safetensors"
 ROOT = "base_model.model.model.layers."
-PROMPT = torch.randint(0, 320, (17,), generator=torch.Generator().manual_seed(3)).tolist()
+PROMPT = prompt(17, seed=3)
 
 
 def lora(**fields: Any) -> LoraConfig:

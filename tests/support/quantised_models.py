@@ -16,7 +16,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from tiny_models import ALL_LINEAR, load_reference
+from tiny_models import ALL_LINEAR, load_reference, prompt, reference_logits
 
 Tensors = dict[str, torch.Tensor]
 Encoded = tuple[Tensors, torch.Tensor]
@@ -24,7 +24,7 @@ Encoded = tuple[Tensors, torch.Tensor]
 Encode = Callable[[torch.Tensor], Encoded]
 WEIGHTS = "model.safetensors"
 TOLERANCE = 1e-3
-TOKENS = torch.randint(0, 320, (21,), generator=torch.Generator().manual_seed(5)).tolist()
+TOKENS = prompt(21, seed=5)
 """A prompt."""
 
 
@@ -75,11 +75,9 @@ def as_checkpoint(source: Path, folder: Path, tensors: Tensors) -> Path:
     return folder
 
 
-@torch.inference_mode()
 def expected_logits(folder: Path) -> torch.Tensor:
     """What transformers computes for `TOKENS`, [21, V], float32."""
-    logits: torch.Tensor = load_reference(folder)(torch.tensor([TOKENS])).logits[0]
-    return logits
+    return reference_logits(load_reference(folder), TOKENS)
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -132,6 +132,20 @@ def load_reference(folder: Path) -> Any:
     """The checkpoint as transformers loads it, in float32, eager attention, ready for inference."""
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
     return _CLASSES[model_type][1].from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random tokens of the tiny vocabulary."""
+    return torch.randint(0, TINY_VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def reference_logits(model: Any, token_ids: Sequence[int], adapter: Path | None = None) -> torch.Tensor:
+    """What a model of transformers computes, [len(token_ids), vocab_size]; with an adapter, PEFT changes the model."""
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, str(adapter))
+    with torch.inference_mode():
+        scores: torch.Tensor = model.eval()(torch.tensor([token_ids])).logits[0]
+    return scores
 
 
 def make_tokenizer(folder: Path) -> Path:

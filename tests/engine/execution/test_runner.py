@@ -13,20 +13,16 @@ import pytest
 import torch
 
 from step_driver import StepDriver
-from tiny_models import ALL_LINEAR, make_adapter, make_model
+from tiny_models import ALL_LINEAR, make_adapter, make_model, prompt
 from weft.engine.execution.runner import LaunchedStep, ModelRunner
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduling.plan import PageCopy, PageMove, StepPlan
 from weft.errors import EngineError, PageAccountingError, StaleSlotError
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), "llama")
+    return make_model(tmp_path_factory.mktemp("model"), "llama", num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,11 @@
 """Step programs with interpreted kernels: recorded once, they compute any step that their shape has room for.
 
-A process that interprets Triton cannot compile it, so one test runs this file, those of the runner and that of a whole
-engine in another process, where all steps of a `StepDriver` are step programs.
+One test runs this file, those of the runner and that of a whole engine in a process that interprets Triton, where all
+steps of a `StepDriver` are step programs.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,6 +16,7 @@ import torch
 from implementations import INTERPRETS
 from step_driver import CPU, DrivenRequest, StepDriver
 from tiny_models import ALL_LINEAR, make_adapter, make_model
+from triton_processes import run_interpreted
 from weft.engine.execution.packed_step import PackedStep, pack_step
 from weft.engine.execution.step_image import ALIGN_BYTES, ImageLayout, StepImages
 from weft.engine.execution.step_program import StepDevice, StepProgram
@@ -35,20 +33,8 @@ MIXED = SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=11, max_tokens
 @pytest.mark.timeout(580)
 @pytest.mark.skipif(INTERPRETS, reason="starts this file in the other kind of process")
 def test_programs_are_right_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}  # noqa: TID251
     here = Path(__file__).parent
-    files = [__file__, str(here / "test_runner.py"), str(here.parent / "test_program_engine.py")]
-    result = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
-        env={**inherited, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=570,
-    )
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
-    assert " passed" in result.stdout
+    run_interpreted([Path(__file__), here / "test_runner.py", here.parent / "test_program_engine.py"])
 
 
 @pytest.mark.parametrize(
@@ -92,18 +78,19 @@ def test_each_step_has_a_host_image_of_its_own() -> None:
     assert [layout.on_device(host)["field"].tolist() for host in hosts] == [[number] * 4 for number in range(3)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=2)
-
-
-@pytest.fixture(scope="module")
-def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("adapters")
-    return [
+def make_files(folder: Path, num_layers: int) -> tuple[Path, list[Path]]:
+    """A model, and an adapter of each rank."""
+    model = make_model(folder / "model", "qwen3", num_hidden_layers=num_layers)
+    return model, [
         make_adapter(model, folder / str(rank), rank=rank, targets=ALL_LINEAR if rank != 3 else ("q_proj", "v_proj"))
         for rank in RANKS
     ]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """Of one layer, where more of them show nothing else: the interpreter is slow."""
+    return make_files(tmp_path_factory.mktemp("one layer"), 1)
 
 
 @pytest.fixture(autouse=True)
@@ -160,11 +147,11 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def recorded(model: Path, adapters: list[Path]) -> tuple[World, StepProgram]:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, StepProgram]:
     """A program for 8 rows that has seen one step, of which the host has nothing any more."""
     from recorded_graph import capture
 
-    world = World(model, adapters)
+    world = World(*make_files(tmp_path_factory.mktemp("two layers"), 2))
     with torch.inference_mode():
         seen = world.step(world.requests((11, 12, 13, 14, 15), (1, 1, None, 1, 1)))
         program = StepPrograms(world.device, max_running=8, capture=None).program(seen[0])
@@ -213,10 +200,10 @@ def forget(step: PackedStep, device: StepDevice) -> None:
 
 
 @interpreted
-def test_a_row_that_overflows_is_told_and_the_others_are_not_touched(model: Path, adapters: list[Path]) -> None:
+def test_a_row_that_overflows_is_told_and_the_others_are_not_touched(files: tuple[Path, list[Path]]) -> None:
     from recorded_graph import capture
 
-    world = World(model, adapters)
+    world = World(*files)
     step = world.step(world.requests((11, 12, 13), (0, 1, None)))
     program = StepPrograms(world.device, max_running=8, capture=None).program(step[0])
     _, expected = run(program, step)
@@ -233,24 +220,24 @@ def test_a_row_that_overflows_is_told_and_the_others_are_not_touched(model: Path
 
 
 @interpreted
-def test_an_adapter_that_comes_back_to_other_pages_is_read_there(model: Path, adapters: list[Path]) -> None:
+def test_an_adapter_that_comes_back_to_other_pages_is_read_there(files: tuple[Path, list[Path]]) -> None:
     from recorded_graph import capture
 
-    world = World(model, adapters)
+    world = World(*files)
     step = world.step(world.requests((11, 12, 13), (0, 1, 3)))
     program = StepPrograms(world.device, max_running=8, capture=None).program(step[0])
     logits, tokens = run(program, step)
     program.load(step[0], step[1])
     program.record(capture)
-    world.driver.move_adapter(world.leases[1], adapters[1])
+    world.driver.move_adapter(world.leases[1], files[1][1])
     again, same_tokens = run(program, step)
     assert torch.equal(again, logits)
     assert same_tokens == tokens
 
 
 @interpreted
-def test_nothing_moves_while_steps_come_and_go(model: Path, adapters: list[Path]) -> None:
-    world = World(model, adapters)
+def test_nothing_moves_while_steps_come_and_go(files: tuple[Path, list[Path]]) -> None:
+    world = World(*files)
     programs = StepPrograms(world.device, max_running=4, capture=None)
     steps = [world.step(world.requests(lengths, slots)) for lengths, slots in (((5, 9), (0, None)), ((40,), (2,)))]
     for step in steps:

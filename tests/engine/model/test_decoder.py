@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from step_driver import StepDriver
-from tiny_models import load_reference, make_model
+from tiny_models import load_reference, make_model, prompt, reference_logits
 from weft.memory.geometry import PageGeometry
 
 TOLERANCE = 1e-4
@@ -39,16 +39,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 MakeVariant = Callable[[str], Path]
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, 320, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def reference_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        scores: torch.Tensor = load_reference(folder)(torch.tensor([token_ids])).logits[0]
-    return scores
-
-
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -70,7 +60,7 @@ def variant(tmp_path_factory: pytest.TempPathFactory) -> MakeVariant:
 def test_logits_equal_transformers(name: str, variant: MakeVariant) -> None:
     tokens = prompt(41)
     folder = variant(name)
-    assert_same(StepDriver(folder).logits_alone(tokens), reference_logits(folder, tokens))
+    assert_same(StepDriver(folder).logits_alone(tokens), reference_logits(load_reference(folder), tokens))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-window", "qwen3"])
@@ -125,7 +115,7 @@ def test_layers_in_several_groups_equal_layers_in_one(variant: MakeVariant) -> N
 def test_bfloat16_is_close_to_float32(tmp_path: Path) -> None:
     folder = make_model(tmp_path, "qwen2", dtype=torch.bfloat16)
     tokens = prompt(30)
-    expected = reference_logits(folder, tokens)
+    expected = reference_logits(load_reference(folder), tokens)
     actual = StepDriver(folder, dtype=torch.bfloat16).logits_alone(tokens)
     assert actual.dtype == torch.float32
     assert (actual - expected).abs().mean() < 0.02 * expected.abs().mean()

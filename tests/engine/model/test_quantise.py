@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from gguf_writer import write_gguf
 from quantised_models import WEIGHTS
 from step_driver import StepDriver
-from tiny_models import load_reference, make_model
+from tiny_models import load_reference, make_model, prompt, reference_logits
 from weft.engine.model.formats import three_half
 from weft.engine.model.quantise import TargetFormat, quantise
 from weft.engine.model.spec import read_spec, resolve_model
@@ -26,18 +26,12 @@ from weft.errors import ConfigError
 TARGETS: tuple[TargetFormat, ...] = ("int8", "int4", "q3.5")
 WORST: dict[TargetFormat, float] = {"int8": 0.01, "int4": 0.1, "q3.5": 0.15}
 """Relative error of normally distributed weights."""
-TOKENS = torch.randint(0, 320, (21,), generator=torch.Generator().manual_seed(5)).tolist()
+TOKENS = prompt(21, seed=5)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), "qwen2")
-
-
-def reference_logits(model: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        scores: torch.Tensor = model(torch.tensor([TOKENS])).logits[0]
-    return scores
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -93,8 +87,8 @@ def test_transformers_reads_what_is_written(target: TargetFormat, model: Path, t
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.float32, attn_implementation="eager", quantization_config=settings
     )
-    expected = reference_logits(loaded.eval())
-    given = reference_logits(load_reference(model))
+    expected = reference_logits(loaded, TOKENS)
+    given = reference_logits(load_reference(model), TOKENS)
 
     torch.testing.assert_close(StepDriver(tmp_path / "out").logits_alone(TOKENS), expected, rtol=1e-3, atol=1e-3)
     assert (expected - given).abs().max() > 0.01

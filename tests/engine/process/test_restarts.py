@@ -20,8 +20,10 @@ from engine_client import (
     collect,
     endless,
     eventually,
+    has_restarted,
     is_alive,
     is_on_device,
+    is_ready,
     question,
     tokens_of,
 )
@@ -195,9 +197,6 @@ def test_a_killed_engine_is_replaced_and_nobody_waits_for_ever(
 ) -> None:
     client = engine.client
 
-    async def is_ready() -> bool:
-        return client.ready is not None
-
     async def main() -> None:
         before = await collect(client, question("before", prompt, refs["pirate"]))
         await client.pin_adapter(refs["french"], True)
@@ -211,7 +210,7 @@ def test_a_killed_engine_is_replaced_and_nobody_waits_for_ever(
         assert client.ready is None
         with pytest.raises(EngineUnavailableError):
             await client.status()
-        await eventually(is_ready)
+        await eventually(lambda: is_ready(client))
         assert client.restarts == 1
         assert client.pid not in (None, pid)
         assert (await client.status()).boot_id != engine.ready.boot_id
@@ -226,19 +225,16 @@ def test_a_killed_engine_is_replaced_and_nobody_waits_for_ever(
 def test_a_paused_engine_that_is_killed_is_paused_when_it_is_back(engine: Engine, prompt: list[int]) -> None:
     client = engine.client
 
-    async def is_ready() -> bool:
-        return client.ready is not None
-
     async def main() -> None:
         client.pause("wait")
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
-        await eventually(lambda: is_down())
+        await eventually(is_down)
         with pytest.raises(EngineUnavailableError):
             client.pause("keep")
         with pytest.raises(EngineUnavailableError):
             client.reset_prefix_cache()
-        await eventually(is_ready)
+        await eventually(lambda: is_ready(client))
         assert client.is_paused
         waiting = asyncio.create_task(collect(client, question("patient", prompt)))
         await eventually(is_kept)
@@ -286,9 +282,6 @@ def test_an_engine_whose_steps_all_fail_is_replaced_and_answers_again(
     engine = Engine(config)
     client = engine.client
 
-    async def is_back() -> bool:
-        return client.restarts == 1
-
     async def main() -> None:
         before = await collect(client, question("before", prompt))
         is_broken.touch()
@@ -299,7 +292,7 @@ def test_an_engine_whose_steps_all_fail_is_replaced_and_answers_again(
         with pytest.raises(EngineUnavailableError, match="being restarted; send the request again"):
             await collect(client, question("last", prompt))
         is_broken.unlink()
-        await eventually(is_back)
+        await eventually(lambda: has_restarted(client))
         assert tokens_of(await collect(client, question("after", prompt))) == tokens_of(before)
 
     engine.run(main())
@@ -392,12 +385,9 @@ def test_a_machine_that_cannot_start_a_process_now_is_tried_again(
 
     monkeypatch.setattr(subprocess, "Popen", start_at_second_try)
 
-    async def is_back() -> bool:
-        return client.restarts == 1
-
     async def main() -> None:
         os.kill(client.pid or 0, signal.SIGKILL)
-        await eventually(is_back)
+        await eventually(lambda: has_restarted(client))
         assert tokens_of(await collect(client, question("after", prompt)))
 
     engine.run(main())

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+
 from simulation.engine import Simulation
 from simulation.scenario import Scenario, draw
 
 End = tuple[list[int], str | None, int]
 """Tokens, reason, and prompt tokens to bill."""
+Played = tuple[Counter[str], dict[str, End]]
+"""How often what happened, and how the requests ended that got all that they asked for."""
 
 
-def compare_overlap(seed: int) -> int:
+def play(seed: int, overlaps: bool) -> Played:
+    """Run the scenario of a seed.
+
+    Raises:
+        SimulationError: Something happened that must not.
+    """
+    simulation = Simulation(draw(seed), overlaps=overlaps)
+    return simulation.run(), _ends(simulation)
+
+
+def compare_overlap(seed: int, play: Callable[[int, bool], Played] = play) -> int:
     """Play a seed twice; returns how many requests ended in both runs with all that they asked for.
 
     Raises:
         AssertionError: One of them got other tokens, or something happened that must not.
     """
-    apart, overlapped = _ends(draw(seed), overlaps=False), _ends(draw(seed), overlaps=True)
+    (_, apart), (_, overlapped) = play(seed, False), play(seed, True)
     both = apart.keys() & overlapped.keys()
     differing = {key for key in both if apart[key] != overlapped[key]}
     if _same_requests_end(draw(seed)):
@@ -26,9 +41,7 @@ def compare_overlap(seed: int) -> int:
     return len(both)
 
 
-def _ends(scenario: Scenario, *, overlaps: bool) -> dict[str, End]:
-    simulation = Simulation(scenario, overlaps=overlaps)
-    simulation.run()
+def _ends(simulation: Simulation) -> dict[str, End]:
     lasts = {request_id: (life.tokens, life.outputs[-1]) for request_id, life in simulation.lives.items()}
     return {
         request_id: (tokens, last.finish_reason, last.computed_prompt_tokens)

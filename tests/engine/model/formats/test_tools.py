@@ -18,9 +18,9 @@ from transformers.utils.quantization_config import CompressedTensorsConfig, Fine
 
 from gguf_writer import q4_k, q5_k, q6_k, write_gguf
 from quantised_cases import BNB, CASES
-from quantised_models import WEIGHTS, Tensors, make_quantised
+from quantised_models import TOKENS, WEIGHTS, Tensors, make_quantised
 from step_driver import StepDriver
-from tiny_models import make_model
+from tiny_models import make_model, reference_logits
 from weft.engine.model.formats import FORMATS, dequantised
 from weft.engine.model.formats.stored import StoredLinear
 from weft.engine.model.quantisation import read_quantisation
@@ -28,16 +28,9 @@ from weft.engine.model.spec import resolve_model
 
 BY_BITSANDBYTES = Path(__file__).parent / "bitsandbytes-0.50.2.safetensors"
 """A weight [64, 48] as `bitsandbytes.functional` quantised and dequantised it; names begin with the kind."""
-TOKENS = torch.randint(0, 320, (21,), generator=torch.Generator().manual_seed(5)).tolist()
 COMPRESSED = [name for name, case in CASES.items() if case.config["quant_method"] == "compressed-tensors"]
 REMOVED = ("w4a16-ordered",)
 """compressed-tensors 0.20 does not read an order of inputs any more."""
-
-
-def logits_of(model: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        scores: torch.Tensor = model.eval()(torch.tensor([TOKENS])).logits[0]
-    return scores
 
 
 def read(config: dict[str, Any], tensors: Tensors, shape: torch.Size) -> torch.Tensor:
@@ -107,7 +100,9 @@ def test_transformers_reads_compressed_tensors_alike(case: str, tmp_path: Path) 
     model = AutoModelForCausalLM.from_pretrained(
         made.stored, dtype=torch.float32, attn_implementation="eager", quantization_config=settings
     )
-    torch.testing.assert_close(StepDriver(made.stored).logits_alone(TOKENS), logits_of(model), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        StepDriver(made.stored).logits_alone(TOKENS), reference_logits(model, TOKENS), rtol=1e-3, atol=1e-3
+    )
 
 
 def test_transformers_reads_fine_grained_float8_alike(tmp_path: Path) -> None:
@@ -117,7 +112,9 @@ def test_transformers_reads_fine_grained_float8_alike(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         made.stored, dtype=torch.float32, attn_implementation="eager", quantization_config=settings
     )
-    torch.testing.assert_close(StepDriver(made.stored).logits_alone(TOKENS), logits_of(model), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        StepDriver(made.stored).logits_alone(TOKENS), reference_logits(model, TOKENS), rtol=1e-3, atol=1e-3
+    )
 
 
 def test_compressed_tensors_unpacks_awq_alike() -> None:
@@ -155,4 +152,4 @@ def test_transformers_reads_gguf_alike(
         tmp_path / "gguf", gguf_file="tiny.gguf", dtype=torch.float32, attn_implementation="eager"
     )
     found = StepDriver(resolve_model(str(tmp_path / "gguf"))).logits_alone(TOKENS)
-    torch.testing.assert_close(found, logits_of(model), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found, reference_logits(model, TOKENS), rtol=1e-3, atol=1e-3)

@@ -1,0 +1,1 @@
+"""Many servers over one registry: which of them serves a request."""

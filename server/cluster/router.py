@@ -204,7 +204,7 @@ class Router:
         return _favourite(self._ready, hash64(key)).replica if self._ready else None
 
     def sent(self, name: str, target: Target) -> None:
-        """Count a request that is sent to this replica."""
+        """Count a request that is sent to this replica; called right after `order`, in the same membership."""
         now_s = self._clock()
         self._requests.add(1.0, now_s)
         self._units.add(target.units, now_s)
@@ -281,8 +281,8 @@ class Router:
             if favourite.load_s <= bound_s:
                 return favourite
         first = int(self._random.random() * len(candidates))
-        second = int(self._random.random() * (len(candidates) - 1))
-        return min(candidates[first], candidates[second + (second >= first)], key=_load_of)
+        second = (first + 1 + int(self._random.random() * (len(candidates) - 1))) % len(candidates)
+        return min(candidates[first], candidates[second], key=_load_of)
 
     def _ranked(self, adapter: _Adapter) -> list[ReplicaState]:
         """The ready replicas in this adapter's order, which is kept until the membership changes."""

@@ -98,6 +98,9 @@ def test_all_gateways_agree_on_the_order_of_an_adapter_and_it_is_that_of_the_rea
     setting.router.set_replicas([replica(name, is_ready=name != order[0]) for name in setting.names])
     assert setting.names_for(target()) == order[1:]
     assert setting.names_for(target(), exclude=(order[1],)) == order[2:]
+    for names in ([*order[:3], "new"], [*order[:2], "new", "newer"]):
+        setting.router.set_replicas([replica(name) for name in names])
+        assert sorted(setting.names_for(target())) == sorted(names)
 
 
 @pytest.mark.parametrize("num_replicas", [4, 16, 64])
@@ -170,6 +173,15 @@ def test_work_beyond_the_bound_goes_to_the_next_that_has_room() -> None:
     assert setting.first(target()) == first
 
 
+def test_a_replica_that_has_the_adapter_but_no_room_is_passed_over() -> None:
+    setting = Setting()
+    first, second, third, _ = setting.names_for(target())
+    setting.report(second, 0.0, tiers={"a": "device"})
+    setting.router.sent(first, target(units=10 * RATE))
+    setting.router.sent(second, target(units=8 * RATE))
+    assert setting.first(target()) == third
+
+
 def test_a_load_is_worth_it_only_if_it_is_shorter_than_the_wait() -> None:
     setting = Setting()
     first, second, third, _ = setting.names_for(target())
@@ -198,7 +210,20 @@ def test_own_requests_count_once_whether_a_report_has_them_or_not() -> None:
     assert setting.loads() == {"r0": 2.0}
     setting.report("r0", 2.0)
     assert setting.loads() == {"r0": 2.0}
+    setting.now_s += 100
+    setting.report("r0", 0.5)  # most of it is done
+    assert setting.loads() == {"r0": 2.0}
     setting.router.ended("r0", asked)
+    assert setting.loads() == {"r0": 0.0}
+
+
+def test_rounding_leaves_no_load_behind() -> None:
+    setting = Setting(1)
+    requests = [target(units=units) for units in (0.1, 0.2, 0.3)]
+    for asked in requests:
+        setting.router.sent("r0", asked)
+    for asked in requests:
+        setting.router.ended("r0", asked)
     assert setting.loads() == {"r0": 0.0}
 
 
@@ -232,6 +257,7 @@ def test_a_replica_without_a_rate_is_taken_for_an_average_one() -> None:
 
 def test_reports_of_an_old_process_and_of_strangers_are_ignored() -> None:
     setting = Setting(1)
+    setting.now_s += 100
     setting.report("r0", 9.0, boot_id="0")
     setting.report("stranger", 9.0)
     assert setting.loads() == {"r0": 0.0}
@@ -240,12 +266,15 @@ def test_reports_of_an_old_process_and_of_strangers_are_ignored() -> None:
 def test_a_new_process_starts_without_load_and_failures_and_old_requests_still_end() -> None:
     setting = Setting(2)
     old = target(units=RATE)
+    setting.now_s += 100
     setting.report("r0", 5.0)
     setting.router.sent("r0", old)
+    assert setting.loads()["r0"] == pytest.approx(6.0, abs=0.01)
     setting.router.failed("r0")
     setting.router.set_replicas([replica("r0", boot_id="2"), replica("r1")])
     seen = setting.router.snapshot().replicas[0]
     assert (seen.ejected_s, seen.report_age_s, seen.in_flight) == (0.0, None, 1)
+    assert seen.load_s == 1.0, "the request that was sent to the old one"
     setting.router.ended("r0", old)
     assert setting.loads()["r0"] == 0.0
 
@@ -279,7 +308,15 @@ def test_base_requests_go_to_the_less_loaded_of_two() -> None:
     assert "r2" not in setting.serve(target(None), 200)
     served = Setting(4).send(target(None), 400)
     assert all(90 <= number <= 110 for number in served.values())
-    assert setting.names_for(target(None))[-1] == "r2"
+    setting.router.sent("r0", target(None, units=20.0))
+    assert setting.names_for(target(None))[-2:] == ["r2", "r0"], "those tried next are in order of load too"
+
+
+def test_one_replica_gets_everything() -> None:
+    setting = Setting(1)
+    for asked in (target(), target(None), target(None, affinity=b"session"), target(affinity=b"session", copies=3)):
+        setting.router.sent("r0", target(units=RATE))
+        assert setting.names_for(asked) == ["r0"]
 
 
 def test_a_session_of_the_base_stays_where_it_is_until_that_replica_has_too_much_to_do() -> None:

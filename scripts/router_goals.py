@@ -28,6 +28,7 @@ def cases() -> list[tuple[str, Case]]:
     rows.append(("64, 0.9, 5 s old, from empty caches", replace(STALE, warm_s=0.0)))
     rows.append(("64, 0.9, fresh, from empty caches", replace(STALE, view_s=0.0, warm_s=0.0)))
     rows.append(("64, 0.9, 1 s old, 16 gateways", replace(STALE, view_s=1.0, num_gateways=16)))
+    rows.append(("64, 0.9, 5 s old, 16 gateways", replace(STALE, num_gateways=16)))
     rows.append(("64, 0.9, 1 s old, 4 replicas at half speed", replace(STALE, view_s=1.0, num_slow=4)))
     rows.append(("64, 0.9, fresh, a new adapter gets 20%", replace(STALE, view_s=0.0, new_share=0.2)))
     for num_replicas in (1, 2, 4, 16, 64):

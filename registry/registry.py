@@ -118,6 +118,10 @@ class Registry:
         """Return if the database answers, or did in the last minute: known keys are served for as long without it."""
         await self._answers.ask("answers", self.database.check)
 
+    async def last_change(self) -> int:
+        """Number of the last change by any server."""
+        return await audit.last_entry(self.database)
+
     async def list_audit(
         self, before: int | None = None, limit: int = 100, tenant: str | None = None
     ) -> tuple[AuditRow, ...]:

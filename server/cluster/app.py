@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -44,7 +45,7 @@ async def open_gateway(config: GatewayConfig, registry: Registry, drain: Drain, 
         CapacityError: The database cannot answer.
     """
     token = cluster_token(registry.key_ring)
-    router = Router()
+    router = Router(time.monotonic)
     links = Links(registry.servers, router, token)
     stack.push_async_callback(links.close)
     await links.start()
@@ -111,7 +112,7 @@ class OwnRoutes:
     async def _show_servers(self, request: Request) -> Response:
         """All servers by the registry, and how this gateway sees the replicas."""
         _check_admin(request)
-        seen = self._router.snapshot()
+        seen = {load.name: asdict(load) for load in self._router.snapshot().replicas}
         servers = [
             {**asdict(server), **self._seen(server.name, seen.get(server.name))}
             for server in await self._registry.servers.listed()

@@ -9,12 +9,14 @@ import aiohttp
 
 from weft.server.cluster.exchange import ReplicaLostError
 from weft.server.cluster.links import Links
-from weft.server.cluster.router import Replica
+from weft.server.cluster.loads import Replica
 
 FOR_ALL = frozenset({"/pause", "/resume", "/reset_prefix_cache"})
 
 
-async def ask_all(links: Links, replicas: Sequence[Replica], path: str, headers: list[tuple[str, str]]) -> tuple[int, bytes]:
+async def ask_all(
+    links: Links, replicas: Sequence[Replica], path: str, headers: list[tuple[str, str]]
+) -> tuple[int, bytes]:
     """Send a POST without a body to all of them.
 
     Args:

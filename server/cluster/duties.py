@@ -11,7 +11,7 @@ import asyncio
 import structlog
 
 from weft.errors import CapacityError
-from weft.server.cluster.router import ranked
+from weft.server.cluster.loads import ranked
 from weft.server.pins import sync_pins
 from weft.server.services import Services
 

@@ -24,12 +24,13 @@ from weft.registry.records import AdapterIdentity, AdapterVersion, Identity, Usa
 from weft.registry.registry import Registry
 from weft.server.cluster.exchange import Exchange, ReplicaLostError
 from weft.server.cluster.links import Links
+from weft.server.cluster.loads import Replica
 from weft.server.cluster.route_fields import RouteFields, read_fields
-from weft.server.cluster.router import Replica, Router, Target
+from weft.server.cluster.router import Router, Target
 from weft.server.cluster.wire import INTERNAL, LEDGER_ID, LENGTH, STICKY, TOKEN, WEIGHT_SHARE, Frames
 from weft.server.drain import Drain
 from weft.server.errors import as_anthropic, error_body
-from weft.server.generation.hop import SESSION_HEADER
+from weft.server.hop import SESSION_HEADER
 from weft.server.http import sse
 from weft.server.http.body import Pace
 from weft.server.http.json_body import json_bytes

@@ -16,7 +16,8 @@ import structlog
 
 from weft.errors import CapacityError
 from weft.registry.servers import Server, Servers
-from weft.server.cluster.router import Replica, Router
+from weft.server.cluster.loads import Replica
+from weft.server.cluster.router import Router
 from weft.server.cluster.wire import SILENT_S, STATE_PATH, TOKEN, Report
 from weft.server.threads import cancel_all
 

@@ -32,7 +32,7 @@ from weft.server.cluster.wire import (
     cluster_token,
     frame,
 )
-from weft.server.generation.hop import Hop
+from weft.server.hop import Hop
 from weft.server.http.sse import ClosingResponse
 from weft.server.services import Services
 

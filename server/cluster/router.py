@@ -1,89 +1,346 @@
-"""Chooses a replica for each request: those of an adapter in rendezvous order, others where least runs.
+"""Which replica serves a request: highest random weight among replicas, k copies of a hot adapter, bounded load.
 
-Thaler and Ravishankar, "Using Name-Based Mappings to Increase Hit Rates" (1998).
+Each adapter has its own order of all replicas, by a hash of digest and name, so gateways agree without talking to each
+other. Its requests go to the first k replicas of that order: k is 1 for most adapters, and more for those with a large
+share of the work. If these have too much to do, the request goes to the first after them that has room, if that is
+sooner even with the time to load the adapter. (Rendezvous hashing, with the bounded loads of Mirrokni et al.,
+arXiv:1608.01350.) The router does no IO and is given its clock. Thread: one event loop.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import heapq
+import math
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+from weft.server.cluster.loads import (
+    START_RATE,
+    FadingSum,
+    Replica,
+    ReplicaLoad,
+    ReplicaState,
+    drop_smaller_half,
+    hash64,
+    mix,
+)
+
+COPIES_PER_SHARE = 1.5
+"""Copies of an adapter per replica that its work would fill."""
+KEEP_COPIES_S = 60.0
+"""How long an adapter keeps its copies after it needs fewer."""
+BOUND = 1.15
+"""Too much is this many times the mean load..."""
+SLACK_S = 0.05
+"""...and so many seconds more."""
+SMOOTH_S = 10.0
+"""Time over which reports of others' work are averaged. All gateways act on the same reports: if these are older than
+this average, every gateway leaves and fills the same replicas at the same time, again and again."""
+BATCH_LOAD_S = 0.5
+"""Load below which a replica takes batch requests first."""
+SURE_REQUESTS = 100
+"""With so many recent requests, the share of an adapter counts half of what was seen: few requests say little."""
+RETRY_SHARE = 0.1
+"""Retries per recent request."""
+FREE_RETRIES = 3
+"""Recent retries that are allowed in any case."""
+MAX_ADAPTERS = 20_000
+"""Adapters whose share and order are kept."""
+MAX_SHARES = 50_000
+"""Pairs of tenant and replica whose recent units are kept."""
+SMALLEST_SHARE = 0.01
+"""Least part of a tenant's weight at a replica."""
+HOTTEST = 10
+"""Adapters in a snapshot."""
+
+_load_of = attrgetter("load_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What decides where a request goes."""
+    """What the router knows of a request."""
 
     adapter: str | None
     """Digest of the adapter version; None is the base."""
     units: float
-    """Predicted work, about one unit per prompt token and two per token of output."""
+    """Predicted work: about one unit per prompt token and two per output token."""
     tenant: str = ""
     affinity: bytes | None = None
-    """Requests with one value go to one replica."""
+    """A session, or a hash of the prompt's beginning: requests with the same value go to the same replica while its
+    load allows."""
     held_by: str | None = None
     """The only server that has the weights."""
     copies: int = 1
+    """Replicas that a pin asks for."""
+    is_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replica:
-    """A replica that may be asked."""
+class HotAdapter:
+    """One adapter in a snapshot."""
 
-    name: str
-    boot_id: str
-    url: str
-    is_ready: bool
+    digest: str
+    share: float
+    """Its part of the recent work."""
+    copies: int
+    """Replicas that its requests go to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What a router knows."""
+
+    replicas: list[ReplicaLoad]
+    hottest: list[HotAdapter]
+    """The adapters with the most recent work, at most 10."""
+
+
+class _Adapter:
+    """What is kept of an adapter."""
+
+    __slots__ = ("copies", "copies_at_s", "epoch", "hash", "ranked", "units")
+
+    def __init__(self, digest: str) -> None:
+        self.hash = hash64(digest.encode())
+        self.units = FadingSum()
+        self.copies = 1
+        self.copies_at_s = 0.0
+        """When it last needed so many."""
+        self.ranked: list[ReplicaState] = []
+        """All ready replicas; its copies are on the first ones."""
+        self.epoch = 0
+        """The membership that `ranked` is of."""
 
 
 class Router:
-    """Knows the replicas, and what this gateway has sent to each."""
+    """Chooses replicas for the requests of one gateway."""
 
-    def __init__(self) -> None:
-        self._replicas: list[Replica] = []
-        self._in_flight = Counter[str]()
+    def __init__(self, clock: Callable[[], float], random_source: random.Random | None = None) -> None:
+        self._clock = clock
+        self._random = random_source or random.SystemRandom()
+        self._states: dict[str, ReplicaState] = {}
+        """By name; those that have left stay until their requests end."""
+        self._ready: list[ReplicaState] = []
+        self._epoch = 0
+        """Counts changes of `_ready`."""
+        self._ejected_until_s = -math.inf
+        """When the last ejection ends."""
+        self._adapters: dict[str, _Adapter] = {}
+        self._shares: dict[tuple[str, str], FadingSum] = {}
+        """Recent units by tenant and replica; the replica is empty for the tenant's sum."""
+        self._units = FadingSum()
+        self._requests = FadingSum()
+        self._retries = FadingSum()
 
     def set_replicas(self, replicas: Iterable[Replica]) -> None:
-        """Replace all."""
-        self._replicas = list(replicas)
+        """Set the membership. A replica with a new boot id starts without load, tiers and failures."""
+        members = {replica.name: replica for replica in replicas}
+        for name, replica in members.items():
+            state = self._states.get(name)
+            if state is None:
+                self._states[name] = ReplicaState(replica)
+            elif state.replica.boot_id != replica.boot_id:
+                state.start(replica)
+            else:
+                state.replica = replica
+        self._states = {name: state for name, state in self._states.items() if name in members or state.in_flight}
+        for state in self._states.values():
+            if state.replica.name not in members:
+                state.replica = replace(state.replica, is_ready=False)
+        ready = [self._states[name] for name in sorted(members) if members[name].is_ready]
+        if ready != self._ready:
+            self._ready = ready
+            self._epoch += 1
+        for state in ready:
+            self._set_load(state)
 
     def report(self, name: str, boot_id: str, *, backlog_s: float, rate: float, tiers: Mapping[str, str]) -> None:
-        """Take what a replica says of itself."""
+        """Take in the newest state of a replica; ignored if it is of another process than the member's.
+
+        Args:
+            name: Its name.
+            boot_id: Of the process that reports.
+            backlog_s: Predicted work of its waiting and running requests, in seconds at `rate`.
+            rate: Units per second that it computes when it is busy; 0 is unknown.
+            tiers: Where its adapters are, by digest: `device`, `host`, or another word. Not copied.
+        """
+        state = self._states.get(name)
+        if state is None or state.replica.boot_id != boot_id:
+            return
+        state.rate = rate or state.rate
+        state.tiers = tiers
+        now_s = self._clock()
+        others_s = max(0.0, backlog_s - state.units / self._rate(state))
+        if state.reported_at_s is None:
+            state.others_s = others_s
+        else:
+            state.others_s += (others_s - state.others_s) * -math.expm1((state.reported_at_s - now_s) / SMOOTH_S)
+        state.reported_at_s = now_s
+        self._set_load(state)
 
     def order(self, target: Target, exclude: Collection[str] = ()) -> list[Replica]:
-        """The replica to ask, and those to ask after it; empty if none is ready."""
-        ready = [each for each in self._replicas if each.is_ready and each.name not in exclude]
-        if target.held_by is not None:
-            return [each for each in ready if each.name == target.held_by]
-        if target.adapter is None:
-            return sorted(ready, key=lambda each: self._in_flight[each.name])
-        key = target.adapter
-        return sorted(ready, key=lambda each: hashlib.blake2b(f"{key} {each.name}".encode()).digest())
+        """The replica to ask, then those to try next; empty if there is none.
 
-    def sent(self, name: str, _target: Target) -> None:
-        """Count a request in flight."""
-        self._in_flight[name] += 1
+        Replicas that are ejected are in it only if there is no other.
+        """
+        now_s = self._clock()
+        adapter = None if target.adapter is None else self._adapter(target.adapter, now_s)
+        candidates = self._candidates(target, adapter, exclude, now_s)
+        if not candidates:
+            return []
+        bound_s = BOUND * sum(map(_load_of, candidates)) / len(candidates) + SLACK_S
+        if adapter is None:
+            picked = self._pick_for_base(candidates, target.affinity, bound_s)
+            candidates = sorted(candidates, key=_load_of)
+        else:
+            copies = self._copies(adapter, target.copies, now_s)
+            picked = _pick(candidates, copies, target, adapter.hash, bound_s)
+        return [picked.replica, *[state.replica for state in candidates if state is not picked]]
 
-    def ended(self, name: str, _target: Target) -> None:
-        """Count its end."""
-        self._in_flight[name] -= 1
+    def sent(self, name: str, target: Target) -> None:
+        """Count a request that is sent to this replica; called right after `order`, in the same membership."""
+        now_s = self._clock()
+        self._requests.add(1.0, now_s)
+        self._units.add(target.units, now_s)
+        if target.adapter is not None:
+            self._adapter(target.adapter, now_s).units.add(target.units, now_s)
+        if len(self._shares) >= MAX_SHARES:
+            drop_smaller_half(self._shares, lambda units: units.at(now_s))
+        for key in ((target.tenant, ""), (target.tenant, name)):
+            self._shares.setdefault(key, FadingSum()).add(target.units, now_s)
+        self._count(name, 1, target.units)
+
+    def ended(self, name: str, target: Target) -> None:
+        """Count that a request which was sent there has ended, in whatever way."""
+        self._count(name, -1, -target.units)
 
     def failed(self, name: str) -> None:
-        """A replica could not be reached."""
+        """Eject a replica that could not be reached or lost its connection: for 1 s, doubling to 30 s."""
+        if state := self._states.get(name):
+            state.eject(self._clock())
+            self._ejected_until_s = max(self._ejected_until_s, state.ejected_until_s)
 
     def answered(self, name: str) -> None:
-        """A replica answered."""
+        """End the ejection of a replica and forget its failures."""
+        if state := self._states.get(name):
+            state.admit()
 
-    def weight_share(self, _tenant: str, _name: str) -> float:
-        """The part of the tenant's work that goes to this replica."""
-        return 1.0
+    def weight_share(self, tenant: str, name: str) -> float:
+        """The part of the tenant's recent units that goes to this replica, in (0, 1]; asked after `sent`."""
+        now_s = self._clock()
+        total = self._shares[tenant, ""].at(now_s) if (tenant, "") in self._shares else 0.0
+        if not total:
+            return 1.0
+        there = self._shares[tenant, name].at(now_s) if (tenant, name) in self._shares else 0.0
+        return min(1.0, max(SMALLEST_SHARE, there / total))
 
     def may_retry(self) -> bool:
-        """Whether another try is within the budget."""
+        """Take one retry from the budget; False if nothing is left of it."""
+        now_s = self._clock()
+        if self._retries.at(now_s) + 1 > RETRY_SHARE * self._requests.at(now_s) + FREE_RETRIES:
+            return False
+        self._retries.add(1.0, now_s)
         return True
 
-    def snapshot(self) -> dict[str, dict[str, Any]]:
-        """What is known of each replica, by name."""
-        return {name: {"in_flight": count} for name, count in self._in_flight.items()}
+    def snapshot(self) -> Snapshot:
+        """What the router knows, for people; takes milliseconds when there are many adapters."""
+        now_s = self._clock()
+        hottest = heapq.nlargest(HOTTEST, self._adapters.items(), key=lambda item: item[1].units.at(now_s))
+        return Snapshot(
+            replicas=[state.snapshot(now_s) for state in self._states.values()],
+            hottest=[
+                HotAdapter(digest=digest, share=self._share(adapter, now_s), copies=adapter.copies)
+                for digest, adapter in hottest
+            ],
+        )
+
+    def _candidates(
+        self, target: Target, adapter: _Adapter | None, exclude: Collection[str], now_s: float
+    ) -> list[ReplicaState]:
+        """The replicas that may be asked, those with copies of the adapter first."""
+        found = self._ready if adapter is None else self._ranked(adapter)
+        if target.held_by is not None:
+            found = [state for state in found if state.replica.name == target.held_by]
+        if exclude:
+            found = [state for state in found if state.replica.name not in exclude]
+        if now_s < self._ejected_until_s:
+            found = [state for state in found if now_s >= state.ejected_until_s] or found
+        if target.is_batch:
+            found = [state for state in found if state.load_s < BATCH_LOAD_S] or found
+        return found
+
+    def _pick_for_base(self, candidates: list[ReplicaState], affinity: bytes | None, bound_s: float) -> ReplicaState:
+        if affinity is not None:
+            favourite = _favourite(candidates, hash64(affinity))
+            if favourite.load_s <= bound_s:
+                return favourite
+        first = int(self._random.random() * len(candidates))
+        second = (first + 1 + int(self._random.random() * (len(candidates) - 1))) % len(candidates)
+        return min(candidates[first], candidates[second], key=_load_of)
+
+    def _ranked(self, adapter: _Adapter) -> list[ReplicaState]:
+        """The ready replicas in this adapter's order, which is kept until the membership changes."""
+        if adapter.epoch != self._epoch:
+            adapter.ranked = sorted(self._ready, key=lambda state: mix(adapter.hash, state.hash))
+            adapter.epoch = self._epoch
+        return adapter.ranked
+
+    def _adapter(self, digest: str, now_s: float) -> _Adapter:
+        adapter = self._adapters.get(digest)
+        if adapter is None:
+            if len(self._adapters) >= MAX_ADAPTERS:
+                drop_smaller_half(self._adapters, lambda entry: entry.units.at(now_s))
+            adapter = self._adapters[digest] = _Adapter(digest)
+        return adapter
+
+    def _share(self, adapter: _Adapter, now_s: float) -> float:
+        """The adapter's part of all recent units."""
+        units, requests = self._units.at(now_s), self._requests.at(now_s)
+        return adapter.units.at(now_s) / units * requests / (requests + SURE_REQUESTS) if units else 0.0
+
+    def _copies(self, adapter: _Adapter, pinned: int, now_s: float) -> int:
+        """How many replicas its requests go to: more at once, fewer when it has not needed so many for a while."""
+        share = self._share(adapter, now_s)
+        needed = min(len(self._ready), max(1, pinned, math.ceil(COPIES_PER_SHARE * share * len(self._ready))))
+        if needed >= adapter.copies or now_s - adapter.copies_at_s > KEEP_COPIES_S:
+            adapter.copies, adapter.copies_at_s = needed, now_s
+        return adapter.copies
+
+    def _count(self, name: str, requests: int, units: float) -> None:
+        if state := self._states.get(name):
+            state.in_flight += requests
+            state.units = state.units + units if state.in_flight else 0.0
+            self._set_load(state)
+
+    def _set_load(self, state: ReplicaState) -> None:
+        state.load_s = state.others_s + state.units / self._rate(state)
+
+    def _rate(self, state: ReplicaState) -> float:
+        """Units per second of a replica; while it has not reported, the others' mean."""
+        if state.rate:
+            return state.rate
+        rates = [other.rate for other in self._ready if other.rate]
+        return sum(rates) / len(rates) if rates else START_RATE
+
+
+def _favourite(candidates: list[ReplicaState], affinity: int) -> ReplicaState:
+    return min(candidates, key=lambda state: mix(affinity, state.hash))
+
+
+def _pick(
+    candidates: list[ReplicaState], copies: int, target: Target, adapter_hash: int, bound_s: float
+) -> ReplicaState:
+    """The replica for an adapter's request: one with a copy, unless all of these have too much to do."""
+    homes = candidates[:copies]
+    if target.affinity is not None:
+        favourite = _favourite(homes, mix(adapter_hash, hash64(target.affinity)))
+        if favourite.load_s <= bound_s:
+            return favourite
+    picked = min(homes, key=_load_of)
+    if picked.load_s > bound_s and target.adapter is not None:
+        for state in candidates[copies:]:
+            if state.load_s <= bound_s and state.load_s + state.cold_s(target.adapter) < picked.load_s:
+                return state
+    return picked

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from weft.registry.keys import KeyRing
-from weft.server.generation.hop import Counts
+from weft.server.hop import Counts
 
 TOKEN = "x-weft-cluster"  # noqa: S105 - the header's name
 LEDGER_ID = "x-weft-ledger-id"

@@ -22,8 +22,8 @@ from weft.errors import WeftError
 from weft.registry.records import ServiceClass, UsageEvent
 from weft.server.auth.callers import Caller
 from weft.server.generation.choices import Choice, ChoiceStep
-from weft.server.generation.hop import Counts, Hop
 from weft.server.generation.schemas import OutputDetails, UsageDetails, UsageView
+from weft.server.hop import Counts, Hop
 from weft.server.limits.reservation import LimitReservation
 from weft.server.model_name import ResolvedModel
 from weft.server.services import Services

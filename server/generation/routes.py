@@ -19,7 +19,6 @@ from weft.errors import InvalidRequestError, WeftError
 from weft.server.auth.callers import Caller
 from weft.server.generation.chat_schemas import ChatBody, ChatView
 from weft.server.generation.choices import Choice, Generation
-from weft.server.generation.hop import SESSION_HEADER, hop_of
 from weft.server.generation.meter import Meter, Origin
 from weft.server.generation.openai_format import ChatFormat, CompletionFormat, JsonObject
 from weft.server.generation.prompts import Prompts, prompts_and_params
@@ -27,6 +26,7 @@ from weft.server.generation.response import GenerationResponse, PlannedGeneratio
 from weft.server.generation.schemas import CompletionBody, CompletionView, GenerationBody
 from weft.server.generation.writer import ChunkWriter
 from weft.server.grammar_check import turn_of
+from weft.server.hop import SESSION_HEADER, hop_of
 from weft.server.http.bodies import Body, View
 from weft.server.http.json_body import INLINE_BYTES, BodyT, json_bytes, parsed
 from weft.server.http.openapi import takes

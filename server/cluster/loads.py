@@ -1,0 +1,158 @@
+"""What a router knows: replicas with their loads, and sums that fade.
+
+A replica's load is the work of all gateways there, in seconds. Reports say how much that is, but they may be seconds
+old. This gateway's own requests are known exactly, so a report counts only for what it has beyond them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+SPAN_S = 10.0
+"""An amount counts as 1/e of itself after this time."""
+START_RATE = 1000.0
+"""Units per second of replicas while no rate is known."""
+COLD_S = {"device": 0.0, "host": 0.005}
+"""Seconds until an adapter in this place can be used."""
+FETCH_S = 0.3
+"""The same for an adapter that is not there, or whose place is unknown."""
+FIRST_EJECTION_S = 1.0
+LONGEST_EJECTION_S = 30.0
+_MASK = (1 << 64) - 1
+
+Key = TypeVar("Key", bound=Hashable)
+Entry = TypeVar("Entry")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """A server that computes, as the registry knows it."""
+
+    name: str
+    boot_id: str
+    """Fresh for every start of its process."""
+    url: str
+    is_ready: bool
+    """False while it starts or drains, and when it is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLoad:
+    """One replica in a snapshot of the router."""
+
+    name: str
+    is_ready: bool
+    load_s: float
+    """Predicted work there, in seconds."""
+    in_flight: int
+    """Requests of this gateway there."""
+    ejected_s: float
+    """Seconds until it is asked again; 0 if it is asked now."""
+    report_age_s: float | None
+    """Seconds since its last report; None before the first."""
+
+
+class ReplicaState:
+    """One replica as this gateway sees it."""
+
+    __slots__ = (
+        *("ejected_until_s", "failures", "hash", "in_flight", "load_s", "others_s", "rate", "replica"),
+        *("reported_at_s", "tiers", "units"),
+    )
+
+    def __init__(self, replica: Replica) -> None:
+        self.hash = hash64(replica.name.encode())
+        self.in_flight = 0
+        """Requests of this gateway there."""
+        self.units = 0.0
+        """Their predicted work."""
+        self.load_s = 0.0
+        """Predicted work of all gateways there."""
+        self.start(replica)
+
+    def start(self, replica: Replica) -> None:
+        """Take in a new process of the replica; requests sent to the old one count until they end."""
+        self.replica = replica
+        self.others_s = 0.0
+        """Work of other gateways there, in seconds."""
+        self.rate = 0.0
+        """Units per second; 0 is unknown."""
+        self.tiers: Mapping[str, str] = {}
+        """Where its adapters are, by digest."""
+        self.reported_at_s: float | None = None
+        self.failures = 0
+        """Ejections since the last answer."""
+        self.ejected_until_s = -math.inf
+
+    def cold_s(self, digest: str) -> float:
+        """Seconds until this adapter can be used there."""
+        return COLD_S.get(self.tiers.get(digest, ""), FETCH_S)
+
+    def eject(self, now_s: float) -> None:
+        """Ask it no more for a while. Requests that fail together count once."""
+        if now_s >= self.ejected_until_s:
+            self.ejected_until_s = now_s + min(FIRST_EJECTION_S * 2**self.failures, LONGEST_EJECTION_S)
+            self.failures += 1
+
+    def admit(self) -> None:
+        """Ask it again, and forget its failures."""
+        self.failures = 0
+        self.ejected_until_s = -math.inf
+
+    def snapshot(self, now_s: float) -> ReplicaLoad:
+        """What is known of it, for people."""
+        return ReplicaLoad(
+            name=self.replica.name,
+            is_ready=self.replica.is_ready,
+            load_s=self.load_s,
+            in_flight=self.in_flight,
+            ejected_s=max(0.0, self.ejected_until_s - now_s),
+            report_age_s=None if self.reported_at_s is None else now_s - self.reported_at_s,
+        )
+
+
+class FadingSum:
+    """A sum of amounts, each of which counts less as time passes."""
+
+    __slots__ = ("_at_s", "_value")
+
+    def __init__(self) -> None:
+        self._value = 0.0
+        self._at_s = 0.0
+
+    def add(self, amount: float, now_s: float) -> None:
+        """Add an amount that counts in full now."""
+        self._value = self.at(now_s) + amount
+        self._at_s = now_s
+
+    def at(self, now_s: float) -> float:
+        """The sum now."""
+        return self._value * math.exp((self._at_s - now_s) / SPAN_S)
+
+
+def hash64(text: bytes) -> int:
+    """64 bits that are the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
+
+
+def mix(left: int, right: int) -> int:
+    """64 bits out of two hashes: the last steps of splitmix64, a tenth of the time of hashing both together."""
+    mixed = ((left ^ right) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ mixed >> 31) * 0x94D049BB133111EB) & _MASK
+    return mixed ^ mixed >> 30
+
+
+def ranked(digest: str, names: Iterable[str]) -> list[str]:
+    """Names of replicas in the order of an adapter: its copies are on the first ones."""
+    adapter = hash64(digest.encode())
+    return sorted(names, key=lambda name: mix(adapter, hash64(name.encode())))
+
+
+def drop_smaller_half(entries: dict[Key, Entry], units_of: Callable[[Entry], float]) -> None:
+    """Delete the half of the entries that has the fewest units."""
+    for key in sorted(entries, key=lambda key: units_of(entries[key]))[: len(entries) // 2]:
+        del entries[key]

@@ -169,9 +169,9 @@ class Sweeper:
             await _quietly(self.sweep(), "sweep_failed")
 
     async def _sweep_staged(self) -> int:
-        # First the folders, then the rows: a folder is made after its row.
-        folders = await asyncio.to_thread(self._services.staged.ids)
-        gone = set(folders) - await self._services.registry.uploads.open_ids()
+        # First the files, then the rows: files are made after their row.
+        staged = await asyncio.to_thread(self._services.staged.ids)
+        gone = set(staged) - await self._services.registry.uploads.open_ids()
         doomed = [upload_id for upload_id in gone if not self._services.intake.is_writing(upload_id)]
         for upload_id in doomed:
             await asyncio.to_thread(self._services.staged.delete, upload_id)

@@ -27,7 +27,7 @@ from weft.engine.text.tokenizer import Tokenizer, read_object
 from weft.errors import CapacityError, ConfigError, NotFoundError
 from weft.registry.db.models import TenantRow
 from weft.registry.registry import Registry
-from weft.server.adapters.resumable_upload import StagedFiles
+from weft.server.adapters.staged_files import open_staged
 from weft.server.adapters.validation import AdapterValidator
 from weft.server.app import create_app, metrics_app
 from weft.server.auth.admin_key import AdminKey, admin_key, given_pepper
@@ -140,7 +140,7 @@ async def open_services(
         metrics=metrics,
         gate=Gate(scheduler.max_wait_s, scheduler.max_waiting, lambda: engine.load, time.monotonic, metrics.refused),
         drain=drain,
-        staged=await asyncio.to_thread(StagedFiles, config.server.data_dir / "uploads"),
+        staged=await asyncio.to_thread(open_staged, config, blobs),
         server_name=name,
         memory=MemoryBlobs(int(config.adapter.push_gib * GIB)),
         prices=prices,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from weft.registry.db.models import TenantRow
     from weft.registry.registry import Registry
     from weft.registry.usage.prices import PriceTable
-    from weft.server.adapters.resumable_upload import StagedFiles
+    from weft.server.adapters.staged_files import StagedFiles
     from weft.server.adapters.validation import AdapterValidator
     from weft.server.drain import Drain
     from weft.server.limits.gate import Gate

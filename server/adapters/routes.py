@@ -149,7 +149,8 @@ async def list_uploads(
 ) -> schemas.UploadList:
     """List uploads of the last 24 hours, oldest first."""
     page = await services.registry.uploads.list(caller.tenant_id, after, limit)
-    return schemas.UploadList(data=[await show(services, upload) for upload in page.items], next=page.next)
+    views = await asyncio.gather(*(show(services, upload) for upload in page.items))
+    return schemas.UploadList(data=views, next=page.next)
 
 
 @router.get("/v1/uploads/{upload_id}")

@@ -79,7 +79,7 @@ class Adapters(Transactions):
                     tenant=owner.name,
                     name=name,
                     description=None,
-                    pinned=False,
+                    pinned_copies=0,
                     next_version=1,
                     created_at=now,
                 )
@@ -164,7 +164,7 @@ class Adapters(Transactions):
         """All tenants' pinned adapters, oldest version first: each once for every version that `default` means."""
         pinned = []
         async with self.database.read() as session:
-            found = await session.scalars(select(AdapterRow).where(AdapterRow.pinned.is_(True)))
+            found = await session.scalars(select(AdapterRow).where(AdapterRow.pinned_copies > 0))
             for adapter in await _records(session, found.all()):
                 for version in set(adapter.aliases.get(names.DEFAULT_ALIAS, ())) - {adapter.current.version}:
                     row = await session.get(VersionRow, (adapter.id, version))
@@ -205,7 +205,7 @@ class Adapters(Transactions):
         name: str,
         *,
         description: str | None = None,
-        pinned: bool | None = None,
+        pinned_copies: int | None = None,
         aliases: Mapping[str, Shares | int | None] | None = None,
         actor: str = ADMIN,
     ) -> Adapter:
@@ -219,11 +219,11 @@ class Adapters(Transactions):
             row = await own_row(session, tenant_id, name)
             if description is not None:
                 row.description = names.check_text(description, "description", names.MAX_DESCRIPTION)
-            if pinned is not None:
-                row.pinned = pinned
+            if pinned_copies is not None:
+                row.pinned_copies = pinned_copies
             await names.point_aliases(session, row.id, aliases or {})
             await session.flush()
-            detail = {"pinned": pinned, "aliases": dict(aliases) if aliases else None}
+            detail = {"pinned_copies": pinned_copies, "aliases": dict(aliases) if aliases else None}
             audit.add(session, self.clock(), actor, "adapter.update", tenant=row.tenant, target=name, **detail)
             return (await _records(session, [row]))[0]
 

@@ -37,7 +37,7 @@ class Limits:
     adapter_pages: int | None = None
     """Device pages of one adapter version."""
     pinned_pages: int | None = None
-    """Device pages of all pinned adapters together."""
+    """Device pages of all copies of pinned adapters together."""
 
 
 UNLIMITED = Limits()

@@ -183,11 +183,17 @@ class Adapter(AdapterIdentity):
     """An adapter as its owner sees it."""
 
     description: str | None
-    pinned: bool
+    pinned_copies: int
+    """On how many servers it is pinned; 0 is not pinned."""
     aliases: Mapping[str, Shares]
     """What each alias means; the name without @ means `default`, which may be missing."""
     current: AdapterVersion
     """The version that was asked for; where none was, what `default` means most often, else the latest."""
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it stays on the device of any server."""
+        return self.pinned_copies > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

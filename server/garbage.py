@@ -34,7 +34,9 @@ async def remove_unreferenced(services: Services, removed: Removed) -> None:
         except EngineUnavailableError:
             break  # a restarted engine holds nothing
     await sync_pins(services)
-    await delete_blobs(services, removed.weights)
+    is_alone = services.config.server.role == "all"
+    # Requests at other servers may still have to load blobs; the sweep deletes those later.
+    await delete_blobs(services, [each for each in removed.weights if is_alone or each in services.memory])
 
 
 async def delete_blobs(services: Services, weights: Iterable[str]) -> None:
@@ -120,6 +122,8 @@ class Sweeper:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._task: asyncio.Task[None] | None = None
+        self._unreferenced: set[str] = set()
+        """Blobs that the last sweep found. Where other servers may use them, they are deleted at the second time."""
 
     async def start(self) -> None:
         """Sweep once, then go on in the background."""
@@ -169,9 +173,9 @@ class Sweeper:
             await _quietly(self.sweep(), "sweep_failed")
 
     async def _sweep_staged(self) -> int:
-        # First the folders, then the rows: a folder is made after its row.
-        folders = await asyncio.to_thread(self._services.staged.ids)
-        gone = set(folders) - await self._services.registry.uploads.open_ids()
+        # First the files, then the rows: files are made after their row.
+        staged = await asyncio.to_thread(self._services.staged.ids)
+        gone = set(staged) - await self._services.registry.uploads.open_ids()
         doomed = [upload_id for upload_id in gone if not self._services.intake.is_writing(upload_id)]
         for upload_id in doomed:
             await asyncio.to_thread(self._services.staged.delete, upload_id)
@@ -182,6 +186,8 @@ class Sweeper:
         doomed: list[str] = []
         for start in range(0, len(digests), BLOBS_AT_ONCE):
             doomed += await self._services.registry.adapters.unreferenced(digests[start : start + BLOBS_AT_ONCE])
+        if self._services.config.server.role != "all":
+            doomed, self._unreferenced = list(self._unreferenced.intersection(doomed)), set(doomed)
         await delete_blobs(self._services, doomed)
         return len(doomed)
 

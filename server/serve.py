@@ -14,7 +14,6 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 import structlog
-from starlette.types import ASGIApp
 
 from weft.adapters.blobs.memory import MemoryBlobs
 from weft.adapters.blobs.store import BlobStore, open_blobs
@@ -28,7 +27,7 @@ from weft.errors import CapacityError, NotFoundError
 from weft.registry.db.models import TenantRow
 from weft.registry.registry import Registry
 from weft.registry.servers import server_name
-from weft.server.adapters.resumable_upload import StagedFiles
+from weft.server.adapters.staged_files import open_staged
 from weft.server.adapters.validation import AdapterValidator
 from weft.server.app import create_app, metrics_app
 from weft.server.auth.admin_key import VARIABLE, AdminKey, admin_key, check_shared_secrets, given_pepper
@@ -49,6 +48,8 @@ from weft.server.usage.price_file import read_prices
 
 log = structlog.get_logger("weft.server")
 Announce = Callable[[str], None]
+IsDuty = Callable[[str, int], bool]
+"""Whether an adapter that is pinned to so many servers is to be pinned by this one, by its digest."""
 DEFAULT_TENANT = "default"
 WITNESS_S = 10.0
 """For so long after a replica starts again, gateways may say what clients got of the requests it was killed under."""
@@ -81,13 +82,17 @@ async def _serve_until(config: Config, announce: Announce, shutdown: Shutdown) -
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(bind(config.server.host, config.server.port))
         key = admin_key(config.server.data_dir, environment())
-        services = await open_services(config, key, announce, stack, shutdown.drain)
-        app: ASGIApp = create_app(services)
         if config.server.role == "replica":  # its room is not entered otherwise
-            from weft.server.cluster.replica import join
+            from weft.server.cluster.replica import Duties, join
 
-            app, membership = await join(app, services, url_of(config.server.host, listener), stack)
+            duties = Duties()
+            services = await open_services(config, key, announce, stack, shutdown.drain, duties.is_own)
+            url = url_of(config.server.host, listener)
+            app, membership = await join(create_app(services), services, url, stack, duties)
             shutdown.before_drain = membership.drain
+        else:
+            services = await open_services(config, key, announce, stack, shutdown.drain)
+            app = create_app(services)
         server = ApiServer(app)
         if config.server.metrics_port is not None:
             listen_beside(stack, metrics_app(services), config.server.host, config.server.metrics_port)
@@ -102,7 +107,12 @@ async def _serve_until(config: Config, announce: Announce, shutdown: Shutdown) -
 
 
 async def open_services(
-    config: Config, key: AdminKey, announce: Announce, stack: AsyncExitStack, drain: Drain
+    config: Config,
+    key: AdminKey,
+    announce: Announce,
+    stack: AsyncExitStack,
+    drain: Drain,
+    is_duty: IsDuty = lambda *_: True,
 ) -> Services:
     """Open registry, blobs, engine and tokenizer; `stack` closes them in reverse.
 
@@ -142,8 +152,9 @@ async def open_services(
         metrics=metrics,
         gate=Gate(scheduler.max_wait_s, scheduler.max_waiting, lambda: engine.load, time.monotonic, metrics.refused),
         drain=drain,
-        staged=await asyncio.to_thread(StagedFiles, config.server.data_dir / "uploads"),
+        staged=await asyncio.to_thread(open_staged, config, blobs),
         server_name=name,
+        is_duty=is_duty,
         memory=MemoryBlobs(int(config.adapter.push_gib * GIB)),
         prices=prices,
         default_tenant=await _default_tenant(registry) if config.server.auth == "off" else None,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from weft.registry.db.models import TenantRow
     from weft.registry.registry import Registry
     from weft.registry.usage.prices import PriceTable
-    from weft.server.adapters.resumable_upload import StagedFiles
+    from weft.server.adapters.staged_files import StagedFiles
     from weft.server.adapters.validation import AdapterValidator
     from weft.server.drain import Drain
     from weft.server.limits.gate import Gate
@@ -76,6 +76,9 @@ class Services:
     """Deletions that wait for the last request of an adapter to end."""
     synced_pins: dict[str, AdapterRef] = field(default_factory=dict)
     """Adapters that the engine was told to pin, by digest."""
+    is_duty: Callable[[str, int], bool] = lambda *_: True
+    """Whether this server is one of those that keep so many copies of a pinned version, by digest. After its answers
+    have changed, call `sync_pins`."""
     pin_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the engine is told what to pin."""
     accounts: Accounts = field(default_factory=Accounts)

@@ -172,6 +172,8 @@ class LocalBlobs:
     Methods that take a digest raise ValueError when it is not 64 lower-case hex digits.
     """
 
+    bucket = None
+
     def __init__(self, root: Path) -> None:
         self.root = Path(root).absolute()
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)

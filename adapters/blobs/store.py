@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from weft.adapters.blobs.local import PIECE_BYTES, BlobReader, BlobWriter, LocalBlobs
 from weft.config import GIB, RegistryConfig, environment
 from weft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weft.adapters.blobs.bucket import Bucket
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 """Variables that may name a server other than Amazon's."""
@@ -21,6 +24,10 @@ class BlobStore(Protocol):
     Methods that take a digest raise ValueError when it is not 64 lower-case hex digits, and CapacityError
     (storage.unavailable) where the blobs are behind a network that fails.
     """
+
+    @property
+    def bucket(self) -> Bucket | None:
+        """Where the blobs' objects lie; None where blobs lie in a folder."""
 
     def create(self) -> BlobWriter:
         """Start a new blob; raises CapacityError when the disk is full (code storage.full)."""
@@ -65,13 +72,13 @@ def open_blobs(registry: RegistryConfig, data_dir: Path) -> BlobStore:
     if registry.s3_place is None:
         return folder
     try:
+        from weft.adapters.blobs.bucket import Bucket
         from weft.adapters.blobs.s3 import S3Blobs
     except ModuleNotFoundError as error:
         message = "registry.blob_url names S3, for which obstore is missing: pip install 'weft[s3]'."
         raise ConfigError(message, param="registry.blob_url") from error
-    return S3Blobs(
-        *registry.s3_place, cache=folder, cache_bytes=int(registry.blob_cache_gib * GIB), allow_http=may_lack_tls()
-    )
+    bucket = Bucket(*registry.s3_place, allow_http=may_lack_tls())
+    return S3Blobs(bucket, cache=folder, cache_bytes=int(registry.blob_cache_gib * GIB))
 
 
 def read_pieces(blobs: BlobStore, sha256: str) -> Generator[bytes, None, None]:

@@ -130,7 +130,8 @@ class AdapterRow(Base):
     tenant: Mapped[str] = _tenant_name(tenant_id)
     name: Mapped[str] = mapped_column(_ordered(63), index=True)
     description: Mapped[str | None] = mapped_column(sa.Text)
-    pinned: Mapped[bool]
+    pinned_copies: Mapped[int] = mapped_column(sa.Integer, server_default="0")
+    """On how many servers it stays on the device; 0 is not pinned."""
     next_version: Mapped[int] = mapped_column(sa.Integer)
     """Only ever grows: a version number is never given twice."""
     created_at: Mapped[datetime]

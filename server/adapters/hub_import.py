@@ -103,7 +103,7 @@ async def _from_s3(bucket: str, prefix: str, file: str) -> AsyncIterator[bytes]:
         from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
         from obstore.store import S3Store
 
-        from weft.adapters.blobs.s3 import reason_of
+        from weft.adapters.blobs.bucket import reason_of
     except ModuleNotFoundError as error:
         raise InvalidRequestError("obstore is missing here: pip install 'weft[s3]'.", param="source") from error
 

@@ -170,7 +170,7 @@ async def _check_pinned(services: Services, owner: TenantCaller, name: str, fact
     except NotFoundError:
         return
     if adapter.pinned:
-        await check_pinned_pages(services, adapter, [facts])
+        await check_pinned_pages(services, adapter, [facts], adapter.pinned_copies)
 
 
 @asynccontextmanager

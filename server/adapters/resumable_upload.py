@@ -1,41 +1,32 @@
 """An upload in pieces: announced, filled file by file with pauses of any length, completed.
 
-Every step may be repeated. The files of an upload lie in one folder of its own on this server. What was received is
-what lies there, so a crash needs no bookkeeping: the client asks how far it got. Completing checks whether the bytes
-are right. What an upload became stands in its row, written in the transaction that publishes the version.
+Every step may be repeated, at any server that shares database and blobs: the client asks how far it got. Completing
+checks whether the bytes are right. What an upload became stands in its row, written in the transaction that publishes
+the version.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
-from pathlib import Path
 
 from starlette.requests import Request
 
 from weft import errors
-from weft.adapters.blobs.local import PIECE_BYTES, BlobWriter, full_disk_is_capacity, write_all
+from weft.adapters.blobs.local import BlobWriter
 from weft.adapters.blobs.store import read_pieces
 from weft.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
 from weft.registry.records import CONFIG_FILE, WEIGHTS_FILE, FileFacts, Upload, UploadDraft
 from weft.registry.uploads import Answer, Retry
 from weft.server.adapters.publish import VersionDraft, checked_name, publish, write_body
 from weft.server.adapters.schemas import UploadBody, UploadView, upload_view
-from weft.server.adapters.upload_guards import FILES
 from weft.server.auth.callers import TenantCaller
 from weft.server.errors import error_body
 from weft.server.http.form import digest_mismatch
 from weft.server.services import Services
 from weft.server.threads import in_thread
 
-_ID = re.compile(r"upl_[0-9a-f]{26}")
-_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 _RANGE = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16})")
 
 
@@ -63,7 +54,9 @@ async def announce(services: Services, owner: TenantCaller, body: UploadBody, re
 
 
 async def show(services: Services, upload: Upload) -> UploadView:
-    """An upload as it stands."""
+    """An upload as it stands. Files of one that has ended are not looked for."""
+    if upload.state != "uploading":
+        return upload_view(upload, dict.fromkeys(upload.files, 0))
     return upload_view(upload, await asyncio.to_thread(services.staged.sizes, upload.id))
 
 
@@ -76,8 +69,8 @@ async def receive_file(request: Request, services: Services, owner: TenantCaller
             upload.offset_mismatch.
         PayloadTooLargeError: More bytes than announced; code upload.too_large.
         TimeoutExceededError: Code upload.timeout.
-        BusyError, RateLimitError, CapacityError: Somebody sends it already, the tenant sends too much at once, or the
-            disk is full.
+        BusyError, RateLimitError, CapacityError: Another request sends it already, the tenant sends too much at once,
+            or the disk is full or S3 away.
     """
     upload = await services.registry.uploads.get(owner.tenant_id, upload_id)
     file = upload.files.get(name)
@@ -86,17 +79,13 @@ async def receive_file(request: Request, services: Services, owner: TenantCaller
     if upload.state != "uploading":
         raise errors.ConflictError("The upload has ended; make a new one.", code="upload.ended")
     offset = _offset(request, file)
-    intake = services.intake
-    with (
-        services.drain.cancelling(),
-        intake.stream(owner.tenant_id),
-        intake.writing(upload_id, name),
-        services.staged.appending(upload_id, name, offset) as fd,
-    ):
+    intake, writer = services.intake, services.staged.writer(upload_id, name)
+    with services.drain.cancelling(), intake.stream(owner.tenant_id), intake.writing(upload_id, name):
         try:
-            await write_body(request, services, file.size - (offset or 0), partial(write_all, fd))
+            await in_thread(writer.open, offset)
+            await write_body(request, services, file.size - (offset or 0), writer.write)
         finally:
-            await in_thread(sync, fd)
+            await in_thread(writer.close)
     return await services.registry.uploads.get(owner.tenant_id, upload_id)
 
 
@@ -105,6 +94,7 @@ async def complete(services: Services, owner: TenantCaller, upload: Upload, retr
 
     Raises:
         ConflictError: Bytes are missing; code upload.incomplete.
+        BusyError: Another server receives a file of it; code upload.busy.
         AdapterError: It cannot be served, which ends the upload, or a file is not what was announced.
         ForbiddenError: The tenant may not store as much; codes quota.*.
         AnsweredBeforeError: Another server completed it.
@@ -118,7 +108,11 @@ async def complete(services: Services, owner: TenantCaller, upload: Upload, retr
         gaps = ", ".join(f"{name} from byte {view.files[name].received}" for name in view.missing)
         raise errors.ConflictError(f"Not everything is here yet: send {gaps}.", code="upload.incomplete", param="files")
     with services.blobs.create() as weights:
-        config = await in_thread(gather, services, upload, weights)
+        try:
+            config = await in_thread(gather, services, upload, weights)
+        except FileNotFoundError as error:
+            message = "Files of the upload were deleted meanwhile; ask how far it got."
+            raise errors.ConflictError(message, code="upload.incomplete", param="files") from error
         draft = VersionDraft(name=upload.name, description=upload.description, activate=upload.activate, config=config)
         try:
             made = await publish(services, owner, draft, weights, retry, upload.id)
@@ -128,16 +122,6 @@ async def complete(services: Services, owner: TenantCaller, upload: Upload, retr
             raise
     await asyncio.to_thread(services.staged.delete, upload.id)
     return made
-
-
-def sync(fd: int) -> None:
-    """Make all bytes of a file durable.
-
-    Raises:
-        CapacityError: The disk is full (code storage.full).
-    """
-    with full_disk_is_capacity():
-        os.fsync(fd)
 
 
 def _offset(request: Request, file: FileFacts) -> int | None:
@@ -167,66 +151,3 @@ def gather(services: Services, upload: Upload, weights: BlobWriter) -> bytes:
         staged.delete(upload.id, *wrong)
         raise digest_mismatch(wrong[0])
     return config
-
-
-class StagedFiles:
-    """Files of uploads in pieces: one folder per upload, with names of our own. Thread-safe; one writer per file."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root.absolute()
-        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-    def sizes(self, upload_id: str) -> dict[str, int]:
-        """How many bytes of each file were received."""
-        sizes = dict.fromkeys(FILES, 0)
-        for name in FILES:
-            with suppress(FileNotFoundError):
-                sizes[name] = (self._folder(upload_id) / name).stat(follow_symlinks=False).st_size
-        return sizes
-
-    @contextmanager
-    def appending(self, upload_id: str, name: str, offset: int | None) -> Iterator[int]:
-        """Open a file that has `offset` bytes for appending; None empties it first. Yields its descriptor.
-
-        Raises:
-            ConflictError: The file does not end at `offset`; code upload.offset_mismatch.
-            CapacityError: The disk is full (code storage.full).
-        """
-        folder = self._folder(upload_id)
-        with full_disk_is_capacity():
-            folder.mkdir(mode=0o700, exist_ok=True)
-            fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _FLAGS, 0o600)
-        try:
-            received = os.fstat(fd).st_size
-            if offset is None:
-                os.ftruncate(fd, 0)
-            elif offset != received:
-                message = f"{received} bytes of the file were received; go on with byte {received}."
-                raise errors.ConflictError(message, code="upload.offset_mismatch", param="content-range")
-            yield fd
-        finally:
-            os.close(fd)
-
-    def read(self, upload_id: str, name: str) -> Iterator[bytes]:
-        """A file's bytes in pieces of `PIECE_BYTES`."""
-        with os.fdopen(os.open(self._folder(upload_id) / name, os.O_RDONLY | _FLAGS), "rb") as file:
-            while piece := file.read(PIECE_BYTES):
-                yield piece
-
-    def delete(self, upload_id: str, *names: str) -> None:
-        """Remove these files, or without names the whole folder; what is not there is no error."""
-        folder = self._folder(upload_id)
-        for name in names:
-            (folder / name).unlink(missing_ok=True)
-        if not names:
-            with suppress(FileNotFoundError):
-                shutil.rmtree(folder)
-
-    def ids(self) -> list[str]:
-        """Uploads that have a folder."""
-        return [name for name in os.listdir(self._root) if _ID.fullmatch(name)]
-
-    def _folder(self, upload_id: str) -> Path:
-        if not _ID.fullmatch(upload_id):
-            raise ValueError(f"no id of an upload: {upload_id!r}")
-        return self._root / upload_id

@@ -112,7 +112,12 @@ async def update_adapter(name: str, request: Request, services: Wired, caller: T
     async with services.pin_lock:
         await _check_pin(services, caller, name, body)
         adapter = await services.registry.adapters.update_adapter(
-            caller.tenant_id, name, **body.model_dump(), actor=caller.actor
+            caller.tenant_id,
+            name,
+            description=body.description,
+            pinned_copies=body.copies,
+            aliases=body.aliases,
+            actor=caller.actor,
         )
     await sync_pins(services)
     pages = await services.validator.pages(adapter.current)
@@ -149,7 +154,8 @@ async def list_uploads(
 ) -> schemas.UploadList:
     """List uploads of the last 24 hours, oldest first."""
     page = await services.registry.uploads.list(caller.tenant_id, after, limit)
-    return schemas.UploadList(data=[await show(services, upload) for upload in page.items], next=page.next)
+    views = await asyncio.gather(*(show(services, upload) for upload in page.items))
+    return schemas.UploadList(data=views, next=page.next)
 
 
 @router.get("/v1/uploads/{upload_id}")
@@ -220,13 +226,14 @@ async def _check_pin(services: Services, caller: TenantCaller, name: str, body: 
     """Return if the tenant may have so many pages pinned after this change; raises like `check_pinned_pages`."""
     adapter = await services.registry.adapters.get_adapter(caller.tenant_id, name)
     moves = DEFAULT_ALIAS in body.aliases
-    if not (body.pinned or (moves and adapter.pinned and body.pinned is None)):
+    copies = body.copies if body.copies is not None else adapter.pinned_copies if moves else 0
+    if not copies:
         return
     meaning = body.aliases.get(DEFAULT_ALIAS) if moves else adapter.aliases.get(DEFAULT_ALIAS)
     wanted = {meaning} if isinstance(meaning, int) else set(meaning or ())
     versions = await services.registry.adapters.list_versions(caller.tenant_id, name)
     kept = [version for version in versions if version.version in wanted]
-    await check_pinned_pages(services, adapter, kept or [adapter.current])
+    await check_pinned_pages(services, adapter, kept or [adapter.current], copies)
 
 
 async def _stored_item(services: Services, caller: Caller, selector: str, room: Room) -> schemas.AdapterFitItem:

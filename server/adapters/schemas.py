@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 STATUS_S = 2.0
 """Longest wait in seconds for the engine's status, where the answer works without it."""
+MAX_COPIES = 1000
+"""Most servers on which an adapter may be pinned."""
 Residents = Mapping[str, ResidentAdapter]
 """Adapters in device or host memory, by digest."""
 
@@ -89,6 +91,8 @@ class AdapterView(VersionFields):
     load_p95_s: float | None
     """Seconds that 95 % of its last 32 loads onto the device took at most; null while it is in no memory."""
     pinned: bool
+    pinned_copies: int
+    """On how many servers it is pinned; 0 if it is not."""
     aliases: dict[str, int | dict[str, int]]
     """Alias to version, or to the weights of the versions among which it splits its requests."""
     description: str | None
@@ -249,10 +253,24 @@ class AdapterPatchBody(Body):
 
     description: str | None = Field(None, max_length=4096)
     pinned: bool | None = None
+    pinned_copies: int | None = Field(None, ge=1, le=MAX_COPIES)
+    """On how many servers to keep it, with `pinned` true; 1 if it is left out. Each copy counts as pinned pages."""
     aliases: Annotated[
         dict[str, dict[int, int] | int | None], BeforeValidator(_aliases, json_schema_input_type=_Aliases)
     ] = Field(default_factory=dict, max_length=64)
     """Merged into what is there: a version, versions by weight (a canary), or null to remove the alias."""
+
+    @property
+    def copies(self) -> int | None:
+        """Copies to pin, 0 to unpin; None leaves the pin as it is."""
+        return self.pinned if self.pinned is None else int(self.pinned) * (self.pinned_copies or 1)
+
+    @model_validator(mode="after")
+    def _copies_are_of_a_pin(self) -> AdapterPatchBody:
+        if self.pinned_copies is not None and not self.pinned:
+            message = 'pinned_copies says on how many servers to pin: give it with "pinned": true.'
+            raise InvalidRequestError(message, param="pinned_copies")
+        return self
 
 
 class UploadFileBody(Body):
@@ -321,7 +339,7 @@ def adapter_view(
 ) -> AdapterView:
     """An adapter's body, of its current version."""
     resident = residents.get(adapter.current.digest)
-    own = {name: getattr(adapter, name) for name in ("id", "pinned", "description", "created_at")}
+    own = {name: getattr(adapter, name) for name in ("id", "pinned", "pinned_copies", "description", "created_at")}
     return AdapterView.model_validate(
         {
             **_version_fields(adapter, adapter.current, resident),

@@ -23,40 +23,42 @@ LOOK_S = 0.5
 class Duties:
     """Follows changes. Thread: the event loop's."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._replicas: tuple[str, ...] = (services.server_name,)
+    def __init__(self) -> None:
+        self._name = ""
+        self._replicas: tuple[str, ...] = ()
+        """Names of the ready ones; empty before the first look, when there are no duties."""
         self._seen: object = None
 
     def is_own(self, digest: str, copies: int) -> bool:
         """Whether this replica is among the first ones for an adapter that is to be on so many."""
-        return self._services.server_name in ranked(digest, self._replicas)[:copies]
+        return self._name in ranked(digest, self._replicas)[:copies]
 
-    async def follow(self) -> None:
+    async def follow(self, services: Services) -> None:
         """Look for changes, for ever."""
+        self._name = services.server_name
         while True:
             try:
-                await self._look()
+                await self._look(services)
             except CapacityError as error:
                 log.warning("changes_not_followed", error=error.message)  # the next look does it
             await asyncio.sleep(LOOK_S)
 
-    async def _look(self) -> None:
-        registry = self._services.registry
+    async def _look(self, services: Services) -> None:
+        registry = services.registry
         listed = await registry.servers.listed("replica")
         replicas = tuple(server.name for server in listed if server.state == "ready")
         now = (await registry.last_change(), replicas)
         if now == self._seen:
             return
         self._replicas = replicas
-        await sync_pins(self._services)
-        await self._drop_deleted()
+        await sync_pins(services)
+        await _drop_deleted(services)
         self._seen = now
 
-    async def _drop_deleted(self) -> None:
-        """Have the engine drop adapters that no version is any more; those that run finish."""
-        status = await self._services.engine_status()
-        digests = {resident.digest for resident in status.residents}
-        known = await self._services.registry.adapters.version_names(digests)
-        for digest in digests - known.keys():
-            await self._services.engine.drop_adapter(digest)
+
+async def _drop_deleted(services: Services) -> None:
+    """Have the engine drop adapters that are no version's any more; requests that run with them finish."""
+    digests = {resident.digest for resident in (await services.engine_status()).residents}
+    known = await services.registry.adapters.version_names(digests)
+    for digest in digests - known.keys():
+        await services.engine.drop_adapter(digest)

@@ -19,6 +19,7 @@ import weft
 from weft.adapters.ref import ResidentAdapter
 from weft.errors import EngineUnavailableError
 from weft.registry.servers import Server
+from weft.server.cluster.duties import Duties
 from weft.server.cluster.membership import Membership
 from weft.server.cluster.wire import (
     LEDGER_ID,
@@ -35,14 +36,17 @@ from weft.server.cluster.wire import (
 from weft.server.hop import Hop
 from weft.server.http.sse import ClosingResponse
 from weft.server.services import Services
+from weft.server.threads import cancel_all
 
 RESIDENTS_S = 1.0
 """Seconds between two looks at which adapters the engine has."""
 _encode = msgspec.json.Encoder().encode
 
 
-async def join(app: ASGIApp, services: Services, url: str, stack: AsyncExitStack) -> tuple[ASGIApp, Membership]:
-    """Make a server a replica: list it, and take requests of gateways. `stack` takes it off the list.
+async def join(
+    app: ASGIApp, services: Services, url: str, stack: AsyncExitStack, duties: Duties
+) -> tuple[ASGIApp, Membership]:
+    """Make a server a replica: list it, follow its duties, and take requests of gateways. `stack` ends all of it.
 
     Raises:
         CapacityError: The database cannot answer.
@@ -61,6 +65,8 @@ async def join(app: ASGIApp, services: Services, url: str, stack: AsyncExitStack
     membership = Membership(services.registry.servers, server)
     await membership.start()
     stack.push_async_callback(membership.stop)
+    following = asyncio.create_task(duties.follow(services), name="weft-duties")
+    stack.push_async_callback(cancel_all, [following])
     token = cluster_token(services.registry.key_ring)
     return FromGateways(app, Reports(services, membership), token), membership
 

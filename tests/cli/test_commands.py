@@ -105,6 +105,7 @@ def test_a_pickle_in_a_folder_is_refused_with_the_command_that_converts_it(tmp_p
         ("adapter ls --tenant acme", "GET /v1/adapters?tenant=acme&limit=1000", None),
         ("adapter rm a --version 2", "DELETE /v1/adapters/a?version=2", None),
         ("adapter pin a", "PATCH /v1/adapters/a", {"pinned": True}),
+        ("adapter pin a --copies 2", "PATCH /v1/adapters/a", {"pinned": True, "pinned_copies": 2}),
         ("adapter unpin a --tenant acme", "PATCH /v1/adapters/a?tenant=acme", {"pinned": False}),
         (
             "adapter alias a prod=2 default=1:90,3:10 old= --tenant acme",

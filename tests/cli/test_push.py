@@ -18,6 +18,7 @@ from api_server import Api
 from weft import client
 from weft.cli import make_app
 from weft.errors import ClientError
+from weft.server.adapters import staged_files
 
 pytestmark = pytest.mark.anyio
 
@@ -90,14 +91,14 @@ async def test_push_goes_on_after_a_broken_connection(api: Api, folder: Path, mo
     monkeypatch.setattr(client, "PAUSES_S", (0, *[0.2] * 7))
     key, size = await api.key("acme"), len(sound().weights)
     received: list[int] = []
-    appending = api.services.staged.appending
+    opening = staged_files._FolderWriter.open
 
-    def seen(upload_id: str, name: str, offset: int | None) -> Any:
-        if name.endswith("safetensors"):
+    def seen(writer: Any, offset: int | None) -> None:
+        if writer._path.name.endswith("safetensors"):
             received.append(offset or 0)
-        return appending(upload_id, name, offset)
+        opening(writer, offset)
 
-    monkeypatch.setattr(api.services.staged, "appending", seen)
+    monkeypatch.setattr(staged_files._FolderWriter, "open", seen)
     cuts = [size // 3, size // 3]
     async with api.listening() as url, breaking(url, cuts) as broken:
         pushed = await run("adapter", "push", str(folder), "--url", broken, "--key", key, "--json")

@@ -68,7 +68,7 @@ async def test_an_adapter_takes_a_hundred_aliases(registry: Registry, acme: Tena
 
 async def test_description_and_pin_change_by_themselves(registry: Registry, acme: TenantRow) -> None:
     await publish_version(registry, acme.id, "support", facts("a"), "old")
-    assert (await registry.adapters.update_adapter(acme.id, "support", pinned=True)).description == "old"
+    assert (await registry.adapters.update_adapter(acme.id, "support", pinned_copies=1)).description == "old"
     adapter = await registry.adapters.update_adapter(acme.id, "support", description="new")
     assert (adapter.description, adapter.pinned) == ("new", True)
     adapter, _, _ = await publish_version(registry, acme.id, "support", facts("b"))
@@ -126,7 +126,7 @@ async def test_pinned_adapters_of_all_tenants_come_oldest_version_first(
         clock.advance(1)
         await publish_version(registry, tenant.id, name, facts(content))
         if name != "unpinned":
-            await registry.adapters.update_adapter(tenant.id, name, pinned=True)
+            await registry.adapters.update_adapter(tenant.id, name, pinned_copies=1)
     pinned = await registry.adapters.pinned_adapters()
     assert [f"{adapter.tenant}/{adapter.name}" for adapter in pinned] == ["other/b", "acme/a", "acme/b"]
     clock.advance(1)

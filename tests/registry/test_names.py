@@ -162,7 +162,7 @@ async def test_the_current_version_is_the_heaviest_and_other_aliases_split_too(
 
 async def test_all_versions_of_a_pinned_canary_are_pinned(registry: Registry, acme: TenantRow) -> None:
     await registry.adapters.update_adapter(
-        acme.id, "support", pinned=True, aliases={"default": {1: 9, 3: 1}, "beta": 2}
+        acme.id, "support", pinned_copies=1, aliases={"default": {1: 9, 3: 1}, "beta": 2}
     )
     assert {adapter.current.version for adapter in await registry.adapters.pinned_adapters()} == {1, 3}
 
@@ -198,6 +198,6 @@ async def test_an_alias_that_makes_no_sense_changes_nothing(
     registry: Registry, acme: TenantRow, wrong: dict[str, Any]
 ) -> None:
     with pytest.raises(InvalidRequestError):
-        await registry.adapters.update_adapter(acme.id, "support", pinned=True, aliases={"first": 1, **wrong})
+        await registry.adapters.update_adapter(acme.id, "support", pinned_copies=1, aliases={"first": 1, **wrong})
     adapter = await registry.adapters.get_adapter(acme.id, "support")
     assert (adapter.aliases, adapter.pinned) == ({"default": {3: 1}}, False)

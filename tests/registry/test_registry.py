@@ -30,7 +30,7 @@ pytestmark = pytest.mark.anyio
 TENANT_SCOPED: dict[str, Callable[[Registry, str, str], Awaitable[object]]] = {
     "get_adapter": lambda registry, tenant, name: registry.adapters.get_adapter(tenant, name),
     "list_versions": lambda registry, tenant, name: registry.adapters.list_versions(tenant, name),
-    "update_adapter": lambda registry, tenant, name: registry.adapters.update_adapter(tenant, name, pinned=True),
+    "update_adapter": lambda registry, tenant, name: registry.adapters.update_adapter(tenant, name, pinned_copies=1),
     "delete_adapter": lambda registry, tenant, name: registry.adapters.delete_adapter(tenant, name),
     "grant_adapter": lambda registry, tenant, name: registry.grants.grant_adapter(tenant, name, "ten_mallory"),
     "withdraw_grant": lambda registry, tenant, name: registry.grants.withdraw_grant(tenant, name, "ten_mallory"),

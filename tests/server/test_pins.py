@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from dataclasses import replace
 
 import pytest
@@ -87,4 +88,100 @@ async def test_a_pin_follows_the_default_version_also_when_it_changes_at_once(ap
     await acme.delete(f"/v1/adapters/pirate?version={shown['aliases']['default']}")
     assert api.engine.pinned == {(await acme.get("/v1/adapters/pirate")).json()["digest"]}
     await acme.patch("/v1/adapters/pirate", json={"pinned": False})
+    assert api.engine.pinned == set()
+
+
+async def test_a_pin_is_a_number_of_copies(api: Api, acme: Client) -> None:
+    shown = (await upload(acme, "pirate")).json()
+    assert (shown["pinned"], shown["pinned_copies"]) == (False, 0)
+    for body, expected in (
+        ({"pinned": True}, (True, 1)),
+        ({"pinned": True, "pinned_copies": 3}, (True, 3)),
+        ({"description": "arr"}, (True, 3)),
+        ({"pinned": True}, (True, 1)),
+        ({"pinned": True, "pinned_copies": 1000}, (True, 1000)),
+        ({"pinned": False}, (False, 0)),
+    ):
+        for answer in (await acme.patch("/v1/adapters/pirate", json=body), await acme.get("/v1/adapters/pirate")):
+            assert (answer.json()["pinned"], answer.json()["pinned_copies"]) == expected, body
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"pinned_copies": 2},
+        {"pinned": False, "pinned_copies": 2},
+        *({"pinned": True, "pinned_copies": copies} for copies in (0, -1, 1001, 1.5, "2", True)),
+    ],
+)
+async def test_copies_are_of_a_pin_and_a_number_above_0(api: Api, acme: Client, body: dict[str, object]) -> None:
+    await upload(acme, "pirate")
+    answer = await acme.patch("/v1/adapters/pirate", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "pinned_copies")
+    assert (await acme.get("/v1/adapters/pirate")).json()["pinned_copies"] == 0
+
+
+async def test_the_limit_of_pinned_pages_counts_every_copy(api: Api, acme: Client) -> None:
+    pages = (await upload(acme, "a")).json()["pages"]
+    assert (await upload(acme, "b", sound(alpha=4))).json()["pages"] == pages
+    limits = {"limits": {"pinned_pages": 3 * pages}}
+    assert (await api.admin.patch("/v1/tenants/acme", json=limits)).status_code == 200
+
+    async def pin(name: str, copies: int) -> int:
+        answer = await acme.patch(f"/v1/adapters/{name}", json={"pinned": True, "pinned_copies": copies})
+        if answer.status_code != 200:
+            assert answer.json()["error"]["code"] == "quota.pinned_pages"
+        return answer.status_code
+
+    assert [await pin("a", 4), await pin("a", 3), await pin("b", 1)] == [403, 200, 403]
+    assert [await pin("a", 2), await pin("b", 2), await pin("b", 1), await pin("a", 3)] == [200, 403, 200, 403]
+    split = {"aliases": {"default": {"1": 1, "2": 1}}}
+    assert (await upload(acme, "a", sound(alpha=8), activate="false")).status_code == 201
+    assert (await acme.patch("/v1/adapters/a", json=split)).json()["error"]["code"] == "quota.pinned_pages"
+
+
+async def test_pins_move_when_servers_join_and_leave(api: Api, acme: Client) -> None:
+    digests = [(await upload(acme, f"a{alpha}", sound(alpha))).json()["digest"] for alpha in range(1, 13)]
+    for alpha in range(1, 13):
+        body = {"pinned": True, "pinned_copies": 2 if alpha % 2 else 1}
+        assert (await acme.patch(f"/v1/adapters/a{alpha}", json=body)).status_code == 200
+    servers = ["srv_a", "srv_b"]
+
+    def first(digest: str, copies: int) -> list[str]:
+        ranked = sorted(servers, key=lambda name: hashlib.sha256(f"{name} {digest}".encode()).digest(), reverse=True)
+        return ranked[:copies]
+
+    def due(name: str) -> set[str]:
+        return {digest for number, digest in enumerate(digests) if name in first(digest, 1 if number % 2 else 2)}
+
+    services = replace(api.services, is_duty=lambda digest, copies: "srv_a" in first(digest, copies))
+    await sync_pins(services)
+    assert api.engine.pinned == due("srv_a") < set(digests)
+    assert due("srv_a") | due("srv_b") == set(digests)
+    alone_with_one = due("srv_a")
+    servers.append("srv_c")
+    await sync_pins(services)
+    assert api.engine.pinned == due("srv_a") < alone_with_one
+    told = len(api.engine.told_pins)
+    await sync_pins(services)
+    assert len(api.engine.told_pins) == told
+    del servers[1:]
+    await sync_pins(services)
+    assert api.engine.pinned == set(digests)
+    servers[:] = ["srv_b"]
+    await sync_pins(services)
+    assert api.engine.pinned == set()
+
+
+async def test_two_adapters_of_one_digest_are_kept_where_either_asks(api: Api, acme: Client, rival: Client) -> None:
+    digest = (await upload(acme, "pirate")).json()["digest"]
+    await upload(rival, "corsair")
+    services = replace(api.services, is_duty=lambda _, copies: copies > 1, synced_pins={})
+    await acme.patch("/v1/adapters/pirate", json={"pinned": True})
+    await rival.patch("/v1/adapters/corsair", json={"pinned": True, "pinned_copies": 2})
+    api.engine.pinned.clear()
+    await sync_pins(services)
+    assert api.engine.pinned == {digest}
+    await rival.patch("/v1/adapters/corsair", json={"pinned": True})
+    await sync_pins(services)
     assert api.engine.pinned == set()

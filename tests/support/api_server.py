@@ -24,7 +24,7 @@ from weft.adapters.blobs.store import open_blobs
 from weft.config import AdapterConfig, Config, ModelConfig, RegistryConfig, ServerConfig
 from weft.registry.db.clock import utc_now
 from weft.registry.registry import Registry
-from weft.server.adapters.resumable_upload import StagedFiles
+from weft.server.adapters.staged_files import open_staged
 from weft.server.app import create_app
 from weft.server.drain import Drain
 from weft.server.http.body import Pace
@@ -180,7 +180,7 @@ async def api(
             metrics.refused,
         ),
         drain=Drain(),
-        staged=StagedFiles(server.data_dir / "uploads"),
+        staged=open_staged(config, blobs),
         server_name=SERVER,
         memory=MemoryBlobs(push_bytes),
         default_tenant=default,

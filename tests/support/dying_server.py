@@ -27,8 +27,7 @@ from weft.engine.status import EngineReady
 from weft.registry import adapters, uploads
 from weft.server import serve
 from weft.server.adapters import resumable_upload as piecewise
-from weft.server.adapters import upload_guards
-from weft.server.adapters.resumable_upload import StagedFiles
+from weft.server.adapters import staged_files, upload_guards
 from weft.server.adapters.validation import AdapterValidator
 from weft.server.status.metrics import Metrics
 
@@ -93,10 +92,10 @@ def install() -> None:
     _watch(Metrics, "learn_adapter", "naming")
     _watch(upload_guards, "answered", "answer")
     _watch(uploads.Uploads, "create", "announcement")
-    _watch(piecewise, "write_all", "staged bytes", lambda _, chunk: len(chunk) > 0)
-    _watch(piecewise, "sync", "staged sync")
+    _watch(staged_files, "write_all", "staged bytes", lambda _, chunk: len(chunk) > 0)
+    _watch(os, "fsync", "staged sync", lambda fd: "/uploads/" in os.readlink(f"/proc/self/fd/{fd}"))
     _watch(piecewise, "gather", "gathering")
-    _watch(StagedFiles, "delete", "clearing")
+    _watch(staged_files.StagedFolder, "delete", "clearing")
 
 
 def _serve(arguments: list[str]) -> None:

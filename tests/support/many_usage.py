@@ -85,7 +85,7 @@ def _published(owner: TenantRow, adapter_id: str, name: str, facts: VersionFacts
     """The rows that publishing an adapter's first version writes; 500 transactions would take seconds."""
     values = {field.name: getattr(facts, field.name) for field in fields(VersionFacts)}
     values |= {"spec": facts.spec.canonical(), "target_modules": list(facts.target_modules)}
-    own = {"tenant_id": owner.id, "tenant": owner.name, "name": name, "pinned": False, "next_version": 2}
+    own = {"tenant_id": owner.id, "tenant": owner.name, "name": name, "pinned_copies": 0, "next_version": 2}
     told = {"digest": facts.digest, "activate": True}
     return [
         AdapterRow(id=adapter_id, created_at=now, **own),

@@ -27,6 +27,7 @@ Meanings = Annotated[
     list[str],
     typer.Argument(metavar="ALIAS=MEANING...", help="prod=2, a canary as prod=2:90,3:10, or prod= to remove it."),
 ]
+Copies = Annotated[int, typer.Option(min=1, help="Servers that keep it, where several share a database.")]
 OnlyVersion = Annotated[int | None, typer.Option("--version", help="Only this version.")]
 app = typer.Typer(help="Check, upload, list and remove adapters.", no_args_is_help=True)
 
@@ -133,7 +134,7 @@ def show_adapter(name: str, tenant: TENANT = None, url: URL = None, key: KEY = N
         show({**body, "versions": versions, "grants": grants}, True, ())
         return
     body["granted_to"] = [grant["tenant"] + (f"@{grant['version']}" if grant["version"] else "") for grant in grants]
-    show(body, False, (*COLUMNS, "description", "granted_to"))
+    show(body, False, (*COLUMNS, "pinned_copies", "description", "granted_to"))
     _tell(body.get("report") or {})
     typer.echo("")
     show(versions, False, ("version", "digest", "rank", "size_bytes", "created_at"))
@@ -176,9 +177,10 @@ def remove(name: str, version: OnlyVersion = None, tenant: TENANT = None, url: U
 
 
 @app.command()
-def pin(name: str, tenant: TENANT = None, url: URL = None, key: KEY = None) -> None:
+def pin(name: str, copies: Copies = 1, tenant: TENANT = None, url: URL = None, key: KEY = None) -> None:
     """Bring an adapter to the device and keep it there."""
-    connect(url, key, tenant).update_adapter(_own_name(name), pinned=True)
+    wanted = {"pinned_copies": copies} if copies != 1 else {}
+    connect(url, key, tenant).update_adapter(_own_name(name), pinned=True, **wanted)
     typer.echo(f"pinned {name}")
 
 

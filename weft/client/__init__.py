@@ -259,7 +259,7 @@ class Client:
         return self._list(_path("adapters", name, "versions"))
 
     def update_adapter(self, name: str, **fields: Any) -> Json:  # noqa: ANN401 - JSON
-        """Change `description`, `pinned` or `aliases` of an adapter.
+        """Change `description`, `pinned` (with `pinned_copies`) or `aliases` of an adapter.
 
         `aliases` maps an alias to a version, to weights of versions that share its requests as `{"1": 95, "2": 5}`, or
         to None, which deletes it. The name without @ means the alias `default`.

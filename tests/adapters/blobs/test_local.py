@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from blob_io import CONTENT, DIGEST, read, store
 from s3_server import S3Server
 from weft.adapters.blobs import s3 as s3_blobs
+from weft.adapters.blobs.bucket import Bucket
 from weft.adapters.blobs.local import PIECE_BYTES, LocalBlobs
 from weft.adapters.blobs.s3 import S3Blobs
 from weft.adapters.blobs.store import BlobStore
@@ -68,7 +69,7 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setenv(name, value)
     bucket = s3.new_bucket()
     monkeypatch.setattr(s3_blobs, "UNCLAIMED_S", 0)
-    blobs = S3Blobs(bucket, "", cache=local, cache_bytes=1 << 30, allow_http=True)
+    blobs = S3Blobs(Bucket(bucket, "", allow_http=True), cache=local, cache_bytes=1 << 30)
     return Kept(blobs, local, s3, bucket)
 
 

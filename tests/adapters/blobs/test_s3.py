@@ -17,9 +17,10 @@ import pytest
 
 from blob_io import CONTENT, DIGEST, read, store
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
-from weft.adapters.blobs import s3 as s3_blobs
+from weft.adapters.blobs import bucket as buckets
+from weft.adapters.blobs.bucket import PART_BYTES, Bucket
 from weft.adapters.blobs.local import LocalBlobs
-from weft.adapters.blobs.s3 import PART_BYTES, S3Blobs
+from weft.adapters.blobs.s3 import S3Blobs
 from weft.adapters.blobs.store import BlobStore, open_blobs
 from weft.config import RegistryConfig
 from weft.errors import AdapterUnavailableError, CapacityError, ConfigError
@@ -45,7 +46,8 @@ def blobs(bucket: str, tmp_path: Path) -> S3Blobs:
 
 
 def s3_blobs_in(bucket: str, cache: Path, *, cache_bytes: int = 1 << 30, **options: Any) -> S3Blobs:
-    return S3Blobs(bucket, "team/a", cache=LocalBlobs(cache), cache_bytes=cache_bytes, allow_http=True, **options)
+    opened = Bucket(bucket, "team/a", allow_http=True, **options)
+    return S3Blobs(opened, cache=LocalBlobs(cache), cache_bytes=cache_bytes)
 
 
 def read_error(blobs: BlobStore, sha256: str = DIGEST) -> str:
@@ -272,10 +274,10 @@ def test_a_server_that_is_gone_is_told_and_not_asked_by_everybody(
         blobs = s3_blobs_in(bucket, tmp_path / "cache", request_s=0.5, clock=lambda: now_s)
         with pytest.raises(CapacityError) as caught:
             blobs.probe()
-        assert (caught.value.code, caught.value.retry_after_s) == ("storage.unavailable", s3_blobs.DOWN_S)
+        assert (caught.value.code, caught.value.retry_after_s) == ("storage.unavailable", buckets.DOWN_S)
         closed.listen(1)
         closed.setblocking(False)
-        now_s += s3_blobs.DOWN_S - 0.1
+        now_s += buckets.DOWN_S - 0.1
         for _ in range(100):
             assert read_error(blobs) == "storage.unavailable"
         assert read(blobs, hashlib.sha256(b"a copy").hexdigest()) == b"a copy"
@@ -289,7 +291,7 @@ def test_a_server_that_is_gone_is_told_and_not_asked_by_everybody(
 def test_nobody_waits_for_a_server_that_never_answers(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_blobs, "DOWN_S", 0.0)
+    monkeypatch.setattr(buckets, "DOWN_S", 0.0)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(16)

@@ -85,7 +85,7 @@ async def test_two_openers_at_once_both_find_the_schema(tmp_path: Path, database
     await again.close()
 
 
-@pytest.mark.parametrize("revision", ["9999", "0006"])
+@pytest.mark.parametrize("revision", ["9999", "0099"])
 async def test_a_database_with_an_unknown_schema_is_refused_and_left_as_it_is(
     database: Database, tmp_path: Path, database_url: str | None, revision: str
 ) -> None:

@@ -261,7 +261,7 @@ async def test_a_full_disk_keeps_what_was_received(acme: Client, monkeypatch: py
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("weft.server.adapters.resumable_upload.os.write", full)
+        patch.setattr("weft.adapters.blobs.local.os.write", full)
         answer = await put(acme, upload_id, WEIGHTS, GOOD.weights[1000:], 1000, size)
         assert code(answer) == (507, "storage.full")
     assert (await acme.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"] == 1000

@@ -1,0 +1,312 @@
+"""Uploads in pieces at two servers over one database and one blob store, a shared folder or S3."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import secrets
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api_adapters import sound
+from api_server import Api, Client
+from api_server import api as open_api
+from piecewise_client import CONFIG, WEIGHTS, announce, code, complete, put, send_all
+from postgres_server import KINDS, database_of
+from s3_server import S3Server
+from weft.errors import BusyError, CapacityError, ConflictError
+from weft.server.adapters import staged_files
+from weft.server.adapters.staged_files import StagedFolder, StagedObjects
+from weft.server.garbage import Sweeper
+
+pytestmark = pytest.mark.anyio
+GOOD = sound()
+SIZE = len(GOOD.weights)
+HALF = SIZE // 2
+UPLOAD = "upl_" + "0" * 26
+
+
+class Two:
+    """Two servers, a client of each for the same tenant, and what lies staged."""
+
+    def __init__(self, apis: tuple[Api, Api], clients: tuple[Client, Client], place: Path | str, s3: S3Server) -> None:
+        self.apis, self.clients, self._place, self._s3 = apis, clients, place, s3
+
+    def staged(self) -> list[str]:
+        if isinstance(self._place, Path):
+            return sorted(str(path) for path in (self._place / "uploads").rglob("*") if path.is_file())
+        return [key for key in self._s3.keys(self._place) if "/uploads/" in key]
+
+    async def received(self, upload_id: str, server: int) -> int:
+        view = (await self.clients[server].get(f"/v1/uploads/{upload_id}")).json()
+        return int(view["files"][WEIGHTS]["received"])
+
+
+@pytest.fixture(params=["folder", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, bucket: str) -> Path | str:
+    return tmp_path / "shared" if request.param == "folder" else bucket
+
+
+@pytest.fixture(params=KINDS)
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return database_of(request.param) or f"sqlite:///{tmp_path}/registry.sqlite"
+
+
+@pytest.fixture
+async def two(tmp_path: Path, place: Path | str, database_url: str, s3: S3Server) -> AsyncIterator[Two]:
+    blob_url = str(place) if isinstance(place, Path) else f"s3://{place}/weft"
+
+    for name in ("a", "b"):
+        (tmp_path / name / "data").mkdir(parents=True)
+        (tmp_path / name / "data" / "pepper").write_text("ab" * 32)
+    async with (
+        open_api(tmp_path / "a", blob_url=blob_url, database_url=database_url) as one,
+        open_api(tmp_path / "b", blob_url=blob_url, database_url=database_url) as other,
+    ):
+        key = await one.key("acme")
+        yield Two((one, other), (one.client(key), other.client(key)), place, s3)
+
+
+async def test_an_upload_goes_on_at_another_server_and_ends_at_the_first(two: Two) -> None:
+    one, other = two.clients
+    upload_id = (await announce(one, GOOD)).json()["id"]
+    await put(one, upload_id, CONFIG, GOOD.config)
+    first = await put(one, upload_id, WEIGHTS, GOOD.weights[:HALF], 0, SIZE)
+    assert first.json()["files"][WEIGHTS]["received"] == await two.received(upload_id, 1) == HALF
+    assert code(await put(other, upload_id, WEIGHTS, GOOD.weights[:HALF], 0, SIZE)) == (409, "upload.offset_mismatch")
+    assert code(await complete(other, upload_id)) == (409, "upload.incomplete")
+    rest = await put(other, upload_id, WEIGHTS, GOOD.weights[HALF:], HALF, SIZE)
+    assert rest.json()["missing"] == []
+    done = await complete(one, upload_id)
+    assert done.status_code == 201, done.text
+    assert two.staged() == []
+    again = await complete(other, upload_id)
+    assert (again.status_code, again.content) == (200, done.content)
+
+
+async def test_a_cut_at_one_server_keeps_what_came_for_the_other(two: Two) -> None:
+    one, other = two.clients
+    upload_id = (await announce(one, GOOD)).json()["id"]
+
+    async def breaking() -> AsyncIterator[bytes]:
+        yield GOOD.weights[:HALF]
+        raise ConnectionError
+
+    cut = await one.put(f"/v1/uploads/{upload_id}/files/{WEIGHTS}", content=breaking())
+    assert cut.status_code == 500  # this transport has no other way to break off
+    assert await two.received(upload_id, 1) == HALF
+    await put(other, upload_id, WEIGHTS, GOOD.weights[HALF:], HALF, SIZE)
+    await put(other, upload_id, CONFIG, GOOD.config)
+    assert (await complete(other, upload_id)).status_code == 201
+
+
+async def test_bytes_that_only_one_server_spoilt_are_refused_and_due_again_at_both(two: Two) -> None:
+    one, other = two.clients
+    upload_id = await send_all(one, GOOD)
+    await put(one, upload_id, WEIGHTS, GOOD.weights[:HALF])
+    spoilt = bytes(byte ^ 1 for byte in GOOD.weights[HALF:])
+    assert (await put(other, upload_id, WEIGHTS, spoilt, HALF, SIZE)).json()["missing"] == []
+    assert code(await complete(one, upload_id)) == (422, "upload.digest_mismatch")
+    assert [await two.received(upload_id, server) for server in (0, 1)] == [0, 0]
+    assert (await put(other, upload_id, WEIGHTS, GOOD.weights)).status_code == 200
+    assert (await complete(one, upload_id)).status_code == 201
+
+
+async def test_one_file_sent_to_both_at_once_becomes_right_or_is_refused(two: Two) -> None:
+    upload_id = (await announce(two.clients[0], GOOD)).json()["id"]
+    await put(two.clients[0], upload_id, CONFIG, GOOD.config)
+    meet = asyncio.Barrier(2)
+
+    async def slowly(stop: int) -> AsyncIterator[bytes]:
+        yield GOOD.weights[:1000]
+        await meet.wait()
+        yield GOOD.weights[1000:stop]
+
+    answers = await asyncio.wait_for(
+        asyncio.gather(*(_send(two.clients[server], upload_id, slowly(SIZE), meet) for server in (0, 1))), 30
+    )
+    assert {answer.status_code for answer in answers} <= {200, 409}
+    assert 200 in {answer.status_code for answer in answers}
+    for answer in answers:
+        assert answer.status_code == 200 or code(answer) == (409, "upload.busy")
+    assert [await two.received(upload_id, server) for server in (0, 1)] == [SIZE, SIZE]
+    done = await asyncio.gather(*(complete(client, upload_id) for client in two.clients))
+    assert sorted(answer.status_code for answer in done) == [200, 201], [answer.text for answer in done]
+    assert two.staged() == []
+
+
+async def _send(client: Client, upload_id: str, body: AsyncIterator[bytes], meet: asyncio.Barrier) -> Any:
+    """Send the weights; a server that does not read on must not keep the other waiting."""
+    answer = await client.put(f"/v1/uploads/{upload_id}/files/{WEIGHTS}", content=body)
+    if answer.status_code != 200:
+        await meet.wait()
+    return answer
+
+
+async def test_an_upload_deleted_at_one_server_is_gone_at_the_other(two: Two) -> None:
+    one, other = two.clients
+    upload_id = await send_all(one, GOOD)
+    assert (await other.delete(f"/v1/uploads/{upload_id}")).status_code == 204
+    assert two.staged() == []
+    assert code(await put(one, upload_id, WEIGHTS, GOOD.weights)) == (404, "not_found")
+    assert code(await complete(one, upload_id)) == (404, "not_found")
+
+
+async def test_files_that_go_while_they_are_gathered_are_missing_again(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload_id = await send_all(two.clients[0], GOOD)
+    staged = two.apis[0].services.staged
+    read = staged.read
+
+    def read_deleted(upload_id: str, name: str) -> Any:
+        pieces = read(upload_id, name)
+        two.apis[1].services.staged.delete(upload_id)
+        if isinstance(staged, StagedObjects):  # which lists them first, and finds none of them then
+            listed = staged_files._Piece(0, SIZE, f"uploads/{upload_id}/{name}/{0:016}-{secrets.token_hex(8)}")
+            monkeypatch.setattr(staged, "_pieces", lambda _: {name: [listed]})
+        return pieces
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staged, "read", read_deleted)
+        assert code(await complete(two.clients[0], upload_id)) == (409, "upload.incomplete")
+    monkeypatch.undo()
+
+
+async def test_either_server_sweeps_what_the_other_left(two: Two) -> None:
+    kept, old = [await send_all(two.clients[0], GOOD, name) for name in ("kept", "old")]
+    owner = await two.apis[0].services.registry.tenants.get_tenant("acme")
+    await two.apis[0].services.registry.uploads.delete(owner.id, old)  # and dies before the files go
+    assert (await Sweeper(two.apis[1].services).sweep())["staged"] == 1
+    assert {kept in path for path in two.staged()} == {True}
+    two.apis[1].ahead = timedelta(hours=25)
+    with two.apis[1].services.intake.writing(kept, WEIGHTS):
+        assert (await Sweeper(two.apis[1].services).sweep())["staged"] == 0
+    assert (await Sweeper(two.apis[1].services).sweep())["staged"] == 1
+    assert two.staged() == []
+
+
+async def test_the_default_folder_of_blobs_keeps_uploads_in_the_data_folder(api: Api, acme: Client) -> None:
+    await send_all(acme, GOOD)
+    assert isinstance(api.services.staged, StagedFolder)
+    assert {path.parents[1] for path in api.services.config.server.data_dir.rglob(WEIGHTS)} == {
+        api.services.config.server.data_dir / "uploads"
+    }
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+async def test_without_s3_a_piece_is_503_and_what_was_confirmed_stays(two: Two, s3: S3Server) -> None:
+    one, other = two.clients
+    upload_id = (await announce(one, GOOD)).json()["id"]
+    await put(one, upload_id, WEIGHTS, GOOD.weights[:HALF], 0, SIZE)
+    with s3.refusing_keys():
+        answer = await put(one, upload_id, WEIGHTS, GOOD.weights[HALF:], HALF, SIZE)
+        assert code(answer) == (503, "storage.unavailable")
+        assert code(await one.get(f"/v1/uploads/{upload_id}")) == (503, "storage.unavailable")
+    assert await two.received(upload_id, 1) == HALF
+    assert (await put(other, upload_id, WEIGHTS, GOOD.weights[HALF:], HALF, SIZE)).status_code == 200
+
+
+async def test_a_piece_in_s3_is_bounded_whole_and_never_replaced(
+    bucket: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged = StagedObjects(opened(bucket))
+    monkeypatch.setattr(staged_files, "OBJECT_BYTES", 1000)
+    content = secrets.token_bytes(4500)
+    early, late = staged.writer(UPLOAD, WEIGHTS), staged.writer(UPLOAD, WEIGHTS)
+    early.open(0)
+    late.open(0)
+    for start in range(0, 4500, 300):
+        early.write(bytearray(content[start : start + 300]))
+    assert staged.sizes(UPLOAD)[WEIGHTS] == 3600  # the server dies here: the rest is not there
+    assert {len(s3.get(bucket, key)) for key in s3.keys(bucket)} == {900}
+    late.write(bytearray(content[:500]))
+    late.close()
+    assert staged.sizes(UPLOAD) == {CONFIG: 0, WEIGHTS: 3600}
+    third = staged.writer(UPLOAD, WEIGHTS)
+    third.open(3600)
+    third.write(bytearray(content[3600:]))
+    third.close()
+    early.close()
+    assert b"".join(staged.read(UPLOAD, WEIGHTS)) == content
+    assert staged.ids() == [UPLOAD]
+    staged.delete(UPLOAD, WEIGHTS)
+    assert (s3.keys(bucket), staged.ids()) == ([], [])
+
+
+async def test_pieces_that_overlap_or_leave_a_gap_count_as_far_as_they_reach(bucket: str, s3: S3Server) -> None:
+    staged = StagedObjects(opened(bucket))
+    content = secrets.token_bytes(100)
+    for number, (start, stop) in enumerate([(0, 10), (0, 30), (20, 50), (5, 8), (50, 60), (70, 100)]):
+        s3.put(bucket, f"weft/uploads/{UPLOAD}/{WEIGHTS}/{start:016}-{number:016x}", content[start:stop])
+    s3.put(bucket, f"weft/uploads/{UPLOAD}/{WEIGHTS}/readme", b"not ours")
+    assert staged.sizes(UPLOAD)[WEIGHTS] == 60
+    assert b"".join(staged.read(UPLOAD, WEIGHTS)) == content[:60]
+    writer = staged.writer(UPLOAD, WEIGHTS)
+    with pytest.raises(ConflictError, match="go on with byte 60"):
+        writer.open(50)
+    writer.open(60)
+    writer.write(bytearray(content[60:75]))
+    writer.close()
+    assert b"".join(staged.read(UPLOAD, WEIGHTS)) == content
+
+
+async def test_a_file_in_s3_takes_so_many_small_pieces(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged_files, "MAX_SHORT", 2)
+    staged = StagedObjects(opened(bucket))
+    for start in (0, 1):
+        writer = staged.writer(UPLOAD, WEIGHTS)
+        writer.open(start)
+        writer.write(bytearray(b"x"))
+        writer.close()
+    writer = staged.writer(UPLOAD, WEIGHTS)
+    with pytest.raises(ConflictError) as caught:
+        writer.open(2)
+    assert caught.value.code == "upload.too_many_pieces"
+    writer.close()
+    writer.open(None)
+    assert staged.sizes(UPLOAD)[WEIGHTS] == 0
+
+
+def test_a_folder_is_written_by_one_server_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = StagedFolder(tmp_path), StagedFolder(tmp_path)
+    writer, second = one.writer(UPLOAD, WEIGHTS), other.writer(UPLOAD, WEIGHTS)
+    writer.open(0)
+    writer.write(bytearray(b"abc"))
+    for refused in (lambda: second.open(None), lambda: list(other.read(UPLOAD, WEIGHTS))):
+        with pytest.raises(BusyError) as caught:
+            refused()
+        assert caught.value.code == "upload.busy"
+        second.close()
+    writer.close()
+    assert b"".join(other.read(UPLOAD, WEIGHTS)) == b"abc"
+
+    def has_no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", has_no_locks)
+    with pytest.raises(CapacityError, match="flock: No locks available"):
+        second.open(3)
+    second.close()
+
+
+def test_a_folder_that_another_server_deletes_at_that_moment_is_an_ended_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
+    writer = staged_files._FolderWriter(tmp_path / UPLOAD / WEIGHTS)
+    with pytest.raises(ConflictError) as caught:
+        writer.open(0)
+    assert caught.value.code == "upload.ended"
+    writer.close()
+
+
+def opened(bucket: str) -> Any:
+    from weft.adapters.blobs.bucket import Bucket
+
+    return Bucket(bucket, "weft", allow_http=True)

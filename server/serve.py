@@ -83,7 +83,8 @@ async def _serve_until(config: Config, announce: Announce, shutdown: Shutdown) -
         listener = stack.enter_context(bind(config.server.host, config.server.port))
         key = admin_key(config.server.data_dir, environment())
         if config.server.role == "replica":  # its room is not entered otherwise
-            from weft.server.cluster.replica import Duties, join
+            from weft.server.cluster.duties import Duties
+            from weft.server.cluster.replica import join
 
             duties = Duties()
             services = await open_services(config, key, announce, stack, shutdown.drain, duties.is_own)

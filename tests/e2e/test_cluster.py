@@ -136,6 +136,26 @@ def test_answers_are_those_of_one_engine_and_adapters_stay_where_they_are(cluste
     wait_for_usage(cluster.gateway, before, [answer["usage"] for answer in answers])
 
 
+def test_every_replica_follows_pins_and_deletes(cluster: Cluster) -> None:
+    gateway = cluster.gateway.publish("pinner", "pirate", "haiku")
+    digest = gateway.get("/v1/adapters/pirate").json()["digest"]
+
+    def pinned() -> list[str]:
+        return [
+            name
+            for name in cluster.replicas
+            if any(each["digest"] == digest and each["pinned"] for each in cluster.engine(name)["residents"])
+        ]
+
+    assert gateway.patch("/v1/adapters/pirate", json={"pinned": True}).status_code == 200
+    wait_until(lambda: len(pinned()) == 1)
+    body = {"pinned": True, "pinned_copies": 2}
+    assert gateway.patch("/v1/adapters/pirate", json=body).status_code == 200
+    wait_until(lambda: len(pinned()) == 2)
+    assert gateway.delete("/v1/adapters/pirate").status_code == 204
+    wait_until(lambda: not pinned())
+
+
 def test_a_killed_replica_is_noticed_by_its_own_streams_alone_and_comes_back(cluster: Cluster) -> None:
     gateway, before = cluster.gateway.tenant("acme"), usage(cluster.gateway)
     streams = [Streamed() for _ in range(NUM_STREAMS)]

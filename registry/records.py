@@ -161,6 +161,8 @@ class AdapterIdentity:
     """The owner's name."""
     name: str
     created_at: datetime
+    pinned_copies: int
+    """On how many servers it is pinned; 0 is not pinned."""
 
     def name_for(self, tenant_id: str | None) -> str:
         """How this tenant calls it: by its name, or as `owner/name`."""
@@ -183,8 +185,6 @@ class Adapter(AdapterIdentity):
     """An adapter as its owner sees it."""
 
     description: str | None
-    pinned_copies: int
-    """On how many servers it is pinned; 0 is not pinned."""
     aliases: Mapping[str, Shares]
     """What each alias means; the name without @ means `default`, which may be missing."""
     current: AdapterVersion

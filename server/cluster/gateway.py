@@ -146,6 +146,7 @@ class Gateway:
             tenant=tenant_id or "",
             affinity=session.encode() if session else fields.beginning(tenant_id or ""),
             held_by=version.held_by if version else None,
+            copies=max(1, adapter.pinned_copies) if adapter else 1,
         )
         return Asked(
             request=request,

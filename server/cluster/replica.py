@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import weft
 from weft.adapters.ref import ResidentAdapter
-from weft.errors import EngineUnavailableError
+from weft.errors import ConfigError, EngineUnavailableError
 from weft.registry.servers import Server
 from weft.server.cluster.membership import Membership
 from weft.server.cluster.wire import (
@@ -38,6 +39,7 @@ from weft.server.services import Services
 
 RESIDENTS_S = 1.0
 """Seconds between two looks at which adapters the engine has."""
+_LEDGER_ID = re.compile(r"use_[0-9a-f]{8,56}")
 _encode = msgspec.json.Encoder().encode
 
 
@@ -46,6 +48,7 @@ async def join(app: ASGIApp, services: Services, url: str, stack: AsyncExitStack
 
     Raises:
         CapacityError: The database cannot answer.
+        ConfigError: A replica of another base is listed.
     """
     config = services.config.server
     server = Server(
@@ -61,6 +64,13 @@ async def join(app: ASGIApp, services: Services, url: str, stack: AsyncExitStack
     membership = Membership(services.registry.servers, server)
     await membership.start()
     stack.push_async_callback(membership.stop)
+    for other in await services.registry.servers.listed("replica"):
+        if (other.model, other.base) != (server.model, server.base):
+            message = f"{other.name} at {other.url} serves `{other.model}` ({other.base}) from this database."
+            hint = (
+                f"Replicas over one database serve one base: give `{server.model}` another database, or stop the rest."
+            )
+            raise ConfigError(f"{message} {hint}", param="model.path")
     token = cluster_token(services.registry.key_ring)
     return FromGateways(app, Reports(services, membership), token), membership
 
@@ -137,11 +147,10 @@ class FromGateways:
             await self._app(scope, receive, send)
         elif scope["path"] == STATE_PATH:
             await ClosingResponse(self._reports.lines(), media_type="application/x-ndjson")(scope, receive, send)
-        elif LEDGER_ID not in headers:
+        elif not _LEDGER_ID.fullmatch(headers.get(LEDGER_ID, "")):
             await self._app(scope, receive, send)
         else:
-            share = min(max(float(headers.get(WEIGHT_SHARE, "1")), 0.0), 1.0) or 1.0
-            hop = Hop(ledger_id=headers[LEDGER_ID], weight_share=share, sticky=headers.get(STICKY, ""))
+            hop = _hop(headers)
             scope["state"] = {**scope.get("state", {}), "hop": hop}
 
             async def send_framed(message: Message) -> None:
@@ -155,3 +164,13 @@ class FromGateways:
                 await send(message)
 
             await self._app(scope, receive, send_framed)
+
+
+def _hop(headers: Headers) -> Hop:
+    """What a gateway says of a request; what is malformed counts as not said."""
+    try:
+        share = float(headers.get(WEIGHT_SHARE, "1"))
+    except ValueError:
+        share = 1.0
+    share = share if 0 < share <= 1 else 1.0  # not NaN
+    return Hop(ledger_id=headers[LEDGER_ID], weight_share=share, sticky=headers.get(STICKY, ""))

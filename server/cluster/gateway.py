@@ -74,15 +74,15 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """An answer that is kept back as long as another replica may give a better one."""
+class WholeAnswer:
+    """An answer that is no stream, which the client has not got yet: another replica may give a better one."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
     body: bytes
 
     async def send(self, send: Send) -> None:
-        """Give it to the client after all."""
+        """Give it to the client."""
         await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
         await send({"type": "http.response.body", "body": self.body})
 
@@ -179,7 +179,7 @@ class Gateway:
         return await self._registry.adapters.resolve(tenant_id, selector, sticky)
 
     async def _try_replicas(self, asked: Asked, exchange: Exchange, send: Send) -> None:
-        refusal: Refusal | None = None
+        whole: WholeAnswer | None = None
         error: WeftError = no_replica()
         while len(asked.tried) < MAX_TRIES:
             replica = next(iter(self._router.order(asked.target, asked.tried)), None)
@@ -189,26 +189,28 @@ class Gateway:
             asked.tried.append(replica.name)
             self._router.sent(replica.name, asked.target)
             try:
-                refusal = await self._ask(asked, replica, exchange, send)
+                whole = await self._ask(asked, replica, exchange, send)
             except ReplicaLostError as lost:
                 error = lost
                 continue
             finally:
                 self._router.ended(replica.name, asked.target)
-            if refusal is None:
+            if whole is None:
                 return
-        if refusal is not None:
-            await refusal.send(send)
+            if whole.status != 503:
+                break
+        if whole is not None:
+            await whole.send(send)
             return
         if asked.tried:  # of what replicas have computed, the client got nothing
             await asyncio.shield(self._bill(asked, Counts(0, 0, 0)))
         raise error
 
-    async def _ask(self, asked: Asked, replica: Replica, exchange: Exchange, send: Send) -> Refusal | None:
+    async def _ask(self, asked: Asked, replica: Replica, exchange: Exchange, send: Send) -> WholeAnswer | None:
         """Have a replica answer.
 
         Returns:
-            None when the client has the answer; else a refusal, of which the client got nothing.
+            None when the client has a stream; else an answer of which it got nothing.
 
         Raises:
             ReplicaLostError: The replica is gone, and the client got nothing.
@@ -222,16 +224,11 @@ class Gateway:
                 async with self._links.session.post(url, data=asked.body, headers=headers) as answer:
                     start = {"type": "http.response.start", "status": answer.status, "headers": _answered(answer)}
                     if not answer.content_type.startswith("text/event-stream"):
-                        whole = await answer.read()
+                        body = await answer.read()
                         if LENGTH in answer.headers:  # else the HTTP layer of the replica answered by itself
-                            whole = frames.take(whole)
-                        refusal = Refusal(answer.status, _answered(answer), whole)
+                            body = frames.take(body)
                         self._router.answered(replica.name)
-                        if answer.status == 503:
-                            return refusal
-                        has_begun = True
-                        await refusal.send(send)
-                        return None
+                        return WholeAnswer(answer.status, _answered(answer), body)
                     async for data in answer.content.iter_any():
                         if payload := frames.take(data):
                             if not has_begun:
@@ -311,7 +308,7 @@ class Gateway:
         if not has_body:
             is_read.set()
         body = _body_of(request, is_read) if has_body else None
-        watcher: asyncio.Task[None] | None = None
+        watchers: list[asyncio.Task[None]] = []
         has_begun = False
         try:
             with exchange.running(), self._links.using(replica.name, exchange.lose):
@@ -323,7 +320,9 @@ class Gateway:
                     allow_redirects=False,
                 ) as answer:
                     if is_read.is_set():
-                        watcher = _watch(request.receive, exchange)
+                        watchers.append(_watch(request.receive, exchange))
+                    if answer.content_type == "text/event-stream":
+                        watchers.append(asyncio.create_task(self._end_feed(exchange)))
                     has_begun = True
                     headers = _answered(answer)
                     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
@@ -336,9 +335,17 @@ class Gateway:
             if has_begun:  # the connection is closed: the client sees that the answer is not whole
                 raise ConnectionError("the replica is lost") from error
             raise ReplicaLostError("The replica that was asked is gone; look whether the change was made.") from error
+        except DrainingError:
+            if not has_begun:
+                raise
+            await send({"type": "http.response.body", "body": b""})
         finally:
-            if watcher is not None:
-                await cancel_all([watcher])
+            await cancel_all(watchers)
+
+    async def _end_feed(self, exchange: Exchange) -> None:
+        """Cut a stream that has no end of its own when this gateway drains."""
+        await self._drain.began.wait()
+        exchange.cut(DrainingError("The server is shutting down."))
 
     def _asked_headers(self, request: Request) -> list[tuple[str, str]]:
         """The client's headers for a replica, with proof that they come from a gateway."""

@@ -2,12 +2,13 @@
 
 A request of which the client has got nothing is sent to another replica when its replica is lost or refuses it for now.
 One whose answer has begun ends with one error event. It is billed what the client was sent, by the gateway's word, as
-the replica may not come back; both use one ledger id, so it counts once.
+the replica may not come back. All servers that a request passes use one ledger id for it, so it counts once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -15,8 +16,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 import aiohttp
+import structlog
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
+from yarl import URL
 
 from weft.config import ServerConfig
 from weft.errors import CapacityError, DrainingError, NotFoundError, WeftError
@@ -30,12 +33,13 @@ from weft.server.cluster.router import Router, Target
 from weft.server.cluster.wire import INTERNAL, LEDGER_ID, LENGTH, STICKY, TOKEN, WEIGHT_SHARE, Frames
 from weft.server.drain import Drain
 from weft.server.errors import as_anthropic, error_body
-from weft.server.hop import SESSION_HEADER
+from weft.server.hop import SESSION_HEADER, Counts
 from weft.server.http import sse
 from weft.server.http.body import Pace
 from weft.server.http.json_body import json_bytes
 from weft.server.threads import cancel_all
 
+log = structlog.get_logger("weft.server")
 MAX_TRIES = 3
 """Replicas that are asked for one request."""
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -65,20 +69,21 @@ class Asked:
     version: AdapterVersion | None
     target: Target
     started_s: float
+    ledger_id: str
     tried: list[str] = field(default_factory=list)
     """Names of the replicas that were asked."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """An answer that is kept back as long as another replica may give a better one."""
+class WholeAnswer:
+    """An answer that is no stream, which the client has not got yet: another replica may give a better one."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
     body: bytes
 
     async def send(self, send: Send) -> None:
-        """Give it to the client after all."""
+        """Give it to the client."""
         await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
         await send({"type": "http.response.body", "body": self.body})
 
@@ -131,8 +136,10 @@ class Gateway:
     async def _asked(self, request: Request, body: bytes) -> Asked:
         identity: Identity = request.state.identity
         fields, tenant_id, tenant = read_fields(body), identity.tenant_id, identity.tenant
-        session = fields.sticky or request.headers.get(SESSION_HEADER)
-        sticky = session or secrets.token_hex(8)
+        session, sticky = fields.sticky or request.headers.get(SESSION_HEADER), secrets.token_hex(16)
+        if session:  # any text, so not itself in a header
+            sticky = hashlib.blake2b(session.encode(), digest_size=16, key=(tenant_id or "").encode()).hexdigest()
+        ledger_id = self._registry.usage.mint_id()
         adapter: AdapterIdentity | None = None
         version: AdapterVersion | None = None
         with suppress(WeftError):  # the replica says what is wrong
@@ -144,33 +151,37 @@ class Gateway:
             adapter=version.digest if version else None,
             units=fields.units(len(body)),
             tenant=tenant_id or "",
-            affinity=session.encode() if session else fields.beginning(tenant_id or ""),
+            affinity=sticky.encode() if session else fields.beginning(tenant_id or ""),
             held_by=version.held_by if version else None,
             copies=max(1, adapter.pinned_copies) if adapter else 1,
         )
         return Asked(
             request=request,
             body=body,
-            headers=[*self._asked_headers(request), (STICKY, sticky)],
+            headers=[*self._asked_headers(request), (STICKY, sticky), (LEDGER_ID, ledger_id)],
             tenant_id=tenant_id,
             tenant=tenant,
             adapter=adapter,
             version=version,
             target=target,
             started_s=asyncio.get_running_loop().time(),
+            ledger_id=ledger_id,
         )
 
     async def _resolve(
         self, tenant_id: str | None, fields: RouteFields, sticky: str
     ) -> tuple[AdapterIdentity | None, AdapterVersion | None]:
         """The adapter version that a request names; nothing for the base, and for what is no adapter of the tenant."""
-        named = fields.adapter_id or fields.model or ""
-        if not named or tenant_id is None or any(named == server.model for server in self._links.listed):
+        named, at, by = (fields.adapter_id or fields.model or "").partition("@")
+        if not named or any(named == server.model for server in self._links.listed):
             return None, None
-        return await self._registry.adapters.resolve(tenant_id, named.rpartition(":")[2], sticky)
+        selector = named.rpartition(":")[2] + at + by
+        if tenant_id is None:  # an admin, who writes the owner in front
+            tenant_id = (await self._registry.tenants.get_tenant(selector.partition("/")[0])).id
+        return await self._registry.adapters.resolve(tenant_id, selector, sticky)
 
     async def _try_replicas(self, asked: Asked, exchange: Exchange, send: Send) -> None:
-        refusal: Refusal | None = None
+        whole: WholeAnswer | None = None
         error: WeftError = no_replica()
         while len(asked.tried) < MAX_TRIES:
             replica = next(iter(self._router.order(asked.target, asked.tried)), None)
@@ -180,43 +191,46 @@ class Gateway:
             asked.tried.append(replica.name)
             self._router.sent(replica.name, asked.target)
             try:
-                refusal = await self._ask(asked, replica, exchange, send)
+                whole = await self._ask(asked, replica, exchange, send)
             except ReplicaLostError as lost:
                 error = lost
                 continue
             finally:
                 self._router.ended(replica.name, asked.target)
-            if refusal is None:
+            if whole is None:
                 return
-        if refusal is None:
-            raise error
-        await refusal.send(send)
+            if whole.status != 503:
+                break
+        if whole is not None:
+            await whole.send(send)
+            return
+        if asked.tried:  # of what replicas have computed, the client got nothing
+            await asyncio.shield(self._bill(asked, Counts(0, 0, 0)))
+        raise error
 
-    async def _ask(self, asked: Asked, replica: Replica, exchange: Exchange, send: Send) -> Refusal | None:
+    async def _ask(self, asked: Asked, replica: Replica, exchange: Exchange, send: Send) -> WholeAnswer | None:
         """Have a replica answer.
 
         Returns:
-            None when the client has the answer; else a refusal, of which the client got nothing.
+            None when the client has a stream; else an answer of which it got nothing.
 
         Raises:
             ReplicaLostError: The replica is gone, and the client got nothing.
         """
-        ledger_id, frames, has_begun = self._registry.usage.mint_id(), Frames(), False
+        frames, has_begun, payload = Frames(), False, b""
         share = self._router.weight_share(asked.target.tenant, replica.name)
-        headers = [*asked.headers, (LEDGER_ID, ledger_id), (WEIGHT_SHARE, f"{share:.6f}")]
+        headers = [*asked.headers, (WEIGHT_SHARE, f"{share:.6f}")]
         try:
             with exchange.running(), self._links.using(replica.name, exchange.lose):
-                url = replica.url + _path_of(asked.request)
+                url = _url_of(replica, asked.request)
                 async with self._links.session.post(url, data=asked.body, headers=headers) as answer:
                     start = {"type": "http.response.start", "status": answer.status, "headers": _answered(answer)}
                     if not answer.content_type.startswith("text/event-stream"):
-                        refusal = Refusal(answer.status, _answered(answer), frames.take(await answer.read()))
+                        body = await answer.read()
+                        if LENGTH in answer.headers:  # else the HTTP layer of the replica answered by itself
+                            body = frames.take(body)
                         self._router.answered(replica.name)
-                        if answer.status == 503:
-                            return refusal
-                        has_begun = True
-                        await refusal.send(send)
-                        return None
+                        return WholeAnswer(answer.status, _answered(answer), body)
                     async for data in answer.content.iter_any():
                         if payload := frames.take(data):
                             if not has_begun:
@@ -224,6 +238,7 @@ class Gateway:
                                 has_begun = True
                                 await send(start)
                             await send({"type": "http.response.body", "body": payload, "more_body": True})
+                            payload = b""
                     await send({"type": "http.response.body", "body": b""})
                     return None
         except _BROKEN as error:
@@ -231,41 +246,44 @@ class Gateway:
             if not has_begun:
                 raise ReplicaLostError from error
             self.num_lost += 1
-            await asyncio.shield(self._bill(asked, ledger_id, frames))
-            await _end_early(asked.request, ReplicaLostError(), send)
+            await asyncio.shield(self._bill(asked, frames.counts))
+            await _end_early(asked.request, payload, ReplicaLostError(), send)
         except DrainingError as error:
             if not has_begun:
                 raise
-            await _end_early(asked.request, error, send)
+            await _end_early(asked.request, payload, error, send)
         return None
 
-    async def _bill(self, asked: Asked, ledger_id: str, frames: Frames) -> None:
-        """Record what the client got of an answer whose replica was lost."""
-        adapter, version, counts = asked.adapter, asked.version, frames.counts
-        await self._registry.usage.record(
-            UsageEvent(
-                id=ledger_id,
-                at=datetime.now(UTC),
-                tenant_id=asked.tenant_id,
-                tenant=asked.tenant,
-                key_id=asked.request.state.identity.key_id,
-                adapter_id=adapter.id if adapter else None,
-                adapter=adapter.name_for(asked.tenant_id) if adapter else None,
-                adapter_version=version.version if version else None,
-                adapter_digest=version.digest if version else None,
-                request_id=str(asked.request.state.request_id),
-                endpoint=asked.request.url.path,
-                service_class="interactive",
-                status="error",
-                prompt_tokens=counts.prompt,
-                cached_tokens=counts.cached,
-                completion_tokens=counts.completion,
-                queue_s=None,
-                ttft_s=None,
-                duration_s=asyncio.get_running_loop().time() - asked.started_s,
-                adapter_state=None,
+    async def _bill(self, asked: Asked, counts: Counts) -> None:
+        """Record what the client got of an answer whose replica was lost; what fails is logged."""
+        adapter, version = asked.adapter, asked.version
+        try:
+            await self._registry.usage.record(
+                UsageEvent(
+                    id=asked.ledger_id,
+                    at=datetime.now(UTC),
+                    tenant_id=asked.tenant_id,
+                    tenant=asked.tenant,
+                    key_id=asked.request.state.identity.key_id,
+                    adapter_id=adapter.id if adapter else None,
+                    adapter=adapter.name_for(asked.tenant_id) if adapter else None,
+                    adapter_version=version.version if version else None,
+                    adapter_digest=version.digest if version else None,
+                    request_id=str(asked.request.state.request_id),
+                    endpoint=asked.request.url.path,
+                    service_class="interactive",
+                    status="error",
+                    prompt_tokens=counts.prompt,
+                    cached_tokens=counts.cached,
+                    completion_tokens=counts.completion,
+                    queue_s=None,
+                    ttft_s=None,
+                    duration_s=asyncio.get_running_loop().time() - asked.started_s,
+                    adapter_state=None,
+                )
             )
-        )
+        except WeftError as error:
+            log.exception("usage_not_recorded", ledger_id=asked.ledger_id, code=error.code)
 
     async def _pass_on(self, request: Request, exchange: Exchange, send: Send) -> None:
         """Send another request to a replica: all of them work on one registry and one blob store."""
@@ -292,19 +310,21 @@ class Gateway:
         if not has_body:
             is_read.set()
         body = _body_of(request, is_read) if has_body else None
-        watcher: asyncio.Task[None] | None = None
+        watchers: list[asyncio.Task[None]] = []
         has_begun = False
         try:
             with exchange.running(), self._links.using(replica.name, exchange.lose):
                 async with self._links.session.request(
                     request.method,
-                    replica.url + _path_of(request),
+                    _url_of(replica, request),
                     data=body,
                     headers=self._asked_headers(request),
                     allow_redirects=False,
                 ) as answer:
                     if is_read.is_set():
-                        watcher = _watch(request.receive, exchange)
+                        watchers.append(_watch(request.receive, exchange))
+                    if answer.content_type == "text/event-stream":
+                        watchers.append(asyncio.create_task(self._end_feed(exchange)))
                     has_begun = True
                     headers = _answered(answer)
                     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
@@ -314,12 +334,20 @@ class Gateway:
         except aiohttp.ClientConnectorError:
             raise
         except _BROKEN as error:
-            if has_begun:
-                raise  # the connection is closed: the client sees that the answer is not whole
+            if has_begun:  # the connection is closed: the client sees that the answer is not whole
+                raise ConnectionError("the replica is lost") from error
             raise ReplicaLostError("The replica that was asked is gone; look whether the change was made.") from error
+        except DrainingError:
+            if not has_begun:
+                raise
+            await send({"type": "http.response.body", "body": b""})
         finally:
-            if watcher is not None:
-                await cancel_all([watcher])
+            await cancel_all(watchers)
+
+    async def _end_feed(self, exchange: Exchange) -> None:
+        """Cut a stream that has no end of its own when this gateway drains."""
+        await self._drain.began.wait()
+        exchange.cut(DrainingError("The server is shutting down."))
 
     def _asked_headers(self, request: Request) -> list[tuple[str, str]]:
         """The client's headers for a replica, with proof that they come from a gateway."""
@@ -344,10 +372,11 @@ async def _body_of(request: Request, is_read: asyncio.Event) -> AsyncIterator[by
     is_read.set()
 
 
-def _path_of(request: Request) -> str:
-    """Path and query as they came."""
+def _url_of(replica: Replica, request: Request) -> URL:
+    """A replica's address with path and query as they came."""
     query = request.scope["query_string"]
-    return str((request.scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1"))
+    path = request.scope["raw_path"] + (b"?" + query if query else b"")
+    return URL(replica.url + path.decode("latin-1"), encoded=True)
 
 
 def _answered(answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
@@ -358,15 +387,15 @@ def _answered(answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
     return [*headers, (b"content-length", length)] if length is not None else headers
 
 
-async def _end_early(request: Request, error: WeftError, send: Send) -> None:
-    """End a stream with the event by which clients of this API know errors."""
+async def _end_early(request: Request, payload: bytes, error: WeftError, send: Send) -> None:
+    """End a stream with what is left of it, and the event by which clients of this API know errors."""
     body = error_body(error)
     event = sse.event(body)
     if request.url.path == MESSAGES:
         event = sse.event(as_anthropic(body), "error")
     elif request.url.path == RESPONSES:
-        event = sse.event({"type": "error", "sequence_number": 0, **body["error"]}, "error")
-    await send({"type": "http.response.body", "body": event})
+        event = sse.event({**body["error"], "type": "error", "sequence_number": 0}, "error")
+    await send({"type": "http.response.body", "body": payload + event})
 
 
 def no_replica() -> CapacityError:

@@ -92,6 +92,7 @@ class Links:
             if place not in places and not is_needed:
                 task.cancel()
                 del self._followers[place]
+                self._lose(place[0])
         for place, server in places.items():
             if place not in self._followers:
                 self._followers[place] = asyncio.create_task(self._keep_reading(server), name=f"weft-{server.name}")
@@ -115,10 +116,10 @@ class Links:
         while True:
             try:
                 await self._read(server)
-            except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 if server.name in self.reports:
                     log.warning("replica_lost", name=server.name, url=server.url, error=repr(error))
-            self._lose(server)
+            self._lose(server.name)
             await asyncio.sleep(RECONNECT_S)
 
     async def _read(self, server: Server) -> None:
@@ -127,7 +128,10 @@ class Links:
         async with self.session.get(url, headers=self._headers, timeout=silence) as answer:
             if answer.status != 200:
                 log.error(
-                    "replica_refuses", name=server.name, status=answer.status, hint="Give all servers one WEFT_PEPPER."
+                    "replica_refuses",
+                    name=server.name,
+                    status=answer.status,
+                    hint="Give all servers one WEFT_PEPPER and one version.",
                 )
                 await asyncio.sleep(LIST_S)
                 return
@@ -153,8 +157,8 @@ class Links:
             self._tell_router()
         self._router.report(server.name, server.boot_id, backlog_s=report.backlog_s, rate=report.rate, tiers=tiers)
 
-    def _lose(self, server: Server) -> None:
-        if self.reports.pop(server.name, None) is not None:
+    def _lose(self, name: str) -> None:
+        if self.reports.pop(name, None) is not None:
             self._tell_router()
-            for cut in list(self._cuts.get(server.name, ())):
+            for cut in list(self._cuts.get(name, ())):
                 cut()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import weft
 from weft.adapters.ref import ResidentAdapter
-from weft.errors import EngineUnavailableError
+from weft.errors import ConfigError, EngineUnavailableError
 from weft.registry.servers import Server
 from weft.server.cluster.duties import Duties
 from weft.server.cluster.membership import Membership
@@ -40,6 +41,7 @@ from weft.server.threads import cancel_all
 
 RESIDENTS_S = 1.0
 """Seconds between two looks at which adapters the engine has."""
+_LEDGER_ID = re.compile(r"use_[0-9a-f]{8,56}")
 _encode = msgspec.json.Encoder().encode
 
 
@@ -50,6 +52,7 @@ async def join(
 
     Raises:
         CapacityError: The database cannot answer.
+        ConfigError: A replica of another base is listed.
     """
     config = services.config.server
     server = Server(
@@ -65,6 +68,13 @@ async def join(
     membership = Membership(services.registry.servers, server)
     await membership.start()
     stack.push_async_callback(membership.stop)
+    for other in await services.registry.servers.listed("replica"):
+        if (other.model, other.base) != (server.model, server.base):
+            message = f"{other.name} at {other.url} serves `{other.model}` ({other.base}) from this database."
+            hint = (
+                f"Replicas over one database serve one base: give `{server.model}` another database, or stop the rest."
+            )
+            raise ConfigError(f"{message} {hint}", param="model.path")
     following = asyncio.create_task(duties.follow(services), name="weft-duties")
     stack.push_async_callback(cancel_all, [following])
     token = cluster_token(services.registry.key_ring)
@@ -143,11 +153,10 @@ class FromGateways:
             await self._app(scope, receive, send)
         elif scope["path"] == STATE_PATH:
             await ClosingResponse(self._reports.lines(), media_type="application/x-ndjson")(scope, receive, send)
-        elif LEDGER_ID not in headers:
+        elif not _LEDGER_ID.fullmatch(headers.get(LEDGER_ID, "")):
             await self._app(scope, receive, send)
         else:
-            share = min(max(float(headers.get(WEIGHT_SHARE, "1")), 0.0), 1.0) or 1.0
-            hop = Hop(ledger_id=headers[LEDGER_ID], weight_share=share, sticky=headers.get(STICKY, ""))
+            hop = _hop(headers)
             scope["state"] = {**scope.get("state", {}), "hop": hop}
 
             async def send_framed(message: Message) -> None:
@@ -161,3 +170,13 @@ class FromGateways:
                 await send(message)
 
             await self._app(scope, receive, send_framed)
+
+
+def _hop(headers: Headers) -> Hop:
+    """What a gateway says of a request; what is malformed counts as not said."""
+    try:
+        share = float(headers.get(WEIGHT_SHARE, "1"))
+    except ValueError:
+        share = 1.0
+    share = share if 0 < share <= 1 else 1.0  # not NaN
+    return Hop(ledger_id=headers[LEDGER_ID], weight_share=share, sticky=headers.get(STICKY, ""))

@@ -57,5 +57,5 @@ def read_fields(body: bytes) -> RouteFields:
     """The fields of a body; those of an empty one where it is malformed, which the replica will say."""
     try:
         return _decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):  # msgspec's own errors, and those of Unicode, are ValueErrors
         return RouteFields()

@@ -30,8 +30,8 @@ _FRAME = struct.Struct(">IIII")
 
 
 def cluster_token(keys: KeyRing) -> str:
-    """What all servers with the same pepper know."""
-    return keys.digest("weft cluster")
+    """What all servers with the same pepper know. The number counts up with each change of what they say."""
+    return keys.digest("weft cluster 1")
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

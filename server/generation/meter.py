@@ -66,6 +66,8 @@ class Meter:
     """
 
     def __init__(self, origin: Origin, model: ResolvedModel) -> None:
+        self.is_passed_on = origin.hop is not None
+        """Whether a gateway waits for the answer."""
         given = origin.hop.ledger_id if origin.hop else origin.line_id
         self.ledger_id = given or origin.services.registry.usage.mint_id()
         if origin.hop is not None:

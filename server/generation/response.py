@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from weft.errors import EngineError, RequestError, WeftError
+from weft.errors import CapacityError, EngineError, RequestError, WeftError
 from weft.server.generation.choices import ChoiceStep, Generation, best_choices
 from weft.server.generation.meter import Meter
 from weft.server.generation.openai_format import JsonObject, Part, ResponseFormat, joined
@@ -96,6 +96,10 @@ class GenerationResponse(Response):
                         await plan.bill_computed()
                     except RequestError:
                         await plan.bill_computed()
+                        raise
+                    except CapacityError:
+                        if plan.meter.is_passed_on:  # nothing was sent: the gateway asks another server, by this id
+                            plan.meter.close("error")
                         raise
                     finally:
                         await asyncio.shield(plan.meter.finish_quietly(status))

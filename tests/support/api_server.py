@@ -140,9 +140,14 @@ async def api(
     database_url: str | None = None,
     adapter: AdapterConfig | None = None,
     push_bytes: int = 1 << 20,
+    pepper: str | None = None,
+    name: str = SERVER,
     **server_fields: Any,
 ) -> AsyncIterator[Api]:
-    """Open everything below `root`; `server_fields` are settings of the server section."""
+    """Open everything below `root`; `server_fields` are settings of the server section.
+
+    Servers over one database have one pepper, and names of their own.
+    """
     engine = FakeEngine()
     ready = engine.ready
     assert ready is not None
@@ -158,7 +163,7 @@ async def api(
     def now() -> datetime:
         return utc_now() + (opened.ahead if opened else timedelta())
 
-    registry = await Registry.open(database_url, server.data_dir, ADMIN_KEY, clock=now)
+    registry = await Registry.open(database_url, server.data_dir, ADMIN_KEY, clock=now, pepper=pepper)
     blobs = open_blobs(config.registry, server.data_dir)
     default = await registry.tenants.create_tenant("default") if server.auth == "off" else None
     metrics = metrics_of(config, ready)
@@ -181,7 +186,7 @@ async def api(
         ),
         drain=Drain(),
         staged=open_staged(config, blobs),
-        server_name=SERVER,
+        server_name=name,
         memory=MemoryBlobs(push_bytes),
         default_tenant=default,
         pace=pace or Pace(),

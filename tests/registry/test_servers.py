@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from registry_samples import StandingClock
+from weft.registry.db.models import ServerRow
+from weft.registry.registry import Registry
+from weft.registry.servers import GONE, Server, server_name
+
+pytestmark = pytest.mark.anyio
+ONE = Server(
+    name="srv_1",
+    role="replica",
+    boot_id="b1",
+    url="http://10.0.0.1:8000",
+    state="ready",
+    model="demo",
+    base="sha256:0",
+    version="1",
+)
+TWO = replace(ONE, name="srv_2", url="http://10.0.0.2:8000")
+GATEWAY = replace(ONE, name="srv_0", role="gateway", model="", base="")
+
+
+async def test_servers_are_listed_by_name_and_role(registry: Registry) -> None:
+    for each in (TWO, GATEWAY, ONE):
+        await registry.servers.announce(each)
+    assert await registry.servers.listed() == [GATEWAY, ONE, TWO]
+    assert await registry.servers.listed("replica") == [ONE, TWO]
+    assert await registry.servers.listed("gateway") == [GATEWAY]
+
+
+async def test_the_newest_word_of_a_server_counts(registry: Registry) -> None:
+    await registry.servers.announce(ONE)
+    changed = replace(ONE, boot_id="b2", url="http://10.0.0.9:1", state="draining", version="2")
+    await registry.servers.announce(changed)
+    assert await registry.servers.listed() == [changed]
+    await registry.servers.leave(ONE)
+    assert await registry.servers.listed() == [changed], "an earlier boot leaves"
+    await registry.servers.leave(changed)
+    assert await registry.servers.listed() == []
+    await registry.servers.leave(changed)
+
+
+async def test_a_server_without_a_beat_is_not_listed_and_then_forgotten(
+    registry: Registry, clock: StandingClock
+) -> None:
+    await registry.servers.announce(ONE)
+    clock.advance(GONE.total_seconds())
+    assert await registry.servers.listed() == [ONE]
+    clock.advance(1)
+    assert await registry.servers.listed() == []
+    await registry.servers.announce(TWO)
+    assert len(await _rows(registry)) == 2
+    clock.advance(GONE.total_seconds())
+    await registry.servers.announce(TWO)
+    assert await _rows(registry) == ["srv_2"]
+    await registry.servers.announce(ONE)
+    assert await registry.servers.listed() == [ONE, TWO]
+
+
+async def _rows(registry: Registry) -> list[str]:
+    from sqlalchemy import select
+
+    async with registry.database.read() as session:
+        return sorted(await session.scalars(select(ServerRow.name)))
+
+
+def test_a_servers_name_stays_with_its_folder(tmp_path: Path) -> None:
+    names = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        names.append(server_name(tmp_path / folder))
+        assert server_name(tmp_path / folder) == names[-1]
+        assert [path.name for path in (tmp_path / folder).iterdir()] == ["server-id"]
+    assert names[0] != names[1]
+    assert all(name.startswith("srv_") and len(name) == 28 for name in names)

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from fake_cluster import FakeCluster, FakeGateway, Got, ScriptedReplica, scripted
+from weft.errors import CapacityError
+from weft.registry.servers import Servers
+from weft.server.cluster.links import Links
+from weft.server.cluster.router import Router, Target
+from weft.server.cluster.wire import cluster_token
+
+pytestmark = pytest.mark.anyio
+BASE = Target(adapter=None, units=1.0)
+NEVER = 3600
+
+
+async def idle(_: Got, __: asyncio.StreamReader, ___: asyncio.StreamWriter) -> None:
+    await asyncio.sleep(NEVER)
+
+
+async def _until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - links tell nobody
+            await asyncio.sleep(0.01)
+
+
+def _ready(router: Router) -> set[str]:
+    return {replica.name for replica in router.order(BASE)}
+
+
+async def test_requests_of_a_lost_replica_are_cut_and_it_comes_back(cluster: FakeCluster) -> None:
+    router, cuts = Router(time.monotonic), list[str]()
+    links = Links(cluster.registry.servers, router, cluster_token(cluster.registry.key_ring))
+    async with scripted(cluster, idle, "one", "two") as replicas:
+        await links.start()
+        await _until(lambda: _ready(router) == {"one", "two"})
+        with links.using("one", lambda: cuts.append("one")), links.using("two", lambda: cuts.append("two")):
+            with links.using("one", lambda: cuts.append("over")):
+                pass
+            replicas["one"].die()
+            await _until(lambda: cuts)
+        assert cuts == ["one"]
+        assert _ready(router) == {"two"}
+        replicas["one"].boot_id = "second"
+        await replicas["one"].start(cluster.registry)
+        await _until(lambda: _ready(router) == {"one", "two"})
+        assert links.reports["one"].boot_id == "second"
+        await links.close()
+
+
+async def test_requests_of_a_boot_that_another_one_replaces_are_cut(cluster: FakeCluster) -> None:
+    """A machine that hangs, while its folder is used by another."""
+    router, cuts = Router(time.monotonic), list[str]()
+    token = cluster_token(cluster.registry.key_ring)
+    links = Links(cluster.registry.servers, router, token)
+    async with scripted(cluster, idle, "one") as replicas:
+        await links.start()
+        await _until(lambda: _ready(router))
+        replicas["one"].is_silent = True
+        again = ScriptedReplica("one", token, idle)
+        again.boot_id = "second"
+        with links.using("one", lambda: cuts.append("one")):
+            await again.start(cluster.registry)
+            await _until(lambda: cuts)
+        await _until(lambda: _ready(router) and links.reports["one"].boot_id == "second")
+        assert [each.url for each in router.order(BASE)] == [again.url]
+        again.die()
+        await links.close()
+
+
+async def test_another_server_at_the_address_is_not_taken_for_the_replica(cluster: FakeCluster) -> None:
+    router = Router(time.monotonic)
+    links = Links(cluster.registry.servers, router, cluster_token(cluster.registry.key_ring))
+    async with scripted(cluster, idle, "one", "two") as replicas:
+        await cluster.registry.servers.announce(replicas["one"].row(name="liar", boot_id="other"))
+        await links.start()
+        await _until(lambda: _ready(router) == {"one", "two"})
+        assert "liar" not in links.reports
+        await links.close()
+
+
+async def test_a_replica_with_another_pepper_is_not_ready(
+    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router = Router(time.monotonic)
+    links = Links(cluster.registry.servers, router, cluster_token(cluster.registry.key_ring))
+    stranger = ScriptedReplica("stranger", "another token", idle)
+    await stranger.start(cluster.registry)
+    printed = ""
+    async with scripted(cluster, idle, "one"):
+        await links.start()
+        await _until(lambda: _ready(router) == {"one"})
+        async with asyncio.timeout(60):
+            while "replica_refuses" not in printed:
+                await asyncio.sleep(0.01)
+                printed += capsys.readouterr().out
+        await links.close()
+    stranger.die()
+    assert "WEFT_PEPPER" in printed
+    assert cluster_token(cluster.registry.key_ring) not in printed
+    assert _ready(router) == {"one"}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "nothing", "file:///etc/passwd", "http://", "http://[::1", "http://a b", "http://x:99999"),
+        *("http://user:secret@127.0.0.1:9", "http://127.0.0.1:1/\r\nx: y", "unix:/x", "http://\u4e2d.invalid"),
+    ],
+)
+async def test_a_row_with_a_bad_address_harms_no_others(
+    cluster: FakeCluster, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = Router(time.monotonic)
+    servers: Servers = cluster.registry.servers
+    links = Links(servers, router, cluster_token(cluster.registry.key_ring))
+    async with scripted(cluster, idle, "one") as replicas:
+        await servers.announce(replicas["one"].row(name="bad", url=url))
+        await links.start()
+        await _until(lambda: _ready(router) == {"one"})
+        await servers.announce(replicas["one"].row(name="bad", boot_id="mended", url="http://127.0.0.1:1"))
+        followers = {task.get_name() for task in asyncio.all_tasks()}
+        await asyncio.sleep(0.2)
+        assert "weft-bad" in followers
+        assert _ready(router) == {"one"}
+        await links.close()
+
+
+async def test_what_is_known_goes_on_while_the_database_is_away_and_after_a_row_is_gone(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router, servers = Router(time.monotonic), cluster.registry.servers
+    links = Links(servers, router, cluster_token(cluster.registry.key_ring))
+    num_failed = 0
+
+    async def away(_: object = None) -> None:
+        nonlocal num_failed
+        num_failed += 1
+        raise CapacityError("The database is away.")
+
+    async with scripted(cluster, idle, "one") as replicas:
+        await links.start()
+        await _until(lambda: _ready(router))
+        with monkeypatch.context() as patch:
+            patch.setattr(servers, "listed", away)
+            await _until(lambda: num_failed > 3)
+            assert _ready(router) == {"one"}
+        await servers.leave(replicas["one"].row())
+        listed = [each.name for each in await servers.listed()]
+        await asyncio.sleep(0.3)
+        assert (listed, _ready(router)) == ([], {"one"})
+        replicas["one"].die()
+        await _until(lambda: not links.listed)
+        assert _ready(router) == set()
+        await links.close()
+
+
+async def test_a_report_that_is_no_report_counts_as_lost(cluster: FakeCluster, gateway: FakeGateway) -> None:
+    async with scripted(cluster, idle, "one") as replicas:
+        await gateway.sees(one="ready")
+        replicas["one"].state = "unheard of"
+        await gateway.sees()
+        replicas["one"].state = "ready"
+        await gateway.sees(one="ready")
+        assert replace(replicas["one"].row()).name == "one"

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import weft
+from fake_cluster import FakeCluster
+from weft.errors import CapacityError
+from weft.registry.servers import Server
+from weft.server.cluster import membership
+from weft.server.cluster.membership import Membership
+
+pytestmark = pytest.mark.anyio
+OWN = Server(
+    name="srv_1",
+    role="replica",
+    boot_id="b1",
+    url="http://127.0.0.1:1",
+    state="ready",
+    model="demo",
+    base="sha256:0",
+    version=weft.__version__,
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "BEAT_S", 0.01)
+    monkeypatch.setattr(membership, "NOTICE_S", 0.0)
+
+
+async def test_a_server_is_listed_from_start_to_stop(cluster: FakeCluster) -> None:
+    servers = cluster.registry.servers
+    member = Membership(servers, OWN)
+    await member.start()
+    assert await servers.listed() == [OWN]
+    await member.drain()
+    assert [each.state for each in await servers.listed()] == ["draining"]
+    await asyncio.sleep(0.1)
+    assert [each.state for each in await servers.listed()] == ["draining"], "later beats say so too"
+    await member.stop()
+    assert await servers.listed() == []
+
+
+async def test_beats_outlive_an_outage_of_the_database(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers, num_failed = cluster.registry.servers, 0
+    member = Membership(servers, OWN)
+    await member.start()
+
+    async def away(_: Server) -> None:
+        nonlocal num_failed
+        num_failed += 1
+        raise CapacityError("The database is away.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(servers, "announce", away)
+        patch.setattr(servers, "leave", away)
+        async with asyncio.timeout(60):
+            while num_failed < 3:  # noqa: ASYNC110 - beats tell nobody
+                await asyncio.sleep(0.01)
+        await servers.database.check()
+    await cluster.registry.servers.leave(OWN)
+    async with asyncio.timeout(60):
+        while await servers.listed() != [OWN]:  # noqa: ASYNC110 - the same
+            await asyncio.sleep(0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(servers, "leave", away)
+        await member.stop()  # its row ages
+    assert await servers.listed() == [OWN]
+
+
+async def test_a_start_without_a_database_fails(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def away(_: Server) -> None:
+        raise CapacityError("The database is away.")
+
+    monkeypatch.setattr(cluster.registry.servers, "announce", away)
+    with pytest.raises(CapacityError):
+        await Membership(cluster.registry.servers, OWN).start()

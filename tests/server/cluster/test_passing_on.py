@@ -341,8 +341,13 @@ async def test_a_client_that_leaves_is_billed_by_the_replica(
 
 
 async def test_another_replica_answers_for_one_whose_engine_is_away_and_that_counts_as_one_request(
-    cluster: FakeCluster, gateway: FakeGateway, replica: FakeReplica, client: httpx.AsyncClient
+    cluster: FakeCluster,
+    gateway: FakeGateway,
+    replica: FakeReplica,
+    client: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("weft.server.cluster.router.FREE_RETRIES", 100)
     other = await cluster.replica("two", max_body_bytes=LIMIT)
     await gateway.sees(one="ready", two="ready")
     for stream in (False, True):

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import AsyncExitStack, contextmanager
 
 import structlog
@@ -36,6 +36,7 @@ from weft.server.drain import Drain
 from weft.server.garbage import Sweeper, end_removals
 from weft.server.http.wire import BoundedReads
 from weft.server.limits.gate import Gate
+from weft.server.limits.windows import Accounts
 from weft.server.logs import configure_logs
 from weft.server.pins import sync_pins
 from weft.server.services import Services, base_names
@@ -47,6 +48,8 @@ from weft.server.usage.price_file import read_prices
 
 log = structlog.get_logger("weft.server")
 Announce = Callable[[str], None]
+OpenAccounts = Callable[[Registry, str, AsyncExitStack], Awaitable[Accounts]]
+"""Makes the accounts of a server with this name; the stack closes them."""
 DEFAULT_TENANT = "default"
 KEEP_ALIVE_S = 65
 STOP_S = 3
@@ -107,10 +110,28 @@ async def _serve_until(config: Config, announce: Announce, shutdown: Shutdown) -
         await cancel_all(server.server_state.tasks)
 
 
+async def own_accounts(_registry: Registry, _name: str, _stack: AsyncExitStack) -> Accounts:
+    """Accounts of a server that is alone: it counts for itself."""
+    return Accounts()
+
+
 async def open_services(
-    config: Config, key: AdminKey, announce: Announce, stack: AsyncExitStack, drain: Drain
+    config: Config,
+    key: AdminKey,
+    announce: Announce,
+    stack: AsyncExitStack,
+    drain: Drain,
+    open_accounts: OpenAccounts = own_accounts,
 ) -> Services:
     """Open registry, blobs, engine and tokenizer; `stack` closes them in reverse.
+
+    Args:
+        config: The settings.
+        key: The admin's key.
+        announce: Told how the start goes on.
+        stack: Closes what was opened.
+        drain: Counts the requests that run.
+        open_accounts: Makes the accounts of tenants and keys.
 
     Raises:
         ConfigError: A setting is wrong.
@@ -142,6 +163,7 @@ async def open_services(
         drain=drain,
         staged=await asyncio.to_thread(StagedFiles, config.server.data_dir / "uploads"),
         server_name=name,
+        accounts=await open_accounts(registry, name, stack),
         memory=MemoryBlobs(int(config.adapter.push_gib * GIB)),
         prices=prices,
         default_tenant=await _default_tenant(registry) if config.server.auth == "off" else None,

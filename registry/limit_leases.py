@@ -100,6 +100,8 @@ class LimitLeases:
         self._owner = owner
         self._clock = clock
         self._next_sweep = 0
+        self.is_in_doubt = False
+        """Whether an exchange that failed may have happened all the same."""
 
     async def forget(self) -> None:
         """Delete this server's leases: nothing of it runs. What it used of a month is in the ledger.
@@ -124,7 +126,7 @@ class LimitLeases:
         Raises:
             CapacityError: The database cannot answer; code db.unavailable. Nothing or all of it has happened.
         """
-        lease, bucket = LimitLeaseRow, LimitBucketRow
+        self.is_in_doubt, lease, bucket = False, LimitLeaseRow, LimitBucketRow
         async with self._database.write() as session:
             now = await self._clock(session)
             month = month_of(from_micros(now))
@@ -153,6 +155,7 @@ class LimitLeases:
                 self._next_sweep = now + MINUTE_US
                 await session.execute(delete(lease).where(lease.until < now - KEPT_US))
                 await session.execute(delete(bucket).where(bucket.at < now - KEPT_US))
+            self.is_in_doubt = True
         return answers
 
 
@@ -173,8 +176,8 @@ def _answer(ask: LeaseAsk, others: int, bucket: LimitBucketRow | None, billed: i
         least, used = used, 0.0
         if bucket is not None:
             used, at, returned = bucket.used - rate * max(0, now - bucket.at), max(now, bucket.at), bucket.returned
-        used = min(used, ask.limit or 0)  # a smaller limit begins used up, not in debt
         used, returned = max(used, least + max(0, ask.back)) - ask.back, returned + max(0, ask.back)
+        used = min(used, ask.limit or 0)  # a smaller limit begins used up, not in debt
         for amount, seen in ask.returns:
             # Tokens that drained while they were reserved are not given back: with those taken since, any window would
             # have more than the limit. `used + returned` has fallen only as the bucket drained.

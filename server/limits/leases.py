@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from weft.server.limits.reservation import Share
 
 TICK_S = 0.1
+LEASE_S = 1.0
+"""What was fetched ahead goes back when there was no request for so long."""
 AT_ONCE = 3
 """So many exchanges may follow each other without a pause; after that, one per tick."""
 BURST_SHARE = 4
@@ -61,7 +63,7 @@ class Lease:
     ) -> None:
         self.kind: Kind = kind
         self.limit: int | None = None
-        self.amount = 0
+        self.amount = self._told = 0
         self.needs: list[int] = []
         """Of requests that wait."""
         self.returns: list[tuple[int, LeaseAnswer]] = []
@@ -75,8 +77,8 @@ class Lease:
         self._accounts = accounts
         self._holder_id = holder_id
         self._in_use = in_use
-        self._seen_s = self._valid_s = self._grow_until_s = -math.inf
-        self._demand, self._demand_s = 0.0, 0.0
+        self._seen_s = self._fresh_s = self._valid_s = self._grow_until_s = -math.inf
+        self._demand, self._demand_s = 0.0, -math.inf
 
     @property
     def spare(self) -> int:
@@ -105,8 +107,8 @@ class Lease:
 
     def is_hopeless(self, amount: int, now_s: float) -> bool:
         """Whether asking for so much is useless: it is more than the limit, or the last answer is fresh."""
-        is_fresh = now_s < min(self._valid_s, self._seen_s + TICK_S)
-        return amount > (self.limit or 0) or (is_fresh and self.spare + self._left(now_s) < amount)
+        is_known = now_s < min(self._valid_s, self._fresh_s) and self.spare + self._left(now_s) < amount
+        return is_known or amount > (self.limit or 0)
 
     def expect(self, amount: int, now_s: float) -> None:
         """Count demand."""
@@ -116,7 +118,7 @@ class Lease:
     def grow(self, amount: int, now_s: float) -> None:
         """Answers without a bound go on: so much now, and more later."""
         self.expect(amount, now_s)
-        self._grow_until_s = now_s + 1
+        self._grow_until_s = now_s + LEASE_S
         if self.spare < self._growth(now_s) / 2 and self._left(now_s) >= 1:
             self._accounts.hurry()
 
@@ -130,16 +132,18 @@ class Lease:
             self.unmoved.popleft()
         spare, aim, growth = self.spare, self._aim(now_s), self._growth(now_s)
         if self.limit is None:
-            is_due, back = self.amount != 0, spare
+            is_due, back = self._told > 0, spare
         else:
             is_short = spare < aim / 2 or (spare < growth / 2 and self._left(now_s) >= 1)
-            is_old = self._held > 0 and now_s >= self._seen_s + RENEW_S.get(self.kind, RENEW_OTHERS_S)
+            renew_s = LEASE_S if self._held < self._told else RENEW_S.get(self.kind, RENEW_OTHERS_S)
+            is_old = self._told > 0 and now_s >= self._seen_s + renew_s
             back = min(spare, 0) if spare <= 2 * max(aim, growth) else spare - max(aim, growth)
             is_due = bool(self.needs or self.returns or is_short or is_old or back)
         if not (is_due or self.is_asked):
             return None
         self.amount = self.amount - back if self.limit is not None else 0
         needs, returns, self.needs, self.returns, self.is_asked = self.needs, self.returns, [], [], False
+        self._fresh_s = -math.inf
         return LeaseAsk(
             holder_id=self._holder_id,
             kind=self.kind,
@@ -153,16 +157,24 @@ class Lease:
             ahead=aim,
         )
 
-    def take_answer(self, asked_s: float, limit: int | None, answer: LeaseAnswer) -> None:
-        """Note what the database said to `ask`, with the limit of then."""
-        if limit == self.limit:
+    def take_answer(self, asked_s: float, ask: LeaseAsk, answer: LeaseAnswer) -> None:
+        """Note what the database said."""
+        self._told = ask.held + answer.granted
+        if ask.limit == self.limit:
             self.amount += answer.granted
-            self.seen, self._seen_s = answer, asked_s
+            self.seen, self._seen_s, self._fresh_s = answer, asked_s, asked_s + TICK_S
             self._valid_s = asked_s + (SLOT_US / 1e6 if self.kind == "concurrent_requests" else MAX_OUTAGE_S)
+
+    def take_failure(self, ask: LeaseAsk, *, is_in_doubt: bool) -> None:
+        """Tell it again. In doubt, what was given back is lost until the limit refills: it must not count twice."""
+        self._told = max(1, self._told)
+        if not is_in_doubt:
+            self.amount += ask.back
+            self.returns += ask.returns
 
     def is_empty(self, now_s: float) -> bool:
         """Whether there is nothing to do until somebody asks for something."""
-        return self._held == 0 and self._demand_at(now_s) < 1
+        return self._held == self._told == 0 and now_s >= self._demand_s + LEASE_S
 
     def _used(self, now_s: float) -> float:
         """Of the limit, by all servers, with what they hold."""
@@ -179,7 +191,7 @@ class Lease:
 
     def _aim(self, now_s: float) -> int:
         """How much spare the process should have: what it needs in about a second, but only a part of what is left."""
-        if self.limit is None or now_s >= self._valid_s:
+        if self.limit is None or now_s >= min(self._valid_s, self._demand_s + LEASE_S):
             return 0
         most = max(0, self.spare + self._left(now_s)) // AHEAD_SHARE
         return min(int(self._demand_at(now_s)), self.limit // BURST_SHARE, most)
@@ -332,9 +344,9 @@ class LeasedAccounts(Accounts):
                 return
             if any(lease.is_hopeless(amount, now_s) for lease, amount in short):
                 return
-            for lease, amount in short:
-                lease.needs.append(amount)
-            await self._exchanged([lease for lease, _ in short])
+            for lease, amount in wants:
+                lease.needs.append(amount)  # also what is here: else it may be given back meanwhile
+            await self._exchanged([lease for lease, _ in wants])
 
     async def read_months(
         self, shares: Sequence[Share], _month: datetime, _usage: UsageLedger, *, with_month: bool
@@ -382,10 +394,11 @@ class LeasedAccounts(Accounts):
         try:
             answers = await self._leases.exchange([ask for _, ask in due], int(max(0.0, now_s - self._blind_s) * 1e6))
         except (CapacityError, SQLAlchemyError) as error:
-            # What was given back is lost until the limit refills: it may have been counted, and must not count twice.
             _logger.warning("limits: the database cannot be asked: %s", error)
             self._retry_s = self.monotonic() + MAX_AGE_S
             self._blind_s = min(self._blind_s, self._good_s)
+            for lease, ask in due:
+                lease.take_failure(ask, is_in_doubt=self._leases.is_in_doubt)
             if done is not None:
                 done.set_exception(unavailable())
                 done.exception()  # else asyncio logs an error that nobody waited for
@@ -394,7 +407,7 @@ class LeasedAccounts(Accounts):
         if now_s > self._retry_s + SETTLE_S:
             self._blind_s = math.inf
         for (lease, ask), answer in zip(due, answers, strict=True):
-            lease.take_answer(now_s, ask.limit, answer)
+            lease.take_answer(now_s, ask, answer)
         if done is not None:
             done.set_result(None)
 

@@ -62,6 +62,7 @@ class CountedLeases(LimitLeases):
 
     async def exchange(self, asks: Sequence[LeaseAsk], grace_us: int = 0) -> list[Any]:
         if self.is_away:
+            self.is_in_doubt = False
             raise CapacityError("The database cannot answer now; try again.", code="db.unavailable")
         self.num_exchanges += 1
         return await super().exchange(asks, grace_us)

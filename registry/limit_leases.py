@@ -143,7 +143,7 @@ class LimitLeases:
             answers, leases, changed = [], [], []
             for ask in asks:
                 key, name = (ask.holder_id, ask.kind), {"holder_id": ask.holder_id, "kind": ask.kind}
-                answer = _answer(ask, held.get(key, 0), buckets.get(key), billed.get(ask.holder_id, 0), now)
+                answer = _answer(ask, held.get(key, 0), buckets.get(key), billed.get(key, 0), now)
                 answers.append(answer)
                 until = untils.get(ask.kind, now + HELD_US)
                 leases.append(name | {"owner": self._owner, "amount": ask.held + answer.granted, "until": until})
@@ -159,13 +159,13 @@ class LimitLeases:
         return answers
 
 
-async def _billed(session: AsyncSession, ids: Collection[str], month: datetime) -> dict[str, int]:
-    """Tokens of the month in the ledger, by tenant and by key."""
-    billed: dict[str, int] = {}
+async def _billed(session: AsyncSession, ids: Collection[str], month: datetime) -> dict[tuple[str, str], int]:
+    """Tokens of the month in the ledger, of tenants and keys, by holder and kind."""
+    billed: dict[tuple[str, str], int] = {}
     for column in (UsageMonthRow.tenant_id, UsageMonthRow.key_id) if ids else ():
         tokens = func.sum(UsageMonthRow.prompt_tokens + UsageMonthRow.completion_tokens)
         sums = select(column, tokens).where(UsageMonthRow.month == to_micros(month), column.in_(ids)).group_by(column)
-        billed |= {holder_id: int(count) for holder_id, count in await session.execute(sums)}
+        billed |= {(holder_id, "tokens_per_month"): int(count) for holder_id, count in await session.execute(sums)}
     return billed
 
 

@@ -80,6 +80,7 @@ async def test_tokens_per_month_are_used_to_the_last_and_never_exceeded(world: W
     await world.step(0.2)
     assert over.result() is None
     assert isinstance(world.servers[0].refusals[-1], QuotaExceededError)
+    await world.step(1.5)
     fits = world.start(world.request(world.servers[3], Limits(tokens_per_month=limit), limit - used, limit - used))
     await world.step(0.2)
     assert fits.result() is not None, "the last token can be used"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -167,3 +169,8 @@ async def test_a_server_that_starts_again_has_its_old_part_back(two: Two) -> Non
         assert isinstance(await open_leased_accounts(registry, "srv_three", stack), LeasedAccounts)
         await asyncio.sleep(0.2)
         assert statuses(await two.send(1, max_tokens=90)) == {200: 1}
+
+
+def test_a_server_that_is_alone_does_not_load_leases() -> None:
+    program = "import sys, weft.server.serve; sys.exit(any('lease' in name for name in sys.modules if 'weft' in name))"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -48,3 +48,13 @@ def from_micros(micros: int) -> datetime:
 def iso(moment: datetime) -> str:
     """ISO-8601 in UTC with a Z: `2026-05-01T12:00:00.000000Z`."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def month_of(moment: datetime) -> datetime:
+    """The first moment of its calendar month in UTC."""
+    return moment.astimezone(UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+
+
+def month_after(month: datetime) -> datetime:
+    """The first moment of the next month."""
+    return month.replace(year=month.year + month.month // 12, month=month.month % 12 + 1)

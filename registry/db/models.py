@@ -307,6 +307,50 @@ class UsageAdapterRow(_Sums, Base):
     key_id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
 
 
+class UsageMonthRow(Base):
+    """Tokens of a calendar month (UTC) of a tenant and a key: what limits per month are compared with."""
+
+    __tablename__ = "usage_months"
+    __table_args__ = BY_KEY
+
+    month: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    """The month's first microsecond."""
+    tenant_id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
+    key_id: Mapped[str] = mapped_column(sa.String(64), primary_key=True, index=True)
+    prompt_tokens: Mapped[int]
+    completion_tokens: Mapped[int]
+
+
+class LimitBucketRow(Base):
+    """What all servers together have taken of a limit per minute. It drains at a sixtieth of the limit per second."""
+
+    __tablename__ = "limit_buckets"
+
+    holder_id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
+    """A tenant or a key."""
+    kind: Mapped[str] = mapped_column(sa.String(32), primary_key=True)
+    used: Mapped[float]
+    """At the moment `at`; what servers hold counts as used."""
+    at: Mapped[int]
+    """Microseconds since 1970 by the database's clock."""
+    returned: Mapped[float]
+    """All that was ever given back: `used + returned` falls only as the bucket drains."""
+
+
+class LimitLeaseRow(Base):
+    """What one server holds of a limit."""
+
+    __tablename__ = "limit_leases"
+
+    holder_id: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
+    kind: Mapped[str] = mapped_column(sa.String(32), primary_key=True)
+    owner: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
+    """The server's name."""
+    amount: Mapped[int]
+    until: Mapped[int]
+    """When it no longer counts, unless its owner renews it before: microseconds by the database's clock."""
+
+
 class IdempotencyRow(Base):
     """A change that a client may send again under the same key, and what it was answered."""
 

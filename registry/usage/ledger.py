@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime
+from math import inf
 from pathlib import Path
 from typing import Literal
 
@@ -247,10 +248,14 @@ class UsageLedger:
             async with self.database.write() as session:
                 return await usage.erase_keys(session, key_ids, self.clock())
 
+    @property
+    def unmoved_since(self) -> float:
+        """Monotonic second of the oldest event that is not in the database; infinite if there is none."""
+        return min((moment for moment in (self._sealed_since, self._unsealed_since) if moment is not None), default=inf)
+
     def lag_s(self) -> float:
         """Age in seconds of the oldest event that is not in the database; 0 if there is none."""
-        moments = [moment for moment in (self._sealed_since, self._unsealed_since) if moment is not None]
-        return max(self.monotonic() - min(moments), 0.0) if moments else 0.0
+        return max(self.monotonic() - self.unmoved_since, 0.0)
 
     async def _append_final(self, event: UsageEvent) -> None:
         try:

@@ -1,8 +1,8 @@
 """Usage in SQL: events, and the sums that are kept of them.
 
 An event counts once by its id: inserting it again changes nothing. Sums change in the transaction that inserts the
-event. An event adds to one row of each table of sums: by hour, by time to the first token, by adapter. The names of
-tenants and adapters stay as the first event had them.
+event. An event adds to one row of each table of sums: by hour, by month, by time to the first token, by adapter. The
+names of tenants and adapters stay as the first event had them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import InvalidRequestError
 from weft.registry import audit
-from weft.registry.db.clock import HOUR_US, from_micros, to_micros
+from weft.registry.db.clock import HOUR_US, from_micros, month_of, to_micros
 from weft.registry.db.database import insert_into
-from weft.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageRollupRow
+from weft.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageMonthRow, UsageRollupRow
 from weft.registry.names import MAX_VERSION, check_integer, check_text, storable
 from weft.registry.records import AdapterUsage, UsageEvent
 from weft.registry.usage.latency import bin_of
@@ -32,6 +32,7 @@ _KEPT: tuple[tuple[Table, tuple[str, str]], ...] = (
     (cast(Table, UsageRollupRow.__table__), ("id", "")),  # every event has an id, so all count
     (cast(Table, UsageLatencyRow.__table__), ("service_class", "batch")),
     (cast(Table, UsageAdapterRow.__table__), ("adapter_id", "")),
+    (cast(Table, UsageMonthRow.__table__), ("id", "")),
 )
 """Tables of sums, each with a column and a value: events with this value in the column do not count there."""
 _events = UsageEventRow.__table__.c
@@ -42,7 +43,7 @@ _TEXTS = {
 }
 """Texts, with the most characters that the column takes. `request_id` is cut instead of refused."""
 _adapters = UsageAdapterRow.__table__.c
-_TABLES = (UsageEventRow, UsageLatencyRow, UsageRollupRow, UsageAdapterRow)
+_TABLES = (UsageEventRow, UsageLatencyRow, UsageRollupRow, UsageAdapterRow, UsageMonthRow)
 
 
 def checked_event(event: UsageEvent) -> UsageEvent:
@@ -117,7 +118,14 @@ def _row(event: UsageEvent) -> dict[str, Any]:
 async def add_to_sums(session: AsyncSession, rows: Iterable[dict[str, Any]]) -> None:
     """Add events (rows of their table) that were inserted in this transaction to the sums."""
     facts = [
-        {**row, "at": row["at"] // HOUR_US * HOUR_US, "last_at": row["at"], "requests": 1, "bin": bin_of(row["ttft_s"])}
+        {
+            **row,
+            "at": row["at"] // HOUR_US * HOUR_US,
+            "month": to_micros(month_of(from_micros(row["at"]))),
+            "last_at": row["at"],
+            "requests": 1,
+            "bin": bin_of(row["ttft_s"]),
+        }
         for row in rows
     ]
     for table, (column, left_out) in _KEPT:

@@ -26,7 +26,7 @@ from weft.server.generation.response import PlannedGeneration, whole_answer
 from weft.server.generation.routes import plan_generation
 from weft.server.generation.schemas import CompletionBody
 from weft.server.http.json_body import validate
-from weft.server.limits.rates import shares_of
+from weft.server.limits.rates import admit
 from weft.server.limits.reservation import LimitReservation
 from weft.server.responses.routes import plan_response
 from weft.server.responses.schemas import ResponsesBody
@@ -121,7 +121,7 @@ class LineRunner:
             raise errors.CapacityError("The engine is starting.")
         caller = await self._caller()
         await services.arrivals.turn(caller.tenant_id or "")
-        reservation.admit(await shares_of(services, caller), services.monotonic, lambda _: None, 1)
+        await admit(services, caller, reservation, 1, lambda _: None)
         origin = Origin(
             services=services,
             caller=caller,

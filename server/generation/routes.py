@@ -35,7 +35,7 @@ from weft.server.limits.prediction import Ask
 from weft.server.limits.rates import GeneratingCaller, admit_generation, reservation_of
 from weft.server.limits.reservation import LimitReservation
 from weft.server.model_name import ResolvedModel, hold_weights, resolve_model
-from weft.server.services import services_of
+from weft.server.services import Services, services_of
 
 if TYPE_CHECKING:
     from weft.server.generation.items import ItemWriter
@@ -125,7 +125,7 @@ async def plan_generation(
         async with turn_of(tenant) if is_held else nullcontext():
             size = INLINE_BYTES if is_held else body.num_characters
             prompts = await off_loop(lambda: prompts_and_params(body, services, tenant), size)
-        num_prompt = _reserve(reservation, body, prompts)
+        num_prompt = await _reserve(services, reservation, body, prompts)
         meter = Meter(origin, model)
         choices = _choices(origin, model, body, prompts, meter.ledger_id)
 
@@ -225,13 +225,22 @@ def _admitted(origin: Origin, model: ResolvedModel, body: CompletionBody | ChatB
         raise
 
 
-def _reserve(reservation: LimitReservation, body: CompletionBody | ChatBody, plan: Prompts) -> int:
-    """Take the request's tokens before the engine sees it; returns those of the prompts. Raises RateLimitError."""
+async def _reserve(
+    services: Services, reservation: LimitReservation, body: CompletionBody | ChatBody, plan: Prompts
+) -> int:
+    """Take the request's tokens before the engine sees it; returns those of the prompts.
+
+    Raises:
+        RateLimitError: A limit is reached.
+        CapacityError: What is used is not known, and the database cannot answer now.
+    """
     is_open = body.token_limit is None
     prompts = sum(len(prompt.token_ids) for prompt, _ in plan)
     outputs = sum(min(params.max_tokens, OPEN_TOKENS) if is_open else params.max_tokens for _, params in plan)
     count = body.num_candidates
-    reservation.reserve(prompts + count * len(plan), prompts + count * outputs, is_open=is_open)
+    least, most = prompts + count * len(plan), prompts + count * outputs
+    await services.accounts.secure(reservation.shares, tokens=reservation.wanted(least, most, is_open=is_open))
+    reservation.reserve(least, most, is_open=is_open)
     return prompts
 
 

@@ -6,16 +6,16 @@ the tenant, also for an admin with `?tenant=`. Both come with the identity, and 
 
 from __future__ import annotations
 
-from datetime import datetime
+from collections.abc import Callable
 from typing import Annotated, cast
 
 from fastapi import Depends
 from starlette.requests import Request
 
+from weft.registry.db.clock import month_of
 from weft.registry.limits import Limits
 from weft.server.auth.callers import Caller, CallerDependency, TenantQuery
 from weft.server.limits.reservation import Holder, LimitReservation, Share
-from weft.server.limits.windows import month_after, month_of
 from weft.server.services import Services, services_of
 
 
@@ -46,31 +46,18 @@ async def shares_of(services: Services, caller: Caller, *, with_month: bool = Fa
     while True:
         now_s, month = services.monotonic(), month_of(services.now())
         shares = [Share(holder, name, services.accounts.of(name, now_s), limits) for holder, name, limits in held]
-        unread = [
-            share
-            for share in shares
-            if share.account.month != month and (with_month or share.limits.tokens_per_month is not None)
-        ]
-        if not unread:
+        usage = services.registry.usage
+        if not await services.accounts.read_months(shares, month, usage, with_month=with_month):
             return shares
-        for share in unread:
-            await _read_month(services, share, month)
 
 
-async def _read_month(services: Services, share: Share, month: datetime) -> None:
-    """Read the month's sum from the ledger; requests that end meanwhile count once."""
-    account = share.account
-    async with account.reading:
-        if account.month == month:
-            return
-        account.arrived = {}
-        try:
-            of_holder = {f"{share.holder}_id": share.holder_id}
-            tokens = await services.registry.usage.tokens(of_holder, month, month_after(month), account.arrived)
-            account.month_tokens = tokens + sum(count for ended, count in account.arrived.values() if ended == month)
-            account.month = month
-        finally:
-            account.arrived = None
+async def admit(
+    services: Services, caller: Caller, reservation: LimitReservation, tokens: int, on_refusal: Callable[[str], None]
+) -> None:
+    """Count one request of the caller, if there is room for it and for `tokens`; raises like `Admitted`."""
+    shares = await shares_of(services, caller)
+    await services.accounts.secure(shares, requests=1, tokens=tokens)
+    reservation.admit(shares, services.monotonic, on_refusal, tokens)
 
 
 class Admitted(CallerDependency):
@@ -81,6 +68,7 @@ class Admitted(CallerDependency):
 
     Raises:
         RateLimitError: The tenant or the key has reached a limit.
+        CapacityError: What is used is not known, and the database cannot answer now.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -90,8 +78,7 @@ class Admitted(CallerDependency):
     async def __call__(self, request: Request, tenant: TenantQuery = None) -> Caller:
         """Called by FastAPI for each request. One dependency does all: each costs as much as the rest of a refusal."""
         services, caller = services_of(request), await super().__call__(request, tenant)
-        shares = await shares_of(services, caller)
-        reservation_of(request).admit(shares, services.monotonic, services.metrics.limited, self._tokens)
+        await admit(services, caller, reservation_of(request), self._tokens, services.metrics.limited)
         return caller
 
 

@@ -12,8 +12,10 @@ from typing import Literal, NamedTuple
 
 from weft.errors import QuotaExceededError, RateLimitError
 from weft.registry.limits import Limits
-from weft.server.limits.windows import Account, Window, month_of
+from weft.server.limits.windows import Account, Mark, Window
 
+NEAR_TOKENS = 256
+"""An answer without a bound that has so few reserved tokens left will soon need more."""
 BUSY_S = 1.0
 """Retry-After in seconds where a limit becomes free only when other requests end."""
 Holder = Literal["tenant", "key"]
@@ -39,14 +41,16 @@ class LimitReservation:
     """
 
     def __init__(self) -> None:
-        self._shares: Sequence[Share] = ()
+        self.shares: Sequence[Share] = ()
+        """The accounts from which it takes."""
         self._monotonic: Callable[[], float] = lambda: 0.0
         self._on_refusal: Callable[[str], None] = lambda _: None
-        self._request_second: int | None = None
-        """The second in which the request counts; None where it does not."""
+        self._request_marks: tuple[Mark, ...] | None = None
+        """For `Window.give_back` of each share; None where the request does not count."""
         self._reserved: int | None = None
-        self._taken: dict[int, int] = {}
-        """Reserved tokens by the second in which they were taken, oldest first."""
+        self._is_open = False
+        self._taken: dict[tuple[Mark, ...], int] = {}
+        """Reserved tokens by their marks for `Window.give_back` of each share, oldest first."""
         self.admitted_s = 0.0
         self.at_end: list[Callable[[], None]] = []
         """Called once, at the end: what else the request has and gives back."""
@@ -65,11 +69,11 @@ class LimitReservation:
         Raises:
             RateLimitError: A limit is reached; nothing was counted.
         """
-        self._shares, self._monotonic, self._on_refusal = shares, monotonic, on_refusal
+        self.shares, self._monotonic, self._on_refusal = shares, monotonic, on_refusal
         self.admitted_s = now_s = monotonic()
         self._check(now_s, tokens, is_new=True)
+        self._request_marks = tuple(share.account.requests.take(now_s, 1) for share in shares)
         for share in shares:
-            self._request_second = share.account.requests.take(now_s, 1)
             share.account.in_flight += 1
 
     def reserve(self, least: int, most: int, *, is_open: bool) -> None:
@@ -84,9 +88,7 @@ class LimitReservation:
         Raises:
             RateLimitError: There is no room now, or never; the request does not count any more.
         """
-        limits = [share.limits for share in self._shares]
-        bounds = [bound for each in limits for bound in (each.tokens_per_minute, each.tokens_per_month)]
-        tokens = max(least, min([most, *(bound for bound in bounds if bound is not None)])) if is_open else most
+        tokens, self._is_open = self.wanted(least, most, is_open=is_open), is_open
         now_s = self._monotonic()
         try:
             self._check(now_s, tokens, is_new=False)
@@ -95,6 +97,12 @@ class LimitReservation:
             raise
         self._reserved = 0
         self._take(now_s, tokens)
+
+    def wanted(self, least: int, most: int, *, is_open: bool) -> int:
+        """How many tokens `reserve` takes."""
+        limits = [share.limits for share in self.shares]
+        bounds = [bound for each in limits for bound in (each.tokens_per_minute, each.tokens_per_month)]
+        return max(least, min([most, *(bound for bound in bounds if bound is not None)])) if is_open else most
 
     def grow(self, tokens: int) -> bool:
         """Reserve more while the request runs.
@@ -108,6 +116,10 @@ class LimitReservation:
         if self._reserved is None:
             return False
         more = tokens - self._reserved
+        if self._is_open and more > -NEAR_TOKENS:
+            now_s = self._monotonic()
+            for share in self.shares:
+                share.account.foresee(share.limits, now_s, max(0, more))
         if more > 0:
             now_s = self._monotonic()
             try:
@@ -130,29 +142,24 @@ class LimitReservation:
         if tokens > self._reserved:
             self._take(self._monotonic(), tokens - self._reserved)
         self._give_back(self._reserved - tokens)
-        for share in self._shares:
-            account = share.account
-            if account.month == month_of(at):
-                account.month_tokens += tokens
-            if account.arrived is not None:
-                account.arrived[ledger_id] = (month_of(at), tokens)
+        for share in self.shares:
+            share.account.settled(ledger_id, tokens, at)
 
     def end(self) -> None:
         """Give back what the request still holds; later calls do nothing."""
         if self._reserved is not None:
             self._give_back(self._reserved)
-        if self._request_second is not None:
-            for share in self._shares:
+        if self._request_marks is not None:
+            for share in self.shares:
                 share.account.in_flight -= 1
-            self._request_second = None
+            self._request_marks = None
         while self.at_end:
             self.at_end.pop()()
 
     def withdraw(self) -> None:
         """Do not count the request in its minute: it was refused."""
-        if self._request_second is not None:
-            for share in self._shares:
-                share.account.requests.give_back(self._request_second, 1)
+        for share, mark in zip(self.shares, self._request_marks or (), strict=False):
+            share.account.requests.give_back(mark, 1)
 
     def headers(self) -> dict[str, str]:
         """Headers `x-ratelimit-*` as OpenAI writes them, of the holder that has less left; none without a limit."""
@@ -160,7 +167,7 @@ class LimitReservation:
         headers = {}
         for kind in ("requests", "tokens"):
             left = []
-            for share in self._shares:
+            for share in self.shares:
                 limit: int | None = getattr(share.limits, f"{kind}_per_minute")
                 window: Window = getattr(share.account, kind)
                 if limit is not None:
@@ -173,26 +180,25 @@ class LimitReservation:
         return headers
 
     def _take(self, now_s: float, tokens: int) -> None:
-        second = 0
-        for share in self._shares:
-            second = share.account.tokens.take(now_s, tokens)
+        marks = tuple(share.account.tokens.take(now_s, tokens) for share in self.shares)
+        for share in self.shares:
             share.account.reserved += tokens
-        self._taken[second] = self._taken.get(second, 0) + tokens
+        self._taken[marks] = self._taken.get(marks, 0) + tokens
         self._reserved = (self._reserved or 0) + tokens
 
     def _give_back(self, tokens: int) -> None:
         """Give back so many of the reserved tokens, the latest first; nothing is reserved after that."""
-        for share in self._shares:
+        for share in self.shares:
             share.account.reserved -= self._reserved or 0
-        for second, taken in reversed(self._taken.items()):
+        for marks, taken in reversed(self._taken.items()):
             part = min(tokens, taken)
             tokens -= part
-            for share in self._shares:
-                share.account.tokens.give_back(second, part)
+            for share, mark in zip(self.shares, marks, strict=True):
+                share.account.tokens.give_back(mark, part)
         self._reserved = None
 
     def _check(self, now_s: float, tokens: int, *, is_new: bool) -> None:
-        refusals = [refusal for share in self._shares for refusal in _refusals(share, now_s, tokens, is_new)]
+        refusals = [refusal for share in self.shares for refusal in _refusals(share, now_s, tokens, is_new)]
         if refusals:
             limit, error = max(refusals, key=lambda refusal: refusal[1].retry_after_s or math.inf)
             self._on_refusal(limit)
@@ -204,18 +210,18 @@ def _refusals(share: Share, now_s: float, tokens: int, is_new: bool) -> list[_Re
     found = []
     if is_new:
         found.append(_of_window(share, "requests_per_minute", account.requests, 1, now_s))
-        if limits.concurrent_requests is not None and account.in_flight >= limits.concurrent_requests:
+        if limits.concurrent_requests is not None and not account.has_slot(now_s, limits.concurrent_requests):
             wait_s = BUSY_S if limits.concurrent_requests else None
             found.append(_refusal(share, "concurrent_requests", "That many are running already.", wait_s))
     if tokens:
         found.append(_of_window(share, "tokens_per_minute", account.tokens, tokens, now_s))
-        found.append(_of_month(share, tokens))
+        found.append(_of_month(share, tokens, now_s))
     return [refusal for refusal in found if refusal is not None]
 
 
 def _of_window(share: Share, name: str, window: Window, amount: int, now_s: float) -> _Refusal | None:
     limit: int | None = getattr(share.limits, name)
-    if limit is None or window.total(now_s) + amount <= limit:
+    if limit is None or window.has_room(now_s, amount, limit):
         return None
     if amount > limit:
         return _refusal(share, name, f"This request alone may take {amount}: it is always refused.", None)
@@ -224,13 +230,14 @@ def _of_window(share: Share, name: str, window: Window, amount: int, now_s: floa
     return _refusal(share, name, why, wait_s)
 
 
-def _of_month(share: Share, tokens: int) -> _Refusal | None:
+def _of_month(share: Share, tokens: int, now_s: float) -> _Refusal | None:
     limit, account = share.limits.tokens_per_month, share.account
-    if limit is None or account.month_tokens + account.reserved + tokens <= limit:
+    if limit is None or account.has_month(now_s, tokens, limit):
         return None
-    why = f"{account.month_tokens} are used and the request takes up to {tokens}."
-    if account.month_tokens + tokens <= limit:
-        why = f"{why} {account.reserved} are reserved by requests that run."
+    used, reserved = account.month_parts()
+    why = f"{used} are used and the request takes up to {tokens}."
+    if used + tokens <= limit:
+        why = f"{why} {reserved} are reserved by requests that run."
         return _refusal(share, "tokens_per_month", why, BUSY_S)
     message = f"The {share.holder}'s limit tokens_per_month is {limit}. {why} The count restarts next month (UTC)."
     return "tokens_per_month", QuotaExceededError(message)

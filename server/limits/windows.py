@@ -10,9 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from datetime import UTC, datetime
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from weft.registry.db.clock import month_after, month_of
+from weft.registry.limits import Limits
+
+if TYPE_CHECKING:
+    from weft.registry.usage.ledger import UsageLedger
+    from weft.server.limits.reservation import Share
 
 SPAN_S = 60
+Mark = object
+"""What `take` returns for `give_back`: here the second."""
 MAX_ACCOUNTS = 10_000
 """Most accounts before idle ones are deleted."""
 
@@ -31,17 +42,21 @@ class Window:
             self._total -= self._seconds.pop(second)
         return self._total
 
-    def take(self, now_s: float, amount: int) -> int:
+    def has_room(self, now_s: float, amount: int, limit: int) -> bool:
+        """Whether so much may be added."""
+        return self.total(now_s) + amount <= limit
+
+    def take(self, now_s: float, amount: int) -> Mark:
         """Add to the sum; returns the second, for `give_back`."""
         second = math.floor(now_s)
         self._seconds[second] = self._seconds.get(second, 0) + amount
         self._total += amount
         return second
 
-    def give_back(self, second: int, amount: int) -> None:
+    def give_back(self, mark: Mark, amount: int) -> None:
         """Subtract from the sum, unless the second no longer counts."""
-        if second in self._seconds:
-            self._seconds[second] -= amount
+        if isinstance(mark, int) and mark in self._seconds:
+            self._seconds[mark] -= amount
             self._total -= amount
 
     def wait_s(self, now_s: float, amount: int) -> float:
@@ -71,6 +86,28 @@ class Account:
         """Held while the month's sum is read from the ledger."""
         self.arrived: dict[str, tuple[datetime, int]] | None = None
         """Requests that ended during that: month and tokens by ledger id."""
+
+    def has_slot(self, _now_s: float, limit: int) -> bool:
+        """Whether one more request may run."""
+        return self.in_flight < limit
+
+    def has_month(self, _now_s: float, tokens: int, limit: int) -> bool:
+        """Whether so many tokens of the month may be reserved."""
+        return sum(self.month_parts()) + tokens <= limit
+
+    def month_parts(self) -> tuple[int, int]:
+        """Tokens of the month that are used, and those that are reserved."""
+        return self.month_tokens, self.reserved
+
+    def settled(self, ledger_id: str, tokens: int, at: datetime) -> None:
+        """Count the tokens of a request that ended, which are no longer reserved; its usage event is recorded."""
+        if self.month == month_of(at):
+            self.month_tokens += tokens
+        if self.arrived is not None:
+            self.arrived[ledger_id] = (month_of(at), tokens)
+
+    def foresee(self, limits: Limits, now_s: float, tokens: int) -> None:
+        """An answer without a bound goes on: it takes so many tokens now and will need more. All of them are here."""
 
     def used(self, now_s: float) -> dict[str, int]:
         """What counts against each limit now."""
@@ -104,15 +141,44 @@ class Accounts:
             if len(self._accounts) >= self._sweep_at:
                 self._accounts = {key: kept for key, kept in self._accounts.items() if not kept.is_idle(now_s)}
                 self._sweep_at = max(self._max_accounts, 2 * len(self._accounts))
-            self._accounts[holder_id] = Account()
+            self._accounts[holder_id] = self._new(holder_id)
         return self._accounts[holder_id]
 
+    def _new(self, _holder_id: str) -> Account:
+        return Account()
 
-def month_of(moment: datetime) -> datetime:
-    """The first moment of its calendar month in UTC."""
-    return moment.astimezone(UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+    async def secure(self, shares: Sequence[Share], *, requests: int = 0, tokens: int = 0) -> None:
+        """Get hold of what a request is about to take, if it is elsewhere. All that this server may use is here."""
+
+    async def read_months(
+        self, shares: Sequence[Share], month: datetime, usage: UsageLedger, *, with_month: bool
+    ) -> bool:
+        """Read the month's sums that are not known, of holders with a limit or `with_month` of all.
+
+        Returns:
+            Whether any was read, which takes time.
+
+        Raises:
+            CapacityError: The database cannot answer now.
+        """
+        needed = [share for share in shares if with_month or share.limits.tokens_per_month is not None]
+        unread = [share for share in needed if share.account.month != month]
+        for share in unread:
+            await _read_month(usage, share, month)
+        return bool(unread)
 
 
-def month_after(month: datetime) -> datetime:
-    """The first moment of the next month."""
-    return month.replace(year=month.year + month.month // 12, month=month.month % 12 + 1)
+async def _read_month(usage: UsageLedger, share: Share, month: datetime) -> None:
+    """Read the month's sum from the ledger; requests that end meanwhile count once."""
+    account = share.account
+    async with account.reading:
+        if account.month == month:
+            return
+        account.arrived = {}
+        try:
+            of_holder = {f"{share.holder}_id": share.holder_id}
+            tokens = await usage.tokens(of_holder, month, month_after(month), account.arrived)
+            account.month_tokens = tokens + sum(count for ended, count in account.arrived.values() if ended == month)
+            account.month = month
+        finally:
+            account.arrived = None

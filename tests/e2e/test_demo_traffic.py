@@ -155,7 +155,7 @@ def test_reset_removes_this_and_nothing_else(played: Played) -> None:
     num = len(plan(SECONDS))
     assert done.stdout == f"Removed {num} usage events of the demo traffic; revoked 2 keys.\n"
     after = tables(played.server.data_dir)
-    for table in ("usage_events", "usage_rollups", "usage_latency", "usage_adapters"):
+    for table in ("usage_events", "usage_rollups", "usage_latency", "usage_adapters", "usage_months"):
         kept = [row for row in before[table] if row["key_id"] not in key_ids]
         assert len(kept) < len(before[table])
         assert after.pop(table) == kept != []

@@ -7,16 +7,19 @@ from collections.abc import Callable
 
 from sqlalchemy import select
 
-from weft.registry.db.clock import HOUR_US
+from weft.registry.db.clock import HOUR_US, from_micros, month_of, to_micros
 from weft.registry.db.database import Database
-from weft.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageRollupRow
+from weft.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageMonthRow, UsageRollupRow
 from weft.registry.usage.latency import bin_of
 
 SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
-TABLES: dict[type[UsageRollupRow | UsageLatencyRow | UsageAdapterRow], Callable[[UsageEventRow], bool]] = {
+TABLES: dict[
+    type[UsageRollupRow | UsageLatencyRow | UsageAdapterRow | UsageMonthRow], Callable[[UsageEventRow], bool]
+] = {
     UsageRollupRow: lambda _: True,
     UsageLatencyRow: lambda event: event.service_class != "batch",
     UsageAdapterRow: lambda event: event.adapter_id != "",
+    UsageMonthRow: lambda _: True,
 }
 """With the events that count there."""
 
@@ -32,6 +35,7 @@ async def wrong_sums(database: Database) -> int:
             expected: Counter[tuple[object, ...]] = Counter()
             for event in filter(counts, events):
                 facts = {**vars(event), "at": event.at - event.at % HOUR_US, "requests": 1, "bin": bin_of(event.ttft_s)}
+                facts["month"] = to_micros(month_of(from_micros(event.at)))
                 expected.update({(*(facts[key] for key in keys), name): facts[name] for name in sums})
             stored = {
                 (*(getattr(row, key) for key in keys), name): getattr(row, name)

@@ -4,6 +4,7 @@ import asyncio
 import random
 import socket
 import sqlite3
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -11,7 +12,8 @@ import pytest
 from sqlalchemy import Connection, bindparam, create_engine, inspect, select, text
 
 from postgres_server import KINDS, OwnPostgres, fresh_database
-from registry_samples import NEWEST, NOON, usage_event
+from registry_samples import NEWEST, NOON, insert, usage_event
+from usage_sums import wrong_sums
 from weft.errors import CapacityError, ConfigError
 from weft.registry.db import database as database_module
 from weft.registry.db import postgres, postgres_connection, sqlite
@@ -352,3 +354,24 @@ async def test_closing_waits_for_reads_and_not_for_what_their_tasks_do_next(
         await database.close()
     is_closed.set()
     assert await task == "went on"
+
+
+async def test_the_upgrade_counts_the_tokens_of_all_months(
+    database: Database, tmp_path: Path, database_url: str | None
+) -> None:
+    events = [
+        usage_event(f"use_{number}", at=NOON + timedelta(days=20 * number), key_id=f"key_{number % 2}")
+        for number in range(6)
+    ]
+    await insert(database, events)
+    async with database.write() as session:
+        for table in ("usage_months", "limit_buckets", "limit_leases"):
+            await session.execute(text(f"DROP TABLE {table}"))
+        await session.execute(text("ALTER TABLE adapters ADD COLUMN pinned BOOLEAN"))
+        await session.execute(text("ALTER TABLE adapters DROP COLUMN pinned_copies"))
+        await session.execute(text("UPDATE alembic_version SET version_num = '0004'"))
+    upgraded = await Database.open(database_url, tmp_path)
+    assert (upgraded.revision_before, upgraded.revision) == ("0004", NEWEST)
+    assert await wrong_sums(upgraded) == 0
+    assert len(await upgraded.rows(text("SELECT * FROM usage_months"))) == 6
+    await upgraded.close()

@@ -192,7 +192,7 @@ async def test_any_query_equals_a_plain_count(
 ) -> None:
     events: dict[str, UsageEvent] = {}
     async with database.write() as session:
-        for table in ("usage_events", "usage_rollups", "usage_latency", "usage_adapters"):
+        for table in ("usage_events", "usage_rollups", "usage_latency", "usage_adapters", "usage_months"):
             await session.execute(text(f"DELETE FROM {table}"))
         for batch in batches:
             await usage.insert_events(session, batch)

@@ -19,7 +19,7 @@ from registry_samples import NOON, StandingClock, usage_event
 from usage_sums import wrong_sums
 from weft.errors import CapacityError, InvalidRequestError
 from weft.registry.db.database import Database
-from weft.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageRollupRow
+from weft.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageMonthRow, UsageRollupRow
 from weft.registry.records import UsageEvent, UsageQuery
 from weft.registry.registry import Registry
 from weft.registry.usage import write as usage
@@ -98,7 +98,7 @@ async def test_the_usage_of_keys_is_erased_with_an_audit_and_all_other_stays(reg
             await registry.usage.record(event)
     assert await registry.usage.erase(["key_3", "key_1", "key_3", "key_unheard_of"]) == 11
     async with registry.database.read() as session:
-        for table in (UsageEventRow, UsageLatencyRow, UsageRollupRow, UsageAdapterRow):
+        for table in (UsageEventRow, UsageLatencyRow, UsageRollupRow, UsageAdapterRow, UsageMonthRow):
             assert set(await session.scalars(select(table.key_id))) == {"key_2", ""}
     assert await _requests(registry) == {None: 3, "key_2": 5}
     assert (await registry.usage.summary(["adp_support"]))["adp_support"].requests == 8

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from weft.errors import QuotaExceededError, RateLimitError
+from weft.registry.db.clock import month_after, month_of
 from weft.registry.limits import UNLIMITED, Limits
 from weft.server.errors import error_headers
 from weft.server.limits.reservation import LimitReservation, Share
-from weft.server.limits.windows import Account, Accounts, Window, month_after, month_of
+from weft.server.limits.windows import Account, Accounts, Window
 
 NOON = datetime(2026, 5, 4, 12, tzinfo=UTC)
 MAY = datetime(2026, 5, 1, tzinfo=UTC)

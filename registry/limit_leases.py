@@ -1,0 +1,206 @@
+"""Limits that several servers share, in SQL: each server takes a part before it is used.
+
+A server tells in one short write transaction what it holds of its limits, what it gives back and what it needs; the
+answer is what it got. What all servers hold and have used together is never more than the limit:
+
+- per minute: a bucket. `used` falls by a sixtieth of the limit per second, but never below what servers hold.
+- at the same time: what servers hold. A server that does not renew its leases loses them.
+- per month: what the usage ledger has, and what servers hold beside it.
+
+All times are by one clock, that of the database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal, NamedTuple
+
+from sqlalchemy import delete, func, select, text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from weft.registry.db.clock import MINUTE_US, from_micros, month_after, month_of, to_micros
+from weft.registry.db.database import Database, insert_into
+from weft.registry.db.models import LimitBucketRow, LimitLeaseRow, UsageMonthRow
+
+Kind = Literal["requests_per_minute", "concurrent_requests", "tokens_per_minute", "tokens_per_month"]
+MINUTELY = ("requests_per_minute", "tokens_per_minute")
+Clock = Callable[[AsyncSession], Awaitable[int]]
+"""Gives the microseconds since 1970 on a clock that all servers share."""
+SLOT_US = 5_000_000
+"""Requests of a server that does not renew them count for so long."""
+HELD_US = 65_000_000
+"""The same for its part of other limits; longer than a server spends what it holds without the database."""
+AHEAD_SHARE = 8
+"""For later requests a server gets at most this part of what is left: the rest is for other servers."""
+KEPT_US = 10 * MINUTE_US
+"""Rows that say nothing any more are deleted after so long."""
+_CLOCKS = {
+    "sqlite": "SELECT CAST((julianday('now') - 2440587.5) * 86400000000 AS INTEGER)",
+    "postgresql": "SELECT CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS BIGINT)",
+}
+
+
+async def database_us(session: AsyncSession) -> int:
+    """Microseconds since 1970 on the database's clock."""
+    return int(await session.scalar(text(_CLOCKS[session.get_bind().dialect.name])) or 0)
+
+
+class LeaseAnswer(NamedTuple):
+    """What a server got of one limit, and how it stands."""
+
+    granted: int
+    used: float
+    """Of the limit, by all servers, with all that they hold."""
+    at: int
+    """When that was so, in microseconds since 1970."""
+    returned: float
+    """Per minute only: all that was ever given back."""
+    billed: int
+    """Per month only: tokens in the ledger."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseAsk:
+    """What a server holds, gives back and needs of one limit."""
+
+    holder_id: str
+    """A tenant or a key."""
+    kind: Kind
+    limit: int | None
+    """None: nothing is limited, the answer only tells what is used."""
+    held: int
+    """What the server goes on holding; it counts even if it is more than the limit."""
+    spare: int
+    """The part of `held` that is free for `needs`."""
+    back: int
+    """Per minute only: what was held and not used. Below 0: what was used without being held."""
+    returns: Sequence[tuple[int, LeaseAnswer]]
+    """Per minute only: what requests took and did not use, with the last answer before they took it."""
+    needs: Sequence[int]
+    """Of requests that wait, in their order: each is fulfilled or not."""
+    growth: int
+    """What answers that go on need next; also a part of it helps."""
+    ahead: int
+    """What requests probably need next."""
+
+
+class LimitLeases:
+    """The shared state of limits.
+
+    Args:
+        database: Where it is.
+        owner: This server's name, under which its leases are.
+        clock: The clock that all servers share.
+    """
+
+    def __init__(self, database: Database, owner: str, clock: Clock = database_us) -> None:
+        self._database = database
+        self._owner = owner
+        self._clock = clock
+        self._next_sweep = 0
+        self.is_in_doubt = False
+        """Whether an exchange that failed may have happened all the same."""
+
+    async def forget(self) -> None:
+        """Delete this server's leases: nothing of it runs. What it used of a month is in the ledger.
+
+        Raises:
+            CapacityError: The database cannot answer; code db.unavailable.
+        """
+        async with self._database.write() as session:
+            await session.execute(delete(LimitLeaseRow).where(LimitLeaseRow.owner == self._owner))
+
+    async def exchange(self, asks: Sequence[LeaseAsk], grace_us: int = 0) -> list[LeaseAnswer]:
+        """Give back and take, in one transaction.
+
+        Args:
+            asks: At most one for each holder and kind.
+            grace_us: Leases of others that ended so lately still count. Their owners could not renew them while the
+                database was away.
+
+        Returns:
+            One answer for each.
+
+        Raises:
+            CapacityError: The database cannot answer; code db.unavailable. Nothing or all of it has happened.
+        """
+        self.is_in_doubt, lease, bucket = False, LimitLeaseRow, LimitBucketRow
+        async with self._database.write() as session:
+            now = await self._clock(session)
+            month = month_of(from_micros(now))
+            ids = {ask.holder_id for ask in asks}
+            others = (lease.holder_id.in_(ids), lease.owner != self._owner, lease.until > now - grace_us)
+            sums = select(lease.holder_id, lease.kind, func.sum(lease.amount)).where(*others)
+            found = await session.execute(sums.group_by(lease.holder_id, lease.kind))
+            held = {(holder_id, kind): int(amount) for holder_id, kind, amount in found}
+            rows = await session.scalars(select(bucket).where(bucket.holder_id.in_(ids)))
+            buckets = {(row.holder_id, row.kind): row for row in rows}
+            billed = await _billed(session, {a.holder_id for a in asks if a.kind == "tokens_per_month"}, month)
+            # A month's lease stays: only its owner knows whether the ledger has all that it used.
+            untils = {"tokens_per_month": to_micros(month_after(month)) + HELD_US, "concurrent_requests": now + SLOT_US}
+            answers, leases, changed = [], [], []
+            for ask in asks:
+                key, name = (ask.holder_id, ask.kind), {"holder_id": ask.holder_id, "kind": ask.kind}
+                answer = _answer(ask, held.get(key, 0), buckets.get(key), billed.get(key, 0), now)
+                answers.append(answer)
+                until = untils.get(ask.kind, now + HELD_US)
+                leases.append(name | {"owner": self._owner, "amount": ask.held + answer.granted, "until": until})
+                if ask.kind in MINUTELY:
+                    changed.append(name | {"used": answer.used, "at": answer.at, "returned": answer.returned})
+            await _put(session, lease.__table__, leases)
+            await _put(session, bucket.__table__, changed)
+            if now >= self._next_sweep:
+                self._next_sweep = now + MINUTE_US
+                await session.execute(delete(lease).where(lease.until < now - KEPT_US))
+                await session.execute(delete(bucket).where(bucket.at < now - KEPT_US))
+            self.is_in_doubt = True
+        return answers
+
+
+async def _billed(session: AsyncSession, ids: Collection[str], month: datetime) -> dict[tuple[str, str], int]:
+    """Tokens of the month in the ledger, of tenants and keys, by holder and kind."""
+    billed: dict[tuple[str, str], int] = {}
+    for column in (UsageMonthRow.tenant_id, UsageMonthRow.key_id) if ids else ():
+        tokens = func.sum(UsageMonthRow.prompt_tokens + UsageMonthRow.completion_tokens)
+        sums = select(column, tokens).where(UsageMonthRow.month == to_micros(month), column.in_(ids)).group_by(column)
+        billed |= {(holder_id, "tokens_per_month"): int(count) for holder_id, count in await session.execute(sums)}
+    return billed
+
+
+def _answer(ask: LeaseAsk, others: int, bucket: LimitBucketRow | None, billed: int, now: int) -> LeaseAnswer:
+    """The answer, where other servers hold so much."""
+    used, at, returned, rate = float(billed + others + ask.held), now, 0.0, (ask.limit or 0) / MINUTE_US
+    if ask.kind in MINUTELY:
+        least, used = used, 0.0
+        if bucket is not None:
+            used, at, returned = bucket.used - rate * max(0, now - bucket.at), max(now, bucket.at), bucket.returned
+        used, returned = max(used, least + max(0, ask.back)) - ask.back, returned + max(0, ask.back)
+        used = min(used, ask.limit or 0)  # a smaller limit begins used up, not in debt
+        for amount, seen in ask.returns:
+            # Tokens that drained while they were reserved are not given back: with those taken since, any window would
+            # have more than the limit. `used + returned` has fallen only as the bucket drained.
+            low = min(seen.used, ask.limit or 0) + seen.returned - rate * max(0, now - seen.at)
+            credit = max(0.0, min(amount, low - returned)) if returned >= seen.returned else 0.0
+            used, returned = used - credit, returned + credit
+        used = max(used, least)
+    granted = 0
+    if ask.limit is not None:
+        left = int(ask.limit - used + 1e-6)
+        room = left + ask.spare
+        for need in ask.needs:
+            granted += need if granted + need <= room else 0
+        granted += max(0, min(ask.growth, room - granted))
+        granted += max(0, min(ask.ahead, (room - granted) // AHEAD_SHARE))
+        granted = max(0, min(granted - ask.spare, left))
+    return LeaseAnswer(granted, used + granted, at, returned, billed)
+
+
+async def _put(session: AsyncSession, table: Any, rows: list[dict[str, Any]]) -> None:  # noqa: ANN401 - a class's table
+    """Insert rows, or replace what they say."""
+    if rows:
+        upsert = insert_into(session, table)
+        keys = [column.name for column in table.primary_key]
+        changes = {name: upsert.excluded[name] for name in rows[0] if name not in keys}
+        await session.execute(upsert.on_conflict_do_update(index_elements=keys, set_=changes), rows)

@@ -46,7 +46,7 @@ class Listening:
     def drop(self) -> None:
         """Close all connections without a word, as a kernel does for a killed process."""
         for connection in list(self.server.server_state.connections):
-            connection.transport.abort()  # type: ignore[union-attr]
+            connection.transport.abort()
 
     async def stop(self) -> None:
         self.server.should_exit = self.server.force_exit = True

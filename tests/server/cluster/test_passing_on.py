@@ -388,7 +388,7 @@ async def test_gateway_and_replica_choose_one_version_of_an_alias(
         chosen.append(found[1].digest)
         return found
 
-    gateway.registry.adapters.resolve = kept  # type: ignore[method-assign]
+    gateway.registry.adapters.resolve = kept  # type: ignore[method-assign,assignment]
     answered = []
     for number in range(12):
         for headers, fields in (({}, {"user": f"\u00e9{number}"}), ({"x-session-id": f"s{number}"}, {}), ({}, {})):

@@ -18,6 +18,7 @@ from postgres_server import fresh_database
 from recording_server import Recorder
 from registry_samples import NEWEST
 from weft.cli import COMMANDS, make_app
+from weft.config import environment
 from weft.server.settings import load_config, setting_names
 
 DEMO_ADAPTER = DEMO_MODEL.parent / "adapters" / "pirate"
@@ -397,3 +398,23 @@ def test_db_upgrade_says_what_it_did_for_each_kind_of_database(tmp_path: Path) -
     again = run("db", "upgrade", "--database-url", url, "--data-dir", str(unused))
     assert (again.output, unused.exists()) == (f"schema {NEWEST}: up to date\n", False)
     assert run("db", "upgrade", "--database-url", "mysql://h/d").exit_code == 2
+
+
+@pytest.mark.parametrize("role", ["gateway", "replica"])
+@pytest.mark.parametrize("missing", ["WEFT_PEPPER", "WEFT_ADMIN_KEY"])
+def test_servers_of_a_cluster_do_not_start_with_secrets_of_their_own(tmp_path: Path, role: str, missing: str) -> None:
+    secrets = {"WEFT_PEPPER": "p" * 16, "WEFT_ADMIN_KEY": "k" * 16}
+    environ = {**environment(), **{name: value for name, value in secrets.items() if name != missing}}
+    command = [sys.executable, "-P", "-m", "weft.cli", "serve", "--role", role, "--port", "0"]
+    command += ["--data-dir", str(tmp_path), *(["--model", str(DEMO_MODEL)] if role == "replica" else [])]
+    found = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=240)
+    assert found.returncode == 2
+    assert f"A {role} needs {missing}" in found.stdout + found.stderr
+    assert not {value for value in secrets.values() if value in found.stdout + found.stderr}
+    assert not (tmp_path / "admin.key").exists() or missing == "WEFT_ADMIN_KEY"
+
+
+def test_an_unknown_role_is_refused(tmp_path: Path) -> None:
+    found = run("serve", "--role", "both", "--data-dir", str(tmp_path))
+    assert found.exit_code == 2
+    assert "server.role" in found.output

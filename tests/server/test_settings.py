@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.config import MemoryConfig, SchedulerConfig, TenantDefaults
+from weft.config import GatewayConfig, MemoryConfig, SchedulerConfig, ServerConfig, TenantDefaults
 from weft.errors import ConfigError
 from weft.registry.limits import TENANT_LIMITS
 from weft.server.settings import (
@@ -179,3 +179,34 @@ def test_a_step_holds_a_token_of_each_row(num_tokens: int) -> None:
         ConfigError, match=r"scheduler\.step_tokens must be from scheduler\.max_running \(64\) to 1048576"
     ):
         SchedulerConfig(step_tokens=num_tokens)
+
+
+def test_a_gateway_needs_no_model_and_leaves_out_what_is_not_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "weft.yaml"
+    file.write_text("server: {role: gateway, port: 5}\nmodel: {path: m}\nmemory: {gib: -1}\n")
+    config = load_config({"registry": {"database_url": "postgresql://h/d"}}, {}, file, GatewayConfig)
+    assert (config.server.role, config.server.port) == ("gateway", 5)
+    assert config.registry.database_url == "postgresql://h/d"
+    with pytest.raises(ConfigError, match=r"memory\.gib"):
+        load_config({}, {}, file)
+
+
+@pytest.mark.parametrize("environ", [{"WEFT_SERVR__PORT": "1"}, {"WEFT_SERVER__ROLE": "replicas"}])
+def test_a_gateway_refuses_misspelt_settings_too(environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(environ.values())) if "replicas" in environ.values() else "SERVER"):
+        load_config({}, environ, None, GatewayConfig)
+
+
+@pytest.mark.parametrize(
+    ("url", "is_good"),
+    [
+        *((each, True) for each in ("http://10.0.0.7:8000", "https://weft-1.internal", "http://[fd00::1]:8000")),
+        *((each, False) for each in ("10.0.0.7:8000", "ftp://x", "http://", "http://x/path", "http://x y", "")),
+    ],
+)
+def test_the_address_for_gateways_is_one(url: str, is_good: bool) -> None:
+    if is_good:
+        assert ServerConfig(advertised_url=url).advertised_url == url
+    else:
+        with pytest.raises(ConfigError, match="advertised_url"):
+            ServerConfig(advertised_url=url)

@@ -7,7 +7,7 @@ import pytest
 from api_server import BASE
 from api_server import api as open_api
 from weft.errors import ConfigError
-from weft.server.auth.admin_key import admin_key, given_pepper
+from weft.server.auth.admin_key import admin_key, check_shared_secrets, given_pepper
 
 pytestmark = pytest.mark.anyio
 
@@ -66,3 +66,15 @@ def test_a_short_pepper_is_refused() -> None:
     assert given_pepper({"WEFT_PEPPER": "p" * 16}) == "p" * 16
     with pytest.raises(ConfigError, match="16 characters"):
         given_pepper({"WEFT_PEPPER": "p" * 15})
+
+
+@pytest.mark.parametrize(
+    ("pepper", "key", "missing"),
+    [(None, "k", "WEFT_PEPPER"), ("p", None, "WEFT_ADMIN_KEY"), (None, None, "WEFT_PEPPER")],
+)
+def test_servers_over_one_database_must_be_given_the_secrets_that_they_share(
+    pepper: str | None, key: str | None, missing: str
+) -> None:
+    check_shared_secrets("gateway", "p", "k")
+    with pytest.raises(ConfigError, match=f"A gateway needs {missing}"):
+        check_shared_secrets("gateway", pepper, key)

@@ -77,7 +77,7 @@ class Lease:
         self._accounts = accounts
         self._holder_id = holder_id
         self._in_use = in_use
-        self._seen_s = self._fresh_s = self._valid_s = self._grow_until_s = -math.inf
+        self._seen_s = self._fresh_s = self._valid_s = self._grow_until_s = self._keep_until_s = -math.inf
         self._demand, self._demand_s = 0.0, -math.inf
 
     @property
@@ -137,7 +137,8 @@ class Lease:
             is_short = spare < aim / 2 or (spare < growth / 2 and self._left(now_s) >= 1)
             renew_s = LEASE_S if self._held < self._told else RENEW_S.get(self.kind, RENEW_OTHERS_S)
             is_old = self._told > 0 and now_s >= self._seen_s + renew_s
-            back = min(spare, 0) if spare <= 2 * max(aim, growth) else spare - max(aim, growth)
+            is_kept = spare <= 2 * max(aim, growth) or now_s < self._keep_until_s
+            back = min(spare, 0) if is_kept else spare - max(aim, growth)
             is_due = bool(self.needs or self.returns or is_short or is_old or back)
         if not (is_due or self.is_asked):
             return None
@@ -162,6 +163,8 @@ class Lease:
         self._told = ask.held + answer.granted
         if ask.limit == self.limit:
             self.amount += answer.granted
+            if ask.needs:  # those who wait for it are only about to run
+                self._keep_until_s = asked_s + LEASE_S
             self.seen, self._seen_s, self._fresh_s = answer, asked_s, asked_s + TICK_S
             self._valid_s = asked_s + (SLOT_US / 1e6 if self.kind == "concurrent_requests" else MAX_OUTAGE_S)
 

@@ -82,7 +82,8 @@ class Streamed:
         }
         with client.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code != 200:
-                self.error = str(json.loads(answer.read())["error"]["code"])
+                refused = json.loads(answer.read())["error"]
+                self.error, self.text = str(refused["code"]), str(refused["message"])
             for line in answer.iter_lines() if self.error is None else ():
                 data = line.removeprefix("data: ")
                 self.is_done |= data == "[DONE]"

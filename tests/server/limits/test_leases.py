@@ -143,6 +143,22 @@ async def test_only_the_first_request_of_an_idle_tenant_waits(world: World) -> N
 
 
 @IN_SQLITE
+async def test_what_a_request_waits_for_is_not_given_back_before_it_runs(world: World) -> None:
+    limits, server = Limits(concurrent_requests=100), world.servers[0]
+    shares = world.shares(server, limits)
+    for _ in range(4):
+        waiting = asyncio.create_task(server.accounts.secure(shares, requests=1))
+        await asyncio.sleep(0)
+        await server.accounts.tick()
+        await server.accounts.tick()  # at once, as when requests of others wait
+        slots = shares[0].account.follow(limits)[1]  # type: ignore[attr-defined]
+        assert slots.has(1, world.now_s)
+        await waiting
+        await world.step(30)
+    assert slots.amount == 0
+
+
+@IN_SQLITE
 async def test_what_a_refusal_says_is_as_of_one_server(world: World) -> None:
     limits = Limits(requests_per_minute=2)
     one, other = world.servers[:2]

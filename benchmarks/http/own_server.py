@@ -19,7 +19,7 @@ from weft.benchmarks.report import AddOption
 from weft.client import Client
 from weft.config import environment
 from weft.errors import ConfigError, WeftError
-from weft.server.server_process import server_process
+from weft.server.server_process import PROGRAM, server_process
 
 BASE_NAME = "base"
 TENANT = "benchmark"
@@ -112,7 +112,9 @@ def add_demo_options(add: AddOption) -> None:
 
 
 @contextlib.contextmanager
-def plain_server(model: str | Path, settings: Sequence[str], folder: Path | None = None) -> Iterator[OwnServer]:
+def plain_server(
+    model: str | Path, settings: Sequence[str], folder: Path | None = None, program: str = PROGRAM, **variables: str
+) -> Iterator[OwnServer]:
     """Serve a model until the block is left.
 
     Args:
@@ -120,15 +122,17 @@ def plain_server(model: str | Path, settings: Sequence[str], folder: Path | None
         settings: As of `weft serve --set`, for example `memory.gib=1`. Those of the environment do not count: a
             benchmark must not reach the registry of a real server.
         folder: Of its data, which stays; None is a new one that goes with the server.
+        program: The module that is run.
+        variables: More of its environment.
 
     Raises:
         WeftError: The server does not start.
     """
-    plain = {name: value for name, value in environment().items() if not name.startswith("WEFT_")}
+    plain = {name: value for name, value in environment().items() if not name.startswith("WEFT_")} | variables
     options = ["--model", str(model), "--served-model-name", BASE_NAME, *(f"--set={setting}" for setting in settings)]
     with (
         tempfile.TemporaryDirectory(prefix="weft-") as own_folder,
-        server_process(0, folder or Path(own_folder), options, plain) as server,  # any port: several may run
+        server_process(0, folder or Path(own_folder), options, plain, program) as server,  # any port: several may run
     ):
         server.wait_ready(READY_WITHIN_S)
         with Client(server.url, server.admin_key()) as admin:

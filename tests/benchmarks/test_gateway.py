@@ -26,6 +26,10 @@ def test_a_small_run_asks_both_ways_and_counts_the_time_of_the_processes(
     assert 0 < result["gateway_idle_mib"] <= through["gateway_mib"]["median"]
     goals = {goal["goal"]: goal["figure"] for goal in result["goals"]}
     assert goals["CPU of the gateway, us per token"] == through["gateway_cpu_us"]["median"]
+    alone_ms = result["ttft_alone_p50_ms"]
+    assert alone_ms["direct"] > 0
+    more_ms = goals["TTFT p50 of one request at a time, ms more than direct"]
+    assert more_ms == pytest.approx(alone_ms["gateway"] - alone_ms["direct"], abs=0.01)
     assert goals["tokens/s, of direct"] == result["ratios"]["tokens/s, gateway / direct"]["median"]
 
 

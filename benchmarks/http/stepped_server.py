@@ -7,14 +7,15 @@ and then one every `STEP_S` seconds until `max_tokens`.
 from __future__ import annotations
 
 import asyncio
+import runpy
 from collections.abc import AsyncGenerator
 
-from weft.cli import main
 from weft.engine.process.client import REQUESTS_A_ROUND, EngineClient
 from weft.engine.process.inbox import Inbox
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.status import EngineReady
 from weft.server import serve
+from weft.server.server_process import PROGRAM
 
 STEP_S = 0.01
 TOKEN = 300
@@ -70,4 +71,4 @@ def _token(request_id: str) -> RequestOutput:
 
 if __name__ == "__main__":
     vars(serve)["EngineClient"] = SteppedEngine
-    main()
+    runpy.run_module(PROGRAM, run_name="__main__")

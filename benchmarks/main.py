@@ -33,6 +33,7 @@ BENCHMARKS = {
     "stall": ("engine.step_stall", "Time steps while adapters load."),
     "grammar": ("engine.grammar_cost", "Time answers that are held to schemas, and hostile schemas."),
     "push": ("http.push", "Push versions as a trainer does, and time their first tokens."),
+    "gateway": ("http.gateway", "Ask two replicas directly and through a gateway."),
     "batches": ("http.batch_lane", "Time interactive requests alone and beside a batch."),
     "gpu": ("gpu.verbs", "Ask a GPU: is it right, how fast, and where does the time go?"),
     "waste": ("pool.page_waste", "Print how much of their pages adapters leave empty."),

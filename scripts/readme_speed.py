@@ -15,7 +15,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = tuple(
-    ROOT / path for path in ("README.md", "docs/benchmarks.md", "docs/fairness.md", "docs/quantisation.md")
+    ROOT / path
+    for path in ("README.md", "docs/benchmarks.md", "docs/cluster.md", "docs/fairness.md", "docs/quantisation.md")
 )
 RESULTS = ROOT / "benchmarks" / "results"
 SECTION = re.compile(r"(<!-- (\w+): scripts/readme_speed\.py -->\n).*?(<!-- end of \2 -->\n)", re.DOTALL)
@@ -385,10 +386,49 @@ def peers_table(runs: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def gateway_section() -> str:
+    """What a gateway costs, and how soon killed servers are noticed."""
+    cost, promises = result("gateway-cpu"), result("cluster-promises-cpu")
+    options = cost["options"]
+    lines = ["| | direct | through a gateway |", "|---|---|---|"]
+    for name, part in GATEWAY_ROWS.items():
+        cells = (figure(cost["paths"][way][part]["median"]) for way in ("direct", "gateway"))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    alone = (figure(cost["ttft_alone_p50_ms"][way]) for way in ("direct", "gateway"))
+    lines.append(f"| TTFT p50 of one request at a time, ms | {' | '.join(alone)} |")
+    before, after = figure(cost["gateway_idle_mib"]), figure(cost["paths"]["gateway"]["gateway_mib"]["median"])
+    num_streams, num_lost = promises["options"]["streams"], promises["replica_killed"]["streams_lost"]
+    return "\n".join(
+        [
+            f"{options['streams']} streams of {options['tokens']} tokens, medians of {options['repeats']} rounds"
+            f" ({machine(cost)}, load average {cost['hardware']['load_average'][0]:.1f}; `{cost['command']}`):",
+            "",
+            *lines,
+            "",
+            f"The gateway's process has {before} MiB before the first request, and {after} MiB after a round.",
+            *goals_table(cost),
+            "",
+            f"`scripts/cluster_promises.py`, {num_streams} streams, of which {num_lost} were on the killed replica"
+            f" ({machine(promises)}):",
+            *goals_table(promises),
+            "",
+        ]
+    )
+
+
+GATEWAY_ROWS = {
+    "tokens/s": "tokens_per_s",
+    "TTFT p50, ms": "ttft_p50_ms",
+    "TTFT p99, ms": "ttft_p99_ms",
+    "time between tokens p99, ms": "itl_p99_ms",
+    "CPU of the gateway, us per token": "gateway_cpu_us",
+    "CPU of the replicas without their engines, us per token": "replicas_cpu_us",
+}
 SECTIONS: dict[str, Callable[[], str]] = {
     "speed": speed_section,
     "figures": section,
     "fairness": fairness_section,
+    "gateway": gateway_section,
     "weights": lambda: "\n".join([*weights_table(result("step-weights-cpu")), ""]),
     "kv": lambda: "\n".join([*weights_table(result("step-kv-cpu")), ""]),
     "peers": lambda: "\n".join([*peers_table([result(name) for name in QUANTISED]), ""]),

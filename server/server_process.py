@@ -18,11 +18,13 @@ from weft.config import environment as weft_environment
 from weft.errors import ConfigError, WeftError
 
 HOST = "127.0.0.1"
+PROGRAM = "weft.cli"
 USUAL_PORT = 8000
 READY_WITHIN_S = 120.0
 POLL_S = 0.05
 STOP_WITHIN_S = 60.0
 LOG_TAIL_LINES = 15
+Variables = Mapping[str, str] | None
 
 
 class ServerProcess:
@@ -33,17 +35,18 @@ class ServerProcess:
         data_dir: Folder of the server's data; its output goes to serve.log there.
         options: Further options of `weft serve`, `--model` among them.
         environment: Of the server; this process's own when None.
+        program: The module that is run.
     """
 
     def __init__(
-        self, port: int, data_dir: Path, options: Sequence[str], environment: Mapping[str, str] | None = None
+        self, port: int, data_dir: Path, options: Sequence[str], environment: Variables = None, program: str = PROGRAM
     ) -> None:
         self.url = f"http://{HOST}:{port}"
         self._data_dir = data_dir
         self._log = data_dir / "serve.log"
         self._given_admin_key = (weft_environment() if environment is None else environment).get("WEFT_ADMIN_KEY")
         own = ("--host", HOST, "--port", str(port), "--data-dir", str(data_dir))
-        command = [sys.executable, "-P", "-m", "weft.cli", "serve", *own, *options]
+        command = [sys.executable, "-P", "-m", program, "serve", *own, *options]
         self._log.touch(mode=0o600)  # a first start writes the admin key there
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own program
@@ -111,7 +114,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def server_process(
-    port: int | None, data_dir: Path, options: Sequence[str], environment: Mapping[str, str] | None = None
+    port: int | None, data_dir: Path, options: Sequence[str], environment: Variables = None, program: str = PROGRAM
 ) -> Iterator[ServerProcess]:
     """Start a server on `port` (None takes 8000 or, if that is in use, any free one) and end it with the block.
 
@@ -119,7 +122,7 @@ def server_process(
         ConfigError: The port is in use, or the folder cannot be written.
     """
     prepare_folder(data_dir)
-    server = ServerProcess(choose_port(port), data_dir, options, environment)
+    server = ServerProcess(choose_port(port), data_dir, options, environment, program)
     try:
         yield server
     finally:

@@ -20,7 +20,7 @@ from weft.benchmarks.report import AddOption
 from weft.client import Client
 from weft.config import environment
 from weft.errors import ConfigError, WeftError
-from weft.server.server_process import ServerProcess, server_process
+from weft.server.server_process import PROGRAM, ServerProcess, server_process
 
 BASE_NAME = "base"
 TENANT = "benchmark"
@@ -122,7 +122,9 @@ def add_demo_options(add: AddOption) -> None:
 
 
 @contextlib.contextmanager
-def plain_server(model: str | Path, settings: Sequence[str], folder: Path | None = None) -> Iterator[OwnServer]:
+def plain_server(
+    model: str | Path, settings: Sequence[str], folder: Path | None = None, program: str = PROGRAM, **variables: str
+) -> Iterator[OwnServer]:
     """Serve a model until the block is left.
 
     Args:
@@ -130,15 +132,16 @@ def plain_server(model: str | Path, settings: Sequence[str], folder: Path | None
         settings: As of `weft serve --set`, for example `memory.gib=1`. Those of the environment do not count: a
             benchmark must not reach the registry of a real server.
         folder: Of its data, which stays; None is a new one that goes with the server.
+        program: The module that is run.
+        variables: More of its environment.
 
     Raises:
         WeftError: The server does not start.
     """
+    plain, options = _environment() | variables, _options(model, settings)
     with (
         tempfile.TemporaryDirectory(prefix="weft-") as own_folder,
-        server_process(  # any port: several may run
-            0, folder or Path(own_folder), _options(model, settings), _environment()
-        ) as server,
+        server_process(0, folder or Path(own_folder), options, plain, program) as server,  # any port: several may run
     ):
         server.wait_ready(READY_WITHIN_S)
         with Client(server.url, server.admin_key()) as admin:

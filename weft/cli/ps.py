@@ -1,4 +1,4 @@
-"""`weft ps`: what is in the running engine's memory."""
+"""`weft ps`: what is in the running engine's memory, or which servers there are behind a gateway."""
 
 from __future__ import annotations
 
@@ -8,21 +8,33 @@ from typing import Any
 import typer
 
 from weft.cli.options import JSON, KEY, URL, connect
+from weft.cli.servers import HEADER as SERVERS
+from weft.cli.servers import NUMBERS as LOADS
+from weft.cli.servers import SERVER, residents_of, server_rows, servers_line
 from weft.cli.table import REASONS, counts_text, in_words, num_paused, print_table, show
 
 HEADER = ("ADAPTER", "TIER", "PAGES", "PREFIX", "RUNNING", "HOLDS", "HITS", "PINNED")
+PLACES = ("ADAPTER", "SERVER", "TIER", "RUNNING", "HOLDS")
 NUMBERS = ("PAGES", "PREFIX", "RUNNING", "HOLDS", "HITS")
 TIERS = ("device", "loading", "host")
 SHORT_DIGEST = len("sha256:") + 12
 
 
-def ps(url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
+def ps(url: URL = None, key: KEY = None, as_json: JSON = False, server: SERVER = None) -> None:
     """List the adapters in memory, and what the memory pages hold; needs the admin key.
 
     PREFIX counts pages of KV cache that were computed with the adapter, HOLDS the waiting requests for it, HITS the
     requests that have run with it since it came into memory.
+
+    A gateway lists its servers, and on which of them adapters are. BACKLOG is the work that waits at a replica, IN
+    FLIGHT counts the requests that this gateway sent there.
     """
-    body = connect(url, key).engine()
+    client = connect(url, key)
+    servers = None if server else client.servers()
+    if servers is not None:
+        _show_servers(servers, residents_of(client, servers), as_json)
+        return
+    body = client.engine(server)
     if as_json:
         show(body, True, ())
         return
@@ -32,6 +44,23 @@ def ps(url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
         typer.echo("")
     for line in _summary(body):
         typer.echo(line)
+
+
+def _show_servers(body: dict[str, Any], residents: dict[str, list[dict[str, Any]]], as_json: bool) -> None:
+    if as_json:
+        servers = [{**each, "residents": residents.get(each["name"])} for each in body["data"]]
+        show({**body, "data": servers}, True, ())
+        return
+    places = [
+        (adapter_name(each), server, each["tier"], f"{each['running']:,}", f"{each['holds']:,}")
+        for server, near in residents.items()
+        for each in near
+    ]
+    print_table([SERVERS, *server_rows(body)], LOADS)
+    typer.echo(f"\n{servers_line(body)}")
+    if places:
+        typer.echo("")
+        print_table([PLACES, *sorted(places)], NUMBERS)
 
 
 def _row(resident: Mapping[str, Any]) -> tuple[str, ...]:

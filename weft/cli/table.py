@@ -86,6 +86,13 @@ def counts_text(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {kind}" for kind, count in counts.items()) or "none"
 
 
+def seconds_text(seconds: float | None) -> str:
+    """A time with its unit; "-" for None."""
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:,.1f} s"
+
+
 def in_words(counts: Mapping[str, int], words: Mapping[str, str]) -> dict[str, int]:
     """Counts under plain words, the largest first, without those that are 0."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))

@@ -41,8 +41,7 @@ class GatewayMetrics(Collector):
             yield CounterMetricFamily("weft_gateway_retries", about, self.gateway.num_retried)
             about = "Answers that ended early because their replica was lost."
             yield CounterMetricFamily("weft_gateway_lost_answers", about, self.gateway.num_lost)
-        about, labels = "1 while a replica takes requests, else 0.", ["replica", "url"]
-        ready = GaugeMetricFamily("weft_replica_ready", about, labels=labels)
+        ready = GaugeMetricFamily("weft_replica_ready", "Whether a replica takes requests.", labels=["replica", "url"])
         backlog = GaugeMetricFamily("weft_replica_backlog_seconds", "Work that waits in a replica.", labels=["replica"])
         for server in self._links.listed:
             report = self._links.reports.get(server.name)

@@ -24,9 +24,7 @@ from weft.server.status import metrics
 ValueT = TypeVar("ValueT")
 router = APIRouter(tags=["engine"])
 health_router = APIRouter(tags=["health"])
-Named = Annotated[
-    str | None, Query(alias="server", description="Name of the server that is asked: a gateway chooses by it.")
-]
+Named = Annotated[str | None, Query(alias="server", description="The replica that a gateway is to ask, by name.")]
 ADMIN = "(admin)"
 """Name shown for requests of an admin without a tenant; no tenant can have it."""
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from weft.cli.options import JSON, KEY, URL, connect
 from weft.cli.servers import HEADER as SERVERS
 from weft.cli.servers import NUMBERS as LOADS
-from weft.cli.servers import SERVER, residents_of, server_rows, servers_line
+from weft.cli.servers import SERVER, server_rows, servers_line
 from weft.cli.table import REASONS, counts_text, in_words, num_paused, print_table, show
+from weft.errors import ClientError
+
+if TYPE_CHECKING:
+    from weft.client import Client
 
 HEADER = ("ADAPTER", "TIER", "PAGES", "PREFIX", "RUNNING", "HOLDS", "HITS", "PINNED")
 PLACES = ("ADAPTER", "SERVER", "TIER", "RUNNING", "HOLDS")
@@ -31,12 +35,12 @@ def ps(url: URL = None, key: KEY = None, as_json: JSON = False, server: SERVER =
     """
     client = connect(url, key)
     servers = None if server else client.servers()
-    if servers is not None:
-        _show_servers(servers, residents_of(client, servers), as_json)
-        return
-    body = client.engine(server)
+    body = client.engine(server) if servers is None else servers
     if as_json:
         show(body, True, ())
+        return
+    if servers is not None:
+        _print_servers(client, servers)
         return
     residents = sorted(body["residents"], key=lambda resident: (TIERS.index(resident["tier"]), adapter_name(resident)))
     if residents:
@@ -46,18 +50,21 @@ def ps(url: URL = None, key: KEY = None, as_json: JSON = False, server: SERVER =
         typer.echo(line)
 
 
-def _show_servers(body: dict[str, Any], residents: dict[str, list[dict[str, Any]]], as_json: bool) -> None:
-    if as_json:
-        servers = [{**each, "residents": residents.get(each["name"])} for each in body["data"]]
-        show({**body, "data": servers}, True, ())
-        return
-    places = [
-        (adapter_name(each), server, each["tier"], f"{each['running']:,}", f"{each['holds']:,}")
-        for server, near in residents.items()
-        for each in near
-    ]
+def _print_servers(client: Client, body: Mapping[str, Any]) -> None:
+    """Print the servers, and where adapters are; a replica that does not say it is named on stderr."""
     print_table([SERVERS, *server_rows(body)], LOADS)
     typer.echo(f"\n{servers_line(body)}")
+    places: list[tuple[str, ...]] = []
+    for server in (each["name"] for each in body["data"] if each["role"] == "replica" and each["state"] == "ready"):
+        try:
+            residents = client.engine(server)["residents"]
+        except ClientError as error:
+            typer.echo(f"weft: {server}: {error.message}", err=True)
+            continue
+        places.extend(
+            (adapter_name(each), server, each["tier"], f"{each['running']:,}", f"{each['holds']:,}")
+            for each in residents
+        )
     if places:
         typer.echo("")
         print_table([PLACES, *sorted(places)], NUMBERS)

@@ -37,13 +37,11 @@ const SERVER_TONES = { ready: "good", draining: "warn", down: "bad", lost: "bad"
 function Servers({ shown }) {
   const { data, error, reload } = useApi("/v1/servers", {}, { everyS: 2 });
   if (error?.status === 404) return null; // the server is no gateway
-  const sizes = { running: "Running", waiting: "Waiting", in_flight: "In flight" };
   const columns = [
     { key: "server", label: "Server", value: (one) => one.name, cell: (one) => (one.role === "replica" ? html`<${Link} to="/live" params=${{ server: one.name }} aria-current=${one.name === shown}>${one.name}<//>` : one.name) },
     { key: "role", label: "Role" },
     { key: "state", label: "State", cell: (one) => html`<${Badge} tone=${SERVER_TONES[one.state]} data-server-state=${one.state}>${one.state}<//>` },
-    ...Object.entries(sizes).map(([key, label]) => numbers(key, label, count)),
-    numbers("backlog_s", "Backlog", seconds),
+    numbers("running", "Running", count), numbers("waiting", "Waiting", count), numbers("in_flight", "In flight", count), numbers("backlog_s", "Backlog", seconds),
     numbers("device", "On device", count, (one) => one.adapters?.device), numbers("host", "On host", count, (one) => one.adapters?.host),
     { key: "url", label: "Address" },
   ];

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from rich.console import ConsoleDimensions, Group, JustifyMethod, RenderableType
+from rich.console import ConsoleDimensions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from weft.cli.ps import TIERS, adapter_name
 from weft.cli.servers import HEADER as SERVERS
 from weft.cli.servers import NUMBERS, server_rows, servers_line
-from weft.cli.table import REASONS, REFUSALS, counts_text, in_words, num_paused, seconds_text
+from weft.cli.table import REASONS, REFUSALS, counts_text, in_words, num_paused, seconds_text, table_lines
 from weft.kernels.weight_format import number_format
 
 LABEL = 11
@@ -65,8 +65,7 @@ def frame(body: Mapping[str, Any], age_s: float, size: ConsoleDimensions, troubl
         trouble: Why there is no newer one.
     """
     if "ready" not in body:
-        told = [Text(servers_line(body), "bold"), *([Text(trouble, "bold red")] if trouble is not None else [])]
-        return Group(*told, Text(), _servers(body, size.height - len(told) - 2))
+        return _servers(body, size.height, trouble)
     ready = body["ready"]
     name = number_format(ready["dtype"], ready["memory"]["weights"], ready["geometry"]["is_kv_int8"])
     lines = [Text(f"{body['model']} on {ready['device']}, {name}", "bold")]
@@ -218,19 +217,13 @@ def _tenants(rows: Sequence[TenantRow], height: int, width: int) -> Table:
     return table
 
 
-def _servers(body: Mapping[str, Any], height: int) -> Table:
-    """As many servers as there is room for."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    rows = list(server_rows(body))[:height]
-    for name, *texts in zip(SERVERS, *rows, strict=True):
-        width = None if name in ("SERVER", "URL") else max(map(len, (name, *texts)))
-        justify: JustifyMethod = "right" if name in NUMBERS else "left"
-        table.add_column(name, justify=justify, width=width)
-    for row in rows:
-        table.add_row(
-            *(Text(cell, no_wrap=True, overflow="ellipsis") for cell in row), style="" if row[2] == "ready" else "red"
-        )
-    return table
+def _servers(body: Mapping[str, Any], height: int, trouble: str | None) -> Group:
+    """As many servers as there is room for; those in trouble are red."""
+    rows = list(server_rows(body))
+    styles = ["bold", *("" if row[2] == "ready" else "red" for row in rows)]
+    table = zip(table_lines([SERVERS, *rows], NUMBERS), styles, strict=True)
+    lines = [(servers_line(body), "bold"), *([(trouble, "bold red")] if trouble else []), ("", ""), *table]
+    return Group(*(Text(text, style, no_wrap=True, overflow="ellipsis") for text, style in lines[:height]))
 
 
 def _adapters(body: Mapping[str, Any], height: int) -> Table:

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from weft.cli.options import JSON, KEY, URL, connect
-from weft.cli.servers import HEADER as SERVERS
-from weft.cli.servers import NUMBERS as LOADS
-from weft.cli.servers import SERVER, server_rows, servers_line
+from weft.cli.servers import LOADS, SERVER, SERVERS, server_rows, servers_line
 from weft.cli.table import REASONS, counts_text, in_words, num_paused, print_table, show
 from weft.errors import ClientError
 

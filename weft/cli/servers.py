@@ -11,8 +11,8 @@ import typer
 from weft.cli.table import seconds_text
 
 SERVER = Annotated[str | None, typer.Option("--server", help="Behind a gateway: the replica whose engine is shown.")]
-NUMBERS = ("RUNNING", "WAITING", "BACKLOG", "IN FLIGHT", "DEVICE", "HOST")
-HEADER = ("SERVER", "ROLE", "STATE", *NUMBERS, "URL")
+LOADS = ("RUNNING", "WAITING", "BACKLOG", "IN FLIGHT", "DEVICE", "HOST")
+SERVERS = ("SERVER", "ROLE", "STATE", *LOADS, "URL")
 
 
 def server_rows(body: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -21,7 +21,7 @@ def server_rows(body: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     IN FLIGHT counts requests that this gateway has sent and that have not ended, DEVICE and HOST adapters by tier.
     """
     for each in sorted(body["data"], key=lambda server: (server["role"], server["name"])):
-        load: tuple[str, ...] = ("-",) * len(NUMBERS)
+        load: tuple[str, ...] = ("-",) * len(LOADS)
         if "running" in each:
             counts = each["in_flight"], each["adapters"]["device"], each["adapters"]["host"]
             backlog = seconds_text(each["backlog_s"])

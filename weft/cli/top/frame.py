@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.cli.ps import TIERS, adapter_name
-from weft.cli.servers import HEADER as SERVERS
-from weft.cli.servers import NUMBERS, server_rows, servers_line
+from weft.cli.servers import LOADS, SERVERS, server_rows, servers_line
 from weft.cli.table import REASONS, REFUSALS, counts_text, in_words, num_paused, seconds_text, table_lines
 from weft.kernels.weight_format import number_format
 
@@ -221,7 +220,7 @@ def _servers(body: Mapping[str, Any], height: int, trouble: str | None) -> Group
     """As many servers as there is room for; those in trouble are red."""
     rows = list(server_rows(body))
     styles = ["bold", *("" if row[2] == "ready" else "red" for row in rows)]
-    table = zip(table_lines([SERVERS, *rows], NUMBERS), styles, strict=True)
+    table = zip(table_lines([SERVERS, *rows], LOADS), styles, strict=True)
     lines = [(servers_line(body), "bold"), *([(trouble, "bold red")] if trouble else []), ("", ""), *table]
     return Group(*(Text(text, style, no_wrap=True, overflow="ellipsis") for text, style in lines[:height]))
 

@@ -51,7 +51,7 @@ async def open_gateway(config: GatewayConfig, registry: Registry, drain: Drain, 
     await links.start()
     metrics = GatewayMetrics(links, router)
     metrics.gateway = gateway = Gateway(config.server, registry, links, router, token, drain)
-    app: ASGIApp = OwnRoutes(gateway, registry, links, router, metrics)
+    app: ASGIApp = OwnRoutes(gateway, registry, links, router, metrics, drain)
     app = AuthMiddleware(app, keys=registry if config.server.auth == "on" else None)
     app = Boundary(app, drain=drain, answered=metrics.answered)
     if origins := config.server.allowed_origins:
@@ -75,9 +75,10 @@ class OwnRoutes:
     """Answers what is about this gateway itself."""
 
     def __init__(
-        self, gateway: Gateway, registry: Registry, links: Links, router: Router, metrics: GatewayMetrics
+        self, gateway: Gateway, registry: Registry, links: Links, router: Router, metrics: GatewayMetrics, drain: Drain
     ) -> None:
         self._gateway = gateway
+        self._drain = drain
         self._registry = registry
         self._links = links
         self._router = router
@@ -101,6 +102,7 @@ class OwnRoutes:
         return _json({"status": "ok"})
 
     async def _ready(self, _: Request) -> Response:
+        self._drain.check()
         if not any(report.state == "ready" for report in self._links.reports.values()):
             raise no_replica()
         return _json({"status": "ready"})

@@ -24,6 +24,7 @@ class Gateway:
     url: str
     replica_url: str
     metrics: ASGIApp
+    drain: Drain
     api: Api
 
     @property
@@ -63,9 +64,10 @@ async def gateway_before(api: Api) -> AsyncIterator[Gateway]:
         replica_url = await stack.enter_async_context(api.listening(app))
         replica, _ = await join(api.app, api.services, replica_url, stack)
         config = GatewayConfig(server=api.services.config.server, registry=api.services.config.registry)
-        apps = await open_gateway(config, api.services.registry, Drain(), stack)
+        drain = Drain()
+        apps = await open_gateway(config, api.services.registry, drain, stack)
         url = await stack.enter_async_context(api.listening(apps.main))
-        opened = Gateway(url, replica_url, apps.metrics, api)
+        opened = Gateway(url, replica_url, apps.metrics, drain, api)
         async with opened.admin as admin:
             while (await admin.get("/ready")).status_code != 200:
                 pass

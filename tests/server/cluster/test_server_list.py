@@ -72,6 +72,14 @@ async def test_a_replica_is_ready_or_down_or_lost(api: Api) -> None:
         assert "running" not in await seen_as(gateway, "lost")
 
 
+async def test_a_gateway_that_drains_is_alive_and_not_ready(api: Api) -> None:
+    async with gateway_before(api) as gateway:
+        gateway.drain.is_draining = True
+        async with gateway.admin as admin:
+            answers = [(await admin.get(path)).status_code for path in ("/health", "/ready", "/v1/servers")]
+    assert answers == [200, 503, 503]
+
+
 async def test_tenants_see_no_servers(api: Api) -> None:
     async with gateway_before(api) as gateway, new_client(await api.key("acme"), gateway.url) as tenant:
         assert (await tenant.get("/v1/servers")).status_code == 403

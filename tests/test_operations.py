@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from api_adapters import upload
+from api_cluster import gateway_before
 from api_server import BASE, api
 from metric_names import Series, families_of, question, series_of, wrong_with
 from operations_files import BOARDS, ROOT, RULES, alerts, boards, expressions, panels, rules
@@ -34,12 +35,14 @@ async def _page(folder: Path) -> str:
             assert (await client.post("/v1/completions", json={"prompt": "x", **body})).status_code == 200
         opened.engine.refusal = RequestError(kind="capacity", code="engine_overloaded", message="full")
         assert (await client.post("/v1/completions", json={"model": BASE, "prompt": "x"})).status_code == 503
-        return (await opened.admin.get("/metrics")).text
+        own = (await opened.admin.get("/metrics")).text
+        async with gateway_before(opened) as gateway:
+            return own + await gateway.metrics_page()
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The metrics page of a server that had requests, good ones and bad."""
+    """The metrics page of a server that had requests, good ones and bad, and that of a gateway before it."""
     return asyncio.run(_page(tmp_path_factory.mktemp("page")))
 
 

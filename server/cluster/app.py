@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -79,6 +80,7 @@ class OwnRoutes:
     ) -> None:
         self._drain = drain
         self._gateway = gateway
+        self._drain = drain
         self._registry = registry
         self._links = links
         self._router = router
@@ -116,17 +118,18 @@ class OwnRoutes:
         _check_admin(request)
         seen = {load.name: asdict(load) for load in self._router.snapshot().replicas}
         servers = [
-            {**asdict(server), **self._seen(server.name, seen.get(server.name))}
+            {**asdict(server), **(self._seen(server.name, seen) if server.role == "replica" else {})}
             for server in await self._registry.servers.listed()
         ]
         return _json({"object": "list", "data": servers})
 
-    def _seen(self, name: str, by_router: dict[str, Any] | None) -> dict[str, Any]:
+    def _seen(self, name: str, by_router: dict[str, dict[str, Any]]) -> dict[str, Any]:
         report = self._links.reports.get(name)
         if report is None:
-            return {}
+            return {"state": "lost"}
         told = {field: getattr(report, field) for field in ("state", "backlog_s", "rate", "running", "waiting")}
-        return {**told, **(by_router or {})}
+        adapters = {"device": 0, "host": 0, **Counter(self._links.tiers[name].values())}
+        return {**told, "adapters": adapters, "in_flight": 0, **by_router.get(name, {})}
 
 
 def _check_admin(request: Request) -> None:

@@ -35,7 +35,9 @@ class Links:
 
     def __init__(self, servers: Servers, router: Router, token: str) -> None:
         self.reports: dict[str, Report] = {}
-        """The newest of each replica that is connected, with all its adapters."""
+        """The newest of each replica that is connected; of adapters it has the changes."""
+        self.tiers: dict[str, dict[str, str]] = {}
+        """Tier by digest of the adapters near each replica that is connected, by its name."""
         self._servers = servers
         self._router = router
         self._headers = {TOKEN: token}
@@ -152,13 +154,14 @@ class Links:
             else:
                 tiers[digest] = tier
         before = self.reports.get(server.name)
-        self.reports[server.name] = report
+        self.reports[server.name], self.tiers[server.name] = report, tiers
         if before is None or before.state != report.state:
             self._tell_router()
         self._router.report(server.name, server.boot_id, backlog_s=report.backlog_s, rate=report.rate, tiers=tiers)
 
     def _lose(self, name: str) -> None:
         if self.reports.pop(name, None) is not None:
+            del self.tiers[name]
             self._tell_router()
             for cut in list(self._cuts.get(name, ())):
                 cut()

@@ -23,17 +23,16 @@ class GatewayMetrics(Collector):
         self._router = router
         self._registry = CollectorRegistry()
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        self._responses = Counter(
-            "weft_responses", "Answers to HTTP requests by class.", ["status"], registry=self._registry
-        )
+        about = "Answers to HTTP requests by class; replicas count the same answers, without the label role."
+        self._responses = Counter("weft_responses", about, ["role", "status"], registry=self._registry)
         for hundreds in range(2, 6):
-            self._responses.labels(f"{hundreds}xx")
+            self._responses.labels("gateway", f"{hundreds}xx")
         Gauge("weft_build_info", "Always 1.", ["version"], registry=self._registry).labels(weft.__version__).set(1)
         self._registry.register(self)
 
     def answered(self, status: int) -> None:
         """Count an answer."""
-        self._responses.labels(f"{status // 100}xx").inc()
+        self._responses.labels("gateway", f"{status // 100}xx").inc()
 
     def collect(self) -> Iterable[Metric]:
         """What is read when Prometheus asks."""
@@ -41,12 +40,12 @@ class GatewayMetrics(Collector):
             about = "Requests sent to another replica than the first."
             yield CounterMetricFamily("weft_gateway_retries", about, self.gateway.num_retried)
             about = "Answers that ended early because their replica was lost."
-            yield CounterMetricFamily("weft_gateway_lost", about, self.gateway.num_lost)
-        ready = GaugeMetricFamily("weft_replica_ready", "1 while a replica takes requests, else 0.", labels=["replica"])
+            yield CounterMetricFamily("weft_gateway_lost_answers", about, self.gateway.num_lost)
+        ready = GaugeMetricFamily("weft_replica_ready", "Whether a replica takes requests.", labels=["replica", "url"])
         backlog = GaugeMetricFamily("weft_replica_backlog_seconds", "Work that waits in a replica.", labels=["replica"])
         for server in self._links.listed:
             report = self._links.reports.get(server.name)
-            ready.add_metric([server.name], report is not None and report.state == "ready")
+            ready.add_metric([server.name, server.url], report is not None and report.state == "ready")
             backlog.add_metric([server.name], report.backlog_s if report else 0.0)
         yield from (ready, backlog)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import asdict, fields
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import orjson
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response, StreamingResponse
 
 import weft
-from weft.errors import AuthenticationError, CapacityError, EngineUnavailableError
+from weft.errors import AuthenticationError, CapacityError, EngineUnavailableError, NotFoundError
 from weft.registry.records import Identity
 from weft.server.auth.callers import Admin
 from weft.server.http import sse
@@ -24,21 +24,31 @@ from weft.server.status import metrics
 ValueT = TypeVar("ValueT")
 router = APIRouter(tags=["engine"])
 health_router = APIRouter(tags=["health"])
+Named = Annotated[str | None, Query(alias="server", description="The replica that a gateway is to ask, by name.")]
 ADMIN = "(admin)"
 """Name shown for requests of an admin without a tenant; no tenant can have it."""
 
 
 @router.get("/v1/engine", response_class=Response, responses=sends("application/json", OBJECT))
-async def get_engine(services: Wired, _: Admin) -> Response:
+async def get_engine(services: Wired, _: Admin, named: Named = None) -> Response:
     """Show the last steps, adapters per step, pages by kind and place, resident adapters and tenants by name."""
+    _check_name(services, named)
     return Response(orjson.dumps(await _snapshot(services)), media_type="application/json")
 
 
 @router.get("/v1/engine/events", response_class=StreamingResponse, responses=sends("text/event-stream", TEXT))
-async def stream_engine(request: Request, services: Wired, _: Admin) -> StreamingResponse:
+async def stream_engine(request: Request, services: Wired, _: Admin, named: Named = None) -> StreamingResponse:
     """Send a snapshot whenever the engine has moved on, at most twice a second; `engine_error` while it is away."""
+    _check_name(services, named)
     events = services.engine_feed.events(lambda: _snapshot(services), lambda: services.drain.is_draining)
     return sse.ClosingResponse(_while_known(events, request.state.identify), headers=sse.HEADERS)
+
+
+def _check_name(services: Services, named: str | None) -> None:
+    if named not in (None, services.server_name):
+        raise NotFoundError(
+            f"This server is {services.server_name}; GET /v1/servers of a gateway lists all.", param="server"
+        )
 
 
 async def _while_known(
@@ -65,6 +75,8 @@ async def _snapshot(services: Services) -> dict[str, Any]:
     return {
         "object": "engine",
         "model": services.served_name,
+        "role": services.config.server.role,
+        "server": services.server_name,
         "ready": services.engine.ready or services.ready,
         "http_requests": services.drain.num_running,
         "slots": services.ready.memory.slots,

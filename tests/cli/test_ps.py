@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from api_adapters import sound, upload
-from api_server import ADMIN_KEY, BASE, Api
+from api_cluster import gateway_before
+from api_server import ADMIN_KEY, BASE, SERVER, Api
 from weft.cli import make_app
 from weft.engine.status import ResidentAdapter, TenantLoad
 
@@ -68,3 +69,53 @@ async def test_an_idle_engine_has_a_summary_alone_and_a_restart_is_told(api: Api
     assert idle.output.startswith(f"{BASE} on cpu")
     assert json.loads(printed.output)["object"] == "engine"
     assert (away.exit_code, "restarts" in away.output, len(away.output.splitlines())) == (1, True, 1)
+
+
+async def test_a_gateway_lists_its_servers_and_where_adapters_are(api: Api) -> None:
+    pirate = (await upload(await api.tenant("acme"), "pirate")).json()["digest"]
+    api.engine.residents = [
+        ResidentAdapter(digest=UNKNOWN, tier="host", pages=1, running=0, holds=3),
+        ResidentAdapter(digest=pirate, tier="device", pages=2345, running=1200),
+    ]
+    async with gateway_before(api) as gateway:
+        await gateway.list_server("gate", "gateway")
+        await gateway.list_server("away", "replica")
+        asked = ("--url", gateway.url, "--key", ADMIN_KEY)
+        shown, printed = await run("ps", *asked), await run("ps", *asked, "--json")
+        one = await run("ps", *asked, "--server", SERVER)
+        none = await run("ps", *asked, "--server", "away")
+        refused = await run("ps", "--url", gateway.url, "--key", await api.key("acme"))
+        api.engine.ready = None
+        dead = await run("ps", *asked)
+    assert shown.exit_code == 0, shown.output
+    url = gateway.replica_url
+    *_, summary = [line for line in shown.output.splitlines() if "replicas" in line]
+    assert summary == "1 of 2 replicas ready, 1 gateways; 0 running, 0 waiting, longest backlog 0.0 ms"
+    assert [line.split() for line in shown.output.splitlines() if line != summary] == [
+        ["SERVER", "ROLE", "STATE", "RUNNING", "WAITING", "BACKLOG", "IN", "FLIGHT", "DEVICE", "HOST", "URL"],
+        ["gate", "gateway", "ready", *"------", "http://127.0.0.1:9"],
+        ["away", "replica", "lost", *"------", "http://127.0.0.1:9"],
+        [SERVER, "replica", "ready", "0", "0", "0.0", "ms", "0", "1", "1", url],
+        [],
+        [],
+        ["ADAPTER", "SERVER", "TIER", "RUNNING", "HOLDS"],
+        ["acme/pirate@1", SERVER, "device", "1,200", "0"],
+        ["sha256:abababababab", SERVER, "host", "0", "3"],
+    ]
+    assert {each["name"]: each["state"] for each in json.loads(printed.output)["data"]} == {
+        "gate": "ready",
+        "away": "lost",
+        SERVER: "ready",
+    }
+    assert f"\n{BASE} on cpu: 0 running" in one.output
+    assert (none.exit_code, "no ready replica" in none.output) == (1, True)
+    assert (refused.exit_code, "Only the admin key" in refused.output) == (1, True)
+    assert (dead.exit_code, f"{SERVER}" in dead.output, "pirate" in dead.output) == (0, True, False)
+
+
+async def test_a_single_server_takes_no_other_name(api: Api) -> None:
+    async with api.listening() as url:
+        own = await run("ps", "--url", url, "--key", ADMIN_KEY, "--server", SERVER)
+        other = await run("ps", "--url", url, "--key", ADMIN_KEY, "--server", "srv_other")
+    assert own.exit_code == 0, own.output
+    assert (other.exit_code, f"This server is {SERVER}" in other.output) == (1, True)

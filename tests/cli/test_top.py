@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from api_server import ADMIN_KEY, BASE, Api, eventually
+from api_cluster import gateway_before
+from api_server import ADMIN_KEY, BASE, SERVER, Api, eventually
 from weft.adapters.ref import ResidentAdapter
 from weft.cli import make_app, top
 from weft.cli.top.frame import cells, frame, shares, tenant_rows, token_rates
@@ -191,6 +192,51 @@ async def test_without_the_admin_key_or_a_server_the_reason_is_one_line(api: Api
         unreachable = await run(*once, "--url", "http://127.0.0.1:9")
         assert (unreachable.exit_code, "weft serve" in unreachable.output) == (1, True)
         assert len(unreachable.output.splitlines()) == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("chosen", "shown"),
+    [((), "1 of 2 replicas ready, 0 gateways"), (("--server", SERVER), "0 running (0 base, 0 paused)")],
+    ids=["servers", "engine"],
+)
+async def test_a_gateway_shows_its_servers_or_the_engine_of_one(
+    api: Api, monkeypatch: pytest.MonkeyPatch, chosen: tuple[str, ...], shown: str
+) -> None:
+    monkeypatch.setattr(top, "GIVE_UP_S", 0.5)
+    monkeypatch.setattr(top, "RETRY_S", 0.1)
+    monkeypatch.setattr(top, "POLL_S", 0.1)
+    async with gateway_before(api) as gateway:
+        await gateway.list_server("away", "replica")
+        asked = ("--url", gateway.url, "--key", ADMIN_KEY)
+        once = await run("--once", *asked, *chosen)
+        none = await run(*asked, "--server", "away")
+        watching = asyncio.create_task(run("--interval", "0.1", *asked, *chosen))
+        num_asked = api.engine.num_asked
+        await eventually(lambda: api.engine.num_asked > num_asked + 4)
+    done = await watching
+    first, *others = once.output.splitlines()
+    if chosen:
+        assert first.rstrip() == f"{BASE} on cpu, float32"
+    else:
+        assert first.startswith("1 of 2 replicas ready, 0 gateways; 0 running")
+        assert [line.split()[:3] for line in others[2:]] == [["away", "replica", "lost"], [SERVER, "replica", "ready"]]
+    assert (none.exit_code, "no ready replica" in none.output) == (1, True)
+    assert (done.exit_code, "has been away for" in done.stderr, shown in done.stdout) == (1, True, True)
+
+
+def test_many_servers_are_those_that_there_is_room_for() -> None:
+    load = {"backlog_s": 1.5, "running": 3, "waiting": 1, "in_flight": 4, "adapters": {"device": 5, "host": 6}}
+    servers = [
+        {"name": f"srv_{index:024x}", "role": "replica", "state": "ready", "url": "http://10.0.0.1:8000", **load}
+        for index in range(40)
+    ]
+    for width in (60, 120):
+        lines = drawn({"object": "list", "data": servers}, width, 24, trouble="The server is away.")
+        assert (len(lines), max(map(len, lines)) <= width) == (24, True)
+    assert lines[0] == "40 of 40 replicas ready, 0 gateways; 120 running, 40 waiting, longest backlog 1.5 s"
+    assert lines[1] == "The server is away."
+    assert lines[-1].split()[2:] == ["ready", "3", "1", "1.5", "s", "4", "5", "6", "http://10.0.0.1:8000"]
 
 
 IGNORING = ("sh", "-c", "trap '' INT; exec \"$@\"", "sh")

@@ -16,6 +16,7 @@ import httpx
 import structlog
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from fake_engine import FakeEngine, demo_tokenizer
 from quick_validator import QuickValidator
@@ -92,10 +93,10 @@ class Api:
         return sorted(path for path in self.services.config.blob_dir.rglob("*") if path.is_file())
 
     @asynccontextmanager
-    async def listening(self) -> AsyncIterator[str]:
-        """The app on a real port, for what only a socket shows."""
+    async def listening(self, app: ASGIApp | None = None) -> AsyncIterator[str]:
+        """The app, or another one, on a real port, for what only a socket shows."""
         config = uvicorn.Config(
-            self.app,
+            app or self.app,
             http=BoundedReads,  # type: ignore[arg-type]
             port=0,
             log_config=None,

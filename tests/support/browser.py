@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ DESKTOP = (1440, 900)
 PHONE = (390, 844)
 REFUSAL = "Failed to load resource: the server responded with a status of"
 """What Chromium writes for every answer that is an error; those are looked at by their status."""
-BROKEN = "Failed to load resource: net::ERR_CONNECTION_"
+BROKEN = re.compile(r"Failed to load resource: net::ERR_(CONNECTION_|INCOMPLETE_CHUNKED_ENCODING)")
 
 TIMEOUT_MS = 15_000
 """A machine that does other things as well is slow to draw a page."""
@@ -151,7 +152,7 @@ def _listen(context: BrowserContext, page: Page, watch: Watch) -> None:
             watch.foreign.append(request.url)
 
     def console(message: ConsoleMessage) -> None:
-        expected = REFUSAL in message.text or (watch.broken and BROKEN in message.text)
+        expected = REFUSAL in message.text or (watch.broken and BROKEN.search(message.text))
         if message.type in ("error", "warning") and not expected:
             watch.said.append(message.text)
 

@@ -1,30 +1,44 @@
-"""`weft ps`: what is in the running engine's memory."""
+"""`weft ps`: what is in the running engine's memory, or which servers there are behind a gateway."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from weft.cli.options import JSON, KEY, URL, connect
+from weft.cli.servers import LOADS, SERVER, SERVERS, server_rows, servers_line
 from weft.cli.table import REASONS, counts_text, in_words, num_paused, print_table, show
+from weft.errors import ClientError
+
+if TYPE_CHECKING:
+    from weft.client import Client
 
 HEADER = ("ADAPTER", "TIER", "PAGES", "PREFIX", "RUNNING", "HOLDS", "HITS", "PINNED")
+PLACES = ("ADAPTER", "SERVER", "TIER", "RUNNING", "HOLDS")
 NUMBERS = ("PAGES", "PREFIX", "RUNNING", "HOLDS", "HITS")
 TIERS = ("device", "loading", "host")
 SHORT_DIGEST = len("sha256:") + 12
 
 
-def ps(url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
+def ps(url: URL = None, key: KEY = None, as_json: JSON = False, server: SERVER = None) -> None:
     """List the adapters in memory, and what the memory pages hold; needs the admin key.
 
     PREFIX counts pages of KV cache that were computed with the adapter, HOLDS the waiting requests for it, HITS the
     requests that have run with it since it came into memory.
+
+    A gateway lists its servers, and on which of them adapters are. BACKLOG is the work that waits at a replica, IN
+    FLIGHT counts the requests that this gateway sent there.
     """
-    body = connect(url, key).engine()
+    client = connect(url, key)
+    servers = None if server else client.servers()
+    body = client.engine(server) if servers is None else servers
     if as_json:
         show(body, True, ())
+        return
+    if servers is not None:
+        _print_servers(client, servers)
         return
     residents = sorted(body["residents"], key=lambda resident: (TIERS.index(resident["tier"]), adapter_name(resident)))
     if residents:
@@ -32,6 +46,26 @@ def ps(url: URL = None, key: KEY = None, as_json: JSON = False) -> None:
         typer.echo("")
     for line in _summary(body):
         typer.echo(line)
+
+
+def _print_servers(client: Client, body: Mapping[str, Any]) -> None:
+    """Print the servers, and where adapters are; a replica that does not say it is named on stderr."""
+    print_table([SERVERS, *server_rows(body)], LOADS)
+    typer.echo(f"\n{servers_line(body)}")
+    places: list[tuple[str, ...]] = []
+    for server in (each["name"] for each in body["data"] if each["role"] == "replica" and each["state"] == "ready"):
+        try:
+            residents = client.engine(server)["residents"]
+        except ClientError as error:
+            typer.echo(f"weft: {server}: {error.message}", err=True)
+            continue
+        places.extend(
+            (adapter_name(each), server, each["tier"], f"{each['running']:,}", f"{each['holds']:,}")
+            for each in residents
+        )
+    if places:
+        typer.echo("")
+        print_table([PLACES, *sorted(places)], NUMBERS)
 
 
 def _row(resident: Mapping[str, Any]) -> tuple[str, ...]:

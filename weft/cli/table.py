@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import typer
 
 
-def print_table(rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> None:
-    """Print rows in aligned columns; a column is aligned right if its first cell is in `numbers`.
+def table_lines(rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> Iterator[str]:
+    """Rows in aligned columns; a column is aligned right if its first cell is in `numbers`.
 
     Nothing is cut or folded.
     """
@@ -20,7 +20,13 @@ def print_table(rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) ->
             cell.rjust(width) if name in numbers else cell.ljust(width)
             for name, cell, width in zip(rows[0], row, widths, strict=True)
         )
-        typer.echo("  ".join(cells).rstrip())
+        yield "  ".join(cells).rstrip()
+
+
+def print_table(rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> None:
+    """Print rows so."""
+    for line in table_lines(rows, numbers):
+        typer.echo(line)
 
 
 def show(body: Mapping[str, Any] | Sequence[Mapping[str, Any]], as_json: bool, columns: Sequence[str]) -> None:
@@ -84,6 +90,13 @@ REFUSALS = {
 def counts_text(counts: Mapping[str, int]) -> str:
     """Counts with their names, separated by commas."""
     return ", ".join(f"{count:,} {kind}" for kind, count in counts.items()) or "none"
+
+
+def seconds_text(seconds: float | None) -> str:
+    """A time with its unit; "-" for None."""
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:,.1f} s"
 
 
 def in_words(counts: Mapping[str, int], words: Mapping[str, str]) -> dict[str, int]:

@@ -102,17 +102,31 @@ class Client:
         """Describe the key: role, tenant, scopes, limits and what is used of them."""
         return self.request("GET", "/v1/me")
 
-    def engine(self) -> Json:
-        """Show what the engine runs, and what is in its memory; needs the admin key."""
-        return self.request("GET", "/v1/engine")
+    def servers(self) -> Json | None:
+        """List the gateways and replicas that a gateway knows, or None of a single server; needs the admin key."""
+        try:
+            return self.request("GET", "/v1/servers")
+        except ClientError as error:
+            if error.status == httpx.codes.NOT_FOUND and error.code != "not_weft":
+                return None
+            raise
 
-    def watch_engine(self) -> Iterator[tuple[str, Json]]:
+    def engine(self, server: str | None = None) -> Json:
+        """Show what the engine runs, and what is in its memory; needs the admin key.
+
+        Args:
+            server: Behind a gateway, the name of the replica.
+        """
+        return self.request("GET", "/v1/engine", params={"server": server})
+
+    def watch_engine(self, server: str | None = None) -> Iterator[tuple[str, Json]]:
         """Yield the same as it changes, until the server ends the stream; needs the admin key.
 
         Each event has a name: `message` with a body of `engine()`, or `engine_error` with the body of an error.
         """
-        timeout = httpx.Timeout(CONNECT_S, read=SILENCE_S)
-        with self._failures(), self._http.stream("GET", "/v1/engine/events", timeout=timeout) as answer:
+        timeout, params = httpx.Timeout(CONNECT_S, read=SILENCE_S), {"server": server} if server else None
+        stream = self._http.stream("GET", "/v1/engine/events", params=params, timeout=timeout)
+        with self._failures(), stream as answer:
             if not answer.is_success:
                 answer.read()
                 raise refusal(answer, self.key)

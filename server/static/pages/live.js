@@ -1,5 +1,6 @@
 // The engine now: its requests, and how adapters and KV cache share one memory.
-import { html } from "../lib.js";
+import { html, useEffect } from "../lib.js";
+import { useApi } from "../api.js";
 import { compact, count, percent, seconds } from "../format.js";
 import { Link, param, setParams } from "../place.js";
 import { timeShown } from "../range.js";
@@ -10,11 +11,17 @@ import { adapterColour, giveColours, nameOf } from "./live/pool.js";
 import { Steps } from "./live/steps.js";
 
 export default function Live() {
-  const [feed, change] = useFeed();
+  const server = param("server");
+  const [feed, change] = useFeed(server);
   const snapshot = feed.isPaused ? feed.held : feed.newest;
+  const isReplica = snapshot?.role === "replica";
+  useEffect(() => {
+    if (isReplica && !server) setParams({ server: snapshot.server }, { replace: true });
+  }, [isReplica, server]);
   if (snapshot) giveColours([...new Set([...snapshot.residents, ...(snapshot.batches?.adapters ?? [])].map((one) => one.digest))]);
   return html`<${Head} feed=${feed} change=${change} snapshot=${snapshot} />
     <${Notices} feed=${feed} change=${change} snapshot=${snapshot} />
+    ${(isReplica || server) && html`<${Servers} shown=${server} />`}
     ${snapshot
       ? html`<${Tiles} snapshot=${snapshot} />
           <${Memory} snapshot=${snapshot} feed=${feed} />
@@ -22,6 +29,26 @@ export default function Live() {
           <div class="columns live-columns"><${Steps} snapshot=${snapshot} /><${Since} snapshot=${snapshot} /></div>
           <${Residents} snapshot=${snapshot} />`
       : !feed.problem && html`<${Skeleton} />`}`;
+}
+
+const SERVER_TONES = { ready: "good", draining: "warn", down: "bad", lost: "bad" };
+
+/** The servers that a gateway knows; a choice of the replica that the page shows. */
+function Servers({ shown }) {
+  const { data, error, reload } = useApi("/v1/servers", {}, { everyS: 2 });
+  if (error?.status === 404) return null; // the server is no gateway
+  const columns = [
+    { key: "server", label: "Server", value: (one) => one.name, cell: (one) => (one.role === "replica" ? html`<${Link} to="/live" params=${{ server: one.name }} aria-current=${one.name === shown}>${one.name}<//>` : one.name) },
+    { key: "role", label: "Role" },
+    { key: "state", label: "State", cell: (one) => html`<${Badge} tone=${SERVER_TONES[one.state]} data-server-state=${one.state}>${one.state}<//>` },
+    numbers("running", "Running", count), numbers("waiting", "Waiting", count), numbers("in_flight", "In flight", count), numbers("backlog_s", "Backlog", seconds),
+    numbers("device", "On device", count, (one) => one.adapters?.device), numbers("host", "On host", count, (one) => one.adapters?.host),
+    { key: "url", label: "Address" },
+  ];
+  return html`<${Card} title="Servers" note="below is the engine of the chosen replica">
+    <${Problem} error=${error} retry=${reload} />
+    ${data && html`<${Table} caption="Servers" columns=${columns} rows=${data.data} keyOf=${(one) => one.name} sort="role" first=${16} />`}
+  <//>`;
 }
 
 function numberFormat({ dtype, memory, geometry }) {

@@ -13,25 +13,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.cli.options import KEY, NO_ANSWER, URL, connect
+from weft.cli.servers import SERVER
 from weft.errors import ClientError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import Console, RenderableType
 
     from weft.client import Client
 
 RETRY_S = 1.0
+POLL_S = 1.0
 GIVE_UP_S = 30.0
 """How long a server may be away before `weft top` ends."""
-UNAVAILABLE = 503
+AWAY = frozenset({404, 503})
+"""Statuses that a server that was there has while it restarts; 404 is a gateway's, of a replica that is not ready."""
 Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between updates.")]
 Once = Annotated[bool, typer.Option("--once", help="Show one frame and exit.")]
 
 
-def top(url: URL = None, key: KEY = None, interval: Interval = 1.0, once: Once = False) -> None:
+def top(url: URL = None, key: KEY = None, interval: Interval = 1.0, once: Once = False, server: SERVER = None) -> None:
     """Watch the running engine until Ctrl-C: steps, memory pages, adapters, tenants; needs the admin key.
 
-    Where the output is no terminal, each update is one line. Ctrl-C (SIGINT) ends with status 0.
+    Of a gateway it shows the servers, and with --server the engine of one replica. Where the output is no terminal,
+    each update is one line. Ctrl-C (SIGINT) ends with status 0.
     """
     from rich.console import Console
 
@@ -39,12 +45,13 @@ def top(url: URL = None, key: KEY = None, interval: Interval = 1.0, once: Once =
 
     console, client = Console(highlight=False), connect(url, key)
     if once:
-        console.print(frame(client.engine(), 0.0, console.size))
+        body = (None if server else client.servers()) or client.engine(server)
+        console.print(frame(body, 0.0, console.size))
         return
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler if console.is_terminal else _end_now)
     try:
-        _watch(console, client, interval)
+        _watch(console, client, interval, server)
     except KeyboardInterrupt:
         return
 
@@ -91,14 +98,14 @@ class _Seen:
         return time.monotonic() - self.received_s
 
 
-def _watch(console: Console, client: Client, interval: float) -> None:
+def _watch(console: Console, client: Client, interval: float, server: str | None) -> None:
     """Show snapshots until no more come.
 
     Raises:
         ClientError: No more come; the message says why.
     """
     seen = _Seen()
-    threading.Thread(target=_follow, args=(client, seen), daemon=True).start()
+    threading.Thread(target=_follow, args=(client, seen, server), daemon=True).start()
     seen.is_news.wait()
     if console.is_terminal:
         _draw(console, seen, interval)
@@ -140,18 +147,29 @@ def _write(seen: _Seen, interval: float) -> None:
         seen.ended.wait(interval)
 
 
-def _follow(client: Client, seen: _Seen) -> None:
+def _events(client: Client, server: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What an engine tells when it changes, or a gateway once a second."""
+    body = None if server else client.servers()
+    if body is None:
+        yield from client.watch_engine(server)
+    while body is not None:
+        yield "message", body
+        time.sleep(POLL_S)
+        body = client.servers()
+
+
+def _follow(client: Client, seen: _Seen, server: str | None) -> None:
     """Keep `seen` up to date until the server refuses, was never there, or has been away for too long."""
     lost_s: float | None = None
     while True:
         try:
-            for name, data in client.watch_engine():
+            for name, data in _events(client, server):
                 seen.take(name, data)
                 lost_s = None
             why = "the server ended the stream."
         except ClientError as error:
             why = error.message
-            if not seen.is_news.is_set() or not (error.status == UNAVAILABLE or error.code in NO_ANSWER):
+            if not seen.is_news.is_set() or not (error.status in AWAY or error.code in NO_ANSWER):
                 return seen.stop(error)
         lost_s = lost_s or time.monotonic()
         if time.monotonic() - lost_s >= GIVE_UP_S:

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.cli.ps import TIERS, adapter_name
-from weft.cli.table import REASONS, REFUSALS, counts_text, in_words, num_paused
+from weft.cli.servers import LOADS, SERVERS, server_rows, servers_line
+from weft.cli.table import REASONS, REFUSALS, counts_text, in_words, num_paused, seconds_text, table_lines
 from weft.kernels.weight_format import number_format
 
 LABEL = 11
@@ -57,11 +58,13 @@ def frame(body: Mapping[str, Any], age_s: float, size: ConsoleDimensions, troubl
     """A snapshot for a terminal of this size.
 
     Args:
-        body: As `GET /v1/engine` gives it.
+        body: As `GET /v1/engine` gives it, or a gateway's `GET /v1/servers`.
         age_s: How old it is.
         size: What there is room for.
         trouble: Why there is no newer one.
     """
+    if "ready" not in body:
+        return _servers(body, size.height, trouble)
     ready = body["ready"]
     name = number_format(ready["dtype"], ready["memory"]["weights"], ready["geometry"]["is_kv_int8"])
     lines = [Text(f"{body['model']} on {ready['device']}, {name}", "bold")]
@@ -85,6 +88,8 @@ def frame(body: Mapping[str, Any], age_s: float, size: ConsoleDimensions, troubl
 
 def line(body: Mapping[str, Any], age_s: float) -> str:
     """A snapshot in one line, for a file or a pipe."""
+    if "ready" not in body:
+        return servers_line(body)
     generated, prompt = token_rates(body, age_s)
     rates = f"{generated:,.0f} generated + {prompt:,.0f} prompt tokens/s"
     requests = f"{_running(body)}, {body['waiting']:,} waiting"
@@ -166,13 +171,6 @@ def _share(part: float, whole: float) -> str:
     return "<1%" if 0 < part / whole < 0.005 else f"{part / whole:.0%}"
 
 
-def seconds_text(seconds: float | None) -> str:
-    """A time with its unit; "-" for None."""
-    if seconds is None:
-        return "-"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:,.1f} s"
-
-
 def _facts(body: Mapping[str, Any], age_s: float) -> Iterator[tuple[str, str]]:
     generated, prompt = token_rates(body, age_s)
     idle_s = (body["last_step_age_s"] or 0.0) + age_s
@@ -216,6 +214,15 @@ def _tenants(rows: Sequence[TenantRow], height: int, width: int) -> Table:
     for row in shown:
         table.add_row(*(Text(row[name], no_wrap=True, overflow="ellipsis") for name in header))
     return table
+
+
+def _servers(body: Mapping[str, Any], height: int, trouble: str | None) -> Group:
+    """As many servers as there is room for; those in trouble are red."""
+    rows = list(server_rows(body))
+    styles = ["bold", *("" if row[2] == "ready" else "red" for row in rows)]
+    table = zip(table_lines([SERVERS, *rows], LOADS), styles, strict=True)
+    lines = [(servers_line(body), "bold"), *([(trouble, "bold red")] if trouble else []), ("", ""), *table]
+    return Group(*(Text(text, style, no_wrap=True, overflow="ellipsis") for text, style in lines[:height]))
 
 
 def _adapters(body: Mapping[str, Any], height: int) -> Table:

@@ -1,6 +1,6 @@
 // The stream of the engine's snapshots: the last one, and the state of the connection.
 import { useEffect, useState } from "../../lib.js";
-import { ApiError, call } from "../../api.js";
+import { ApiError, address, call } from "../../api.js";
 
 /** The browser does not reconnect after an answer with an error; this page then connects again after so long. */
 const AGAIN_MS = 5000;
@@ -18,16 +18,21 @@ const LATELY_MS = 10_000;
  *   be older than `KEPT_MS`, because it held until the second.
  */
 
-/** A feed for as long as a component is shown, and what changes it. @returns {[Feed, (fields: object) => void]} */
-export function useFeed() {
-  const [feed, setFeed] = useState({ newest: null, held: null, isPaused: false, state: "connecting", problem: null, restartedAt: null, heardAt: null, moments: [] });
+const NOTHING = { newest: null, held: null, isPaused: false, state: "connecting", problem: null, restartedAt: null, heardAt: null, moments: [] };
+
+/** The feed of a server, or of any, for as long as a component is shown, and what changes it. @returns {[Feed, (fields: object) => void]} */
+export function useFeed(server) {
+  const [feed, setFeed] = useState(NOTHING);
   const change = (fields) => setFeed((before) => ({ ...before, ...fields }));
-  useEffect(() => listen(setFeed, change), []);
+  useEffect(() => {
+    setFeed((before) => (before.newest?.server === server ? before : NOTHING));
+    return listen(server, setFeed, change);
+  }, [server]);
   return [feed, change];
 }
 
 /** Change the feed as the stream tells, until the returned function is called. */
-function listen(update, change) {
+function listen(server, update, change) {
   /** When each tenant last had requests in the engine. @type {Map<string, number>} */
   const seenAt = new Map();
   let source = null;
@@ -35,7 +40,7 @@ function listen(update, change) {
   let fading = null;
 
   function open() {
-    source = new EventSource("/v1/engine/events");
+    source = new EventSource(address("/v1/engine/events", { server }));
     source.onmessage = (event) => take(JSON.parse(event.data));
     source.addEventListener("engine_error", (event) => change({ state: "live", problem: new ApiError(503, JSON.parse(event.data).error) }));
     source.onerror = () => {

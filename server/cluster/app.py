@@ -20,7 +20,8 @@ from weft.registry.records import Identity
 from weft.registry.registry import Registry
 from weft.server.auth.middleware import AuthMiddleware
 from weft.server.boundary import Boundary
-from weft.server.cluster.gateway import Gateway, no_replica
+from weft.server.cluster.forwarding import no_replica
+from weft.server.cluster.gateway import Gateway
 from weft.server.cluster.links import Links
 from weft.server.cluster.metrics import GatewayMetrics
 from weft.server.cluster.router import Router

@@ -10,27 +10,34 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-import aiohttp
 import structlog
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
-from yarl import URL
 
 from weft.config import ServerConfig
-from weft.errors import CapacityError, DrainingError, NotFoundError, WeftError
+from weft.errors import DrainingError, WeftError
 from weft.registry.records import AdapterIdentity, AdapterVersion, Identity, UsageEvent
 from weft.registry.registry import Registry
 from weft.server.cluster.exchange import Exchange, ReplicaLostError
+from weft.server.cluster.forwarding import (
+    BROKEN,
+    MAX_TRIES,
+    Forwarding,
+    WholeAnswer,
+    headers_for_client,
+    no_replica,
+    url_of,
+    watch,
+)
 from weft.server.cluster.links import Links
 from weft.server.cluster.loads import Replica
 from weft.server.cluster.route_fields import RouteFields, read_fields
 from weft.server.cluster.router import Router, Target
-from weft.server.cluster.wire import INTERNAL, LEDGER_ID, LENGTH, STICKY, TOKEN, WEIGHT_SHARE, Frames
+from weft.server.cluster.wire import LEDGER_ID, LENGTH, STICKY, WEIGHT_SHARE, Frames
 from weft.server.drain import Drain
 from weft.server.errors import as_anthropic, error_body
 from weft.server.hop import SESSION_HEADER, Counts
@@ -40,20 +47,8 @@ from weft.server.http.json_body import json_bytes
 from weft.server.threads import cancel_all
 
 log = structlog.get_logger("weft.server")
-MAX_TRIES = 3
-"""Replicas that are asked for one request."""
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", RESPONSES, MESSAGES})
-_HOP_BY_HOP = frozenset(
-    {
-        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te"),
-        *("trailer", "transfer-encoding", "upgrade", "expect"),
-    }
-)
-_NOT_ASKED = _HOP_BY_HOP | INTERNAL | {"x-request-id"}
-_NOT_ANSWERED = _HOP_BY_HOP | INTERNAL | {"x-request-id", "date", "server"}
-_BROKEN = (aiohttp.ClientError, ReplicaLostError, TimeoutError, OSError)
-Answer = Callable[[Request], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,20 +67,6 @@ class Asked:
     ledger_id: str
     tried: list[str] = field(default_factory=list)
     """Names of the replicas that were asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class WholeAnswer:
-    """An answer that is no stream, which the client has not got yet: another replica may give a better one."""
-
-    status: int
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
-
-    async def send(self, send: Send) -> None:
-        """Give it to the client."""
-        await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
-        await send({"type": "http.response.body", "body": self.body})
 
 
 class Gateway:
@@ -111,7 +92,7 @@ class Gateway:
         self._registry = registry
         self._links = links
         self._router = router
-        self._token = token
+        self._forwarding = Forwarding(links, router, token, drain)
         self._drain = drain
         self._pace = Pace()
 
@@ -122,12 +103,12 @@ class Gateway:
             if scope["method"] == "POST" and scope["path"] in GENERATING:
                 await self._generate(Request(scope, receive), exchange, send)
             else:
-                await self._pass_on(Request(scope, receive), exchange, send)
+                await self._forwarding.pass_on(Request(scope, receive), exchange, send)
 
     async def _generate(self, request: Request, exchange: Exchange, send: Send) -> None:
         body = await json_bytes(request, self._max_body_bytes, self._pace)
         asked = await self._asked(request, body)
-        watcher = _watch(request.receive, exchange)
+        watcher = watch(request.receive, exchange)
         try:
             await self._try_replicas(asked, exchange, send)
         finally:
@@ -158,7 +139,7 @@ class Gateway:
         return Asked(
             request=request,
             body=body,
-            headers=[*self._asked_headers(request), (STICKY, sticky), (LEDGER_ID, ledger_id)],
+            headers=[*self._forwarding.headers_for_replica(request), (STICKY, sticky), (LEDGER_ID, ledger_id)],
             tenant_id=tenant_id,
             tenant=tenant,
             adapter=adapter,
@@ -222,15 +203,16 @@ class Gateway:
         headers = [*asked.headers, (WEIGHT_SHARE, f"{share:.6f}")]
         try:
             with exchange.running(), self._links.using(replica.name, exchange.lose):
-                url = _url_of(replica, asked.request)
+                url = url_of(replica, asked.request)
                 async with self._links.session.post(url, data=asked.body, headers=headers) as answer:
-                    start = {"type": "http.response.start", "status": answer.status, "headers": _answered(answer)}
+                    told = headers_for_client(answer)
+                    start = {"type": "http.response.start", "status": answer.status, "headers": told}
                     if not answer.content_type.startswith("text/event-stream"):
                         body = await answer.read()
                         if LENGTH in answer.headers:  # else the HTTP layer of the replica answered by itself
                             body = frames.take(body)
                         self._router.answered(replica.name)
-                        return WholeAnswer(answer.status, _answered(answer), body)
+                        return WholeAnswer(answer.status, told, body)
                     async for data in answer.content.iter_any():
                         if payload := frames.take(data):
                             if not has_begun:
@@ -241,7 +223,7 @@ class Gateway:
                             payload = b""
                     await send({"type": "http.response.body", "body": b""})
                     return None
-        except _BROKEN as error:
+        except BROKEN as error:
             self._router.failed(replica.name)
             if not has_begun:
                 raise ReplicaLostError from error
@@ -285,107 +267,6 @@ class Gateway:
         except WeftError as error:
             log.exception("usage_not_recorded", ledger_id=asked.ledger_id, code=error.code)
 
-    async def _pass_on(self, request: Request, exchange: Exchange, send: Send) -> None:
-        """Send another request to a replica: all of them work on one registry and one blob store."""
-        identity: Identity | None = getattr(request.state, "identity", None)
-        tenant = (identity.tenant if identity else None) or ""
-        target = Target(adapter=None, units=0.0, tenant=tenant, affinity=tenant.encode())
-        order = self._router.order(target)
-        if (named := request.query_params.get("server")) is not None:
-            order = [replica for replica in order if replica.name == named]
-            if not order:
-                raise NotFoundError(f"There is no ready replica {named!r}: GET /v1/servers lists them.", param="server")
-        for replica in order[:MAX_TRIES]:
-            try:
-                await self._forward(request, replica, exchange, send)
-            except aiohttp.ClientConnectorError:  # nothing of the body was read
-                self._router.failed(replica.name)
-            else:
-                return
-        raise no_replica()
-
-    async def _forward(self, request: Request, replica: Replica, exchange: Exchange, send: Send) -> None:
-        has_body = "content-length" in request.headers or "transfer-encoding" in request.headers
-        is_read = asyncio.Event()
-        if not has_body:
-            is_read.set()
-        body = _body_of(request, is_read) if has_body else None
-        watchers: list[asyncio.Task[None]] = []
-        has_begun = False
-        try:
-            with exchange.running(), self._links.using(replica.name, exchange.lose):
-                async with self._links.session.request(
-                    request.method,
-                    _url_of(replica, request),
-                    data=body,
-                    headers=self._asked_headers(request),
-                    allow_redirects=False,
-                ) as answer:
-                    if is_read.is_set():
-                        watchers.append(_watch(request.receive, exchange))
-                    if answer.content_type == "text/event-stream":
-                        watchers.append(asyncio.create_task(self._end_feed(exchange)))
-                    has_begun = True
-                    headers = _answered(answer)
-                    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-                    async for data in answer.content.iter_any():
-                        await send({"type": "http.response.body", "body": data, "more_body": True})
-                    await send({"type": "http.response.body", "body": b""})
-        except aiohttp.ClientConnectorError:
-            raise
-        except _BROKEN as error:
-            if has_begun:  # the connection is closed: the client sees that the answer is not whole
-                raise ConnectionError("the replica is lost") from error
-            raise ReplicaLostError("The replica that was asked is gone; look whether the change was made.") from error
-        except DrainingError:
-            if not has_begun:
-                raise
-            await send({"type": "http.response.body", "body": b""})
-        finally:
-            await cancel_all(watchers)
-
-    async def _end_feed(self, exchange: Exchange) -> None:
-        """Cut a stream that has no end of its own when this gateway drains."""
-        await self._drain.began.wait()
-        exchange.cut(DrainingError("The server is shutting down."))
-
-    def _asked_headers(self, request: Request) -> list[tuple[str, str]]:
-        """The client's headers for a replica, with proof that they come from a gateway."""
-        kept = [(name, value) for name, value in request.headers.items() if name not in _NOT_ASKED]
-        return [*kept, (TOKEN, self._token), ("x-request-id", str(request.state.request_id))]
-
-
-def _watch(receive: Receive, exchange: Exchange) -> asyncio.Task[None]:
-    """Cut the exchange when the client leaves. The body must have been read."""
-
-    async def until_gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        exchange.cut(ClientDisconnect())
-
-    return asyncio.create_task(until_gone())
-
-
-async def _body_of(request: Request, is_read: asyncio.Event) -> AsyncIterator[bytes]:
-    async for chunk in request.stream():
-        yield chunk
-    is_read.set()
-
-
-def _url_of(replica: Replica, request: Request) -> URL:
-    """A replica's address with path and query as they came."""
-    query = request.scope["query_string"]
-    path = request.scope["raw_path"] + (b"?" + query if query else b"")
-    return URL(replica.url + path.decode("latin-1"), encoded=True)
-
-
-def _answered(answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
-    """A replica's headers for the client."""
-    kept = [(name.lower(), value) for name, value in answer.raw_headers]
-    length = next((value for name, value in kept if name == LENGTH.encode()), None)
-    headers = [(name, value) for name, value in kept if name.decode("latin-1") not in _NOT_ANSWERED]
-    return [*headers, (b"content-length", length)] if length is not None else headers
-
 
 async def _end_early(request: Request, payload: bytes, error: WeftError, send: Send) -> None:
     """End a stream with what is left of it, and the event by which clients of this API know errors."""
@@ -396,9 +277,3 @@ async def _end_early(request: Request, payload: bytes, error: WeftError, send: S
     elif request.url.path == RESPONSES:
         event = sse.event({**body["error"], "type": "error", "sequence_number": 0}, "error")
     await send({"type": "http.response.body", "body": payload + event})
-
-
-def no_replica() -> CapacityError:
-    """The error while no replica takes requests."""
-    message = "No replica is ready; try again in a moment."
-    return CapacityError(message, code="no_replica", retry_after_s=1)

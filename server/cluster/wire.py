@@ -63,11 +63,6 @@ class Frames:
         """Of the last complete frame."""
         self._rest = b""
 
-    @property
-    def is_within(self) -> bool:
-        """Whether a frame is not complete yet."""
-        return bool(self._rest)
-
     def take(self, data: bytes) -> bytes:
         """The payloads of the frames that are complete with these bytes."""
         if self._rest:

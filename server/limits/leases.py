@@ -95,6 +95,7 @@ class Lease:
         limit = getattr(limits, self.kind)
         if limit != self.limit:
             self.limit, self.seen, self._valid_s = limit, None, -math.inf
+            self._keep_until_s = -math.inf
             self.activate()
 
     def activate(self) -> None:

@@ -28,7 +28,7 @@ from raw_http import head_of
 from registry_samples import facts, publish_version
 from weft.errors import CapacityError
 from weft.server.cluster import links
-from weft.server.cluster.gateway import MAX_TRIES
+from weft.server.cluster.forwarding import MAX_TRIES
 from weft.server.cluster.router import Router
 
 pytestmark = pytest.mark.anyio

@@ -436,3 +436,20 @@ async def test_without_authentication_requests_count_for_the_default_tenant(clus
     (billed,) = await cluster.events()
     assert (billed.tenant, billed.adapter) == ("default", "sql")
     assert replica.api.engine.requests[0].adapter is not None
+
+
+async def test_a_pause_is_for_all_replicas(
+    cluster: FakeCluster, gateway: FakeGateway, replica: FakeReplica, client: httpx.AsyncClient
+) -> None:
+    other = await cluster.replica("two", max_body_bytes=LIMIT)
+    await gateway.sees(one="ready", two="ready")
+    refused = await client.post("/pause", params={"mode": "keep"})
+    assert refused.status_code == 403, "the key of a tenant"
+    async with gateway.client(ADMIN_KEY) as admin:
+        paused = await admin.post("/pause", params={"mode": "keep"})
+        assert (paused.status_code, paused.json()) == (200, {"status": "paused"})
+        assert [each.api.engine.paused for each in (replica, other)] == ["keep", "keep"]
+        assert (await admin.post("/resume", params={"server": "two"})).json() == {"status": "resumed"}
+        assert [each.api.engine.paused for each in (replica, other)] == ["keep", None]
+        assert (await admin.post("/resume", json={})).status_code == 200
+        assert [each.api.engine.paused for each in (replica, other)] == [None, None]

@@ -57,7 +57,7 @@ def test_a_cpu_serves_without_triton(tmp_path: Path) -> None:
     extras = project["optional-dependencies"]
     assert not [line for line in project["dependencies"] if line.startswith("triton")]
     assert extras["triton"][0].startswith("triton>=")
-    assert "weft[postgres,quant,s3,triton]" in extras["dev"], "without cuda, which is large and for GPUs only"
+    assert "weft[cluster,postgres,quant,s3,triton]" in extras["dev"], "without cuda, which is large and for GPUs only"
     assert extras["cuda"] == [
         "flashinfer-python>=0.6.1,<0.8; platform_system == 'Linux' and platform_machine == 'x86_64'"
     ]
@@ -121,7 +121,7 @@ def test_no_source_deserialises_or_executes_what_it_reads() -> None:
         f"{path.relative_to(ROOT)}: {word}" for path in files for word in what_runs_code(ast.parse(path.read_text()))
     ]
     assert len(files) > 150
-    assert found == []
+    assert found == ["benchmarks/http/stepped_server.py: runpy"], "the command line's own module, by a constant"
 
 
 @pytest.mark.parametrize(

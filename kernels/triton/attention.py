@@ -32,6 +32,9 @@ MERGED = 2048
 PROGRAMS_PER_SM = 4
 WARP_GROUPS = ("sm90", "sm100", "sm103")
 """Architectures on which four warps multiply together, from shared memory."""
+BLACKWELL = WARP_GROUPS[1:]
+SPILLING = (torch.float16, torch.int8)
+"""Dtypes of queries and of keys whose items need more registers there than the compiler takes by itself."""
 
 
 @triton.jit
@@ -275,8 +278,10 @@ INTERPRET = not isinstance(item_kernel, triton.runtime.JITFunction)
 
 
 @functools.cache
-def item_sizes(num_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: torch.dtype) -> dict[str, int]:
-    """The constants of `item_kernel` that shapes and the dtype of keys decide, with its warps and stages.
+def item_sizes(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> dict[str, int]:
+    """The constants of `item_kernel` that shapes and dtypes decide, with its warps and stages.
 
     Five stages load the pages of a block two blocks ahead, and its keys and values one block ahead.
     """
@@ -289,27 +294,31 @@ def item_sizes(num_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: torch
         "BLOCK_G": max(16, all_g),
         "D": head_dim,
         "BLOCK_D": block_d,
-        "BLOCK_N": 64 if kv_dtype.itemsize == 2 else 32,  # registers limit int8, shared memory float32
+        # Registers limit int8, shared memory float32 and wide heads.
+        "BLOCK_N": 64 if kv_dtype.itemsize == 2 and head_dim <= 128 else 32,
         "SPLIT": SPLIT_TOKENS,
         "SPLITS": MAX_SPLITS,
         "BLOCK_S": min(MAX_SPLITS, max(1, MERGED // (all_g * block_d))),
         "PITCH": head_dim + PARTIAL_PAD,
         "num_warps": 4,
         "num_stages": 5,
+        **({"maxnreg": 240} if (dtype, kv_dtype) == SPILLING and architecture() in BLACKWELL else {}),
     }
 
 
 @functools.cache
 def chunk_sizes(group: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, int]:
     """The constants of `chunk_kernel` that shapes and dtypes decide, with its warps and stages."""
-    block_m = max(16 if dtype == torch.float32 else 128, triton.next_power_of_2(group))  # float32: no tensor cores
+    rows = 16 if dtype == torch.float32 else 128 if head_dim <= 128 else 64  # float32: no tensor cores
+    block_m = max(rows, triton.next_power_of_2(group))
     return {
         "PARTS": triton.cdiv(chunk_tile_rows(group), block_m // group),
         "GROUP": group,
         "BLOCK_M": block_m,
         "D": head_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
-        "BLOCK_N": 16 if kv_dtype == torch.int8 and architecture() not in WARP_GROUPS else 32,  # registers limit it
+        # Registers limit it.
+        "BLOCK_N": 16 if kv_dtype == torch.int8 and (head_dim > 128 or architecture() not in WARP_GROUPS) else 32,
         "num_warps": 8,
         "num_stages": 5,
     }
@@ -347,7 +356,7 @@ def paged_attention(
         items = (rows.item_rows, rows.item_tables, rows.item_lens, rows.work[window], num_items)
         item_kernel[(_num_programs(q.device),)](
             *(*tensors, partials, rows.counters(num_kv_heads), rows.block_table, *items, *numbers),
-            **_planned("items", item_sizes(q.shape[1], num_kv_heads, head_dim, kept), kept),
+            **_planned("items", item_sizes(q.shape[1], num_kv_heads, head_dim, q.dtype, kept), kept),
             **shared,
         )
     if num_tiles := rows.tiles.shape[1]:

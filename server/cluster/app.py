@@ -23,6 +23,7 @@ from weft.server.boundary import Boundary
 from weft.server.cluster.forwarding import no_replica
 from weft.server.cluster.gateway import Gateway
 from weft.server.cluster.links import Links
+from weft.server.cluster.loads import ReplicaLoad
 from weft.server.cluster.metrics import GatewayMetrics
 from weft.server.cluster.router import Router
 from weft.server.cluster.wire import cluster_token
@@ -117,20 +118,21 @@ class OwnRoutes:
     async def _show_servers(self, request: Request) -> Response:
         """All servers by the registry, and how this gateway sees the replicas."""
         _check_admin(request)
-        seen = {load.name: asdict(load) for load in self._router.snapshot().replicas}
+        seen = {load.name: load for load in self._router.snapshot().replicas}
         servers = [
             {**asdict(server), **(self._seen(server.name, seen) if server.role == "replica" else {})}
             for server in await self._registry.servers.listed()
         ]
         return _json({"object": "list", "data": servers})
 
-    def _seen(self, name: str, by_router: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    def _seen(self, name: str, by_router: dict[str, ReplicaLoad]) -> dict[str, Any]:
         report = self._links.reports.get(name)
         if report is None:
             return {"state": "lost"}
         told = {field: getattr(report, field) for field in ("state", "backlog_s", "rate", "running", "waiting")}
         adapters = {"device": 0, "host": 0, **Counter(self._links.tiers[name].values())}
-        return {**told, "adapters": adapters, "in_flight": 0, **by_router.get(name, {})}
+        load = by_router.get(name)
+        return {**told, "adapters": adapters, "in_flight": load.in_flight if load else 0}
 
 
 def _check_admin(request: Request) -> None:

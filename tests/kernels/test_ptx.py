@@ -17,6 +17,8 @@ pytestmark = pytest.mark.slow
 PROGRAM = SUPPORT / "ptx_report.py"
 LARGEST_SHARED = 100 * 1024
 """Bytes of shared memory of a program: one fits on each GPU, and two where there are 227 KB."""
+LARGEST_WIDE = {80: 101 * 1024, 90: 132 * 1024, 100: 132 * 1024}
+"""The same for heads of 256 numbers."""
 LARGEST_PRODUCTS = ("shrink", "expand", "items", "chunks")
 """Beginnings of the names of variants that read weights or keys."""
 STACKS = {"fp32": 160}
@@ -45,7 +47,8 @@ def test_no_variant_spills_or_moves_single_elements(arch: int, options: tuple[st
     assert beginnings >= {*LARGEST_PRODUCTS, "norm", "silu_and_mul", "sample"}
     assert not {name: each for name, each in report.items() if stack_of(name, each) or each["local"]}
     assert not {name: each for name, each in report.items() if each["load_2_bytes"] or each["store_2_bytes"]}
-    assert not {name: each for name, each in report.items() if each["shared"] > LARGEST_SHARED}
+    most = {name: LARGEST_WIDE[arch] if name.split()[1:2] == ["256"] else LARGEST_SHARED for name in report}
+    assert not {name: each for name, each in report.items() if each["shared"] > most[name]}
     assert not {name: each for name, each in report.items() if name.startswith("shrink") and each["async_narrow"]}
     products = {name: each for name, each in report.items() if name.startswith(LARGEST_PRODUCTS)}
     assert all(each["async_16"] + each["load_16_bytes"] >= 4 for each in products.values()), products

@@ -145,11 +145,14 @@ def _attention_variants() -> dict[str, Variant]:
             ((32, 8, 128), "bf16", None, False),
             ((32, 8, 128), "bf16", "i8", False),
             ((32, 8, 128), "fp16", None, True),
+            ((32, 8, 128), "fp16", "i8", False),
             ((32, 8, 128), "fp32", None, False),
             ((14, 2, 64), "bf16", None, True),
             ((32, 32, 128), "bf16", None, False),
             ((32, 32, 128), "bf16", "i8", True),
             ((32, 8, 80), "bf16", None, True),
+            ((16, 8, 256), "bf16", None, False),
+            ((16, 8, 256), "bf16", "i8", True),
         ),
         (0, 4096),
     ):
@@ -161,7 +164,7 @@ def _attention_variants() -> dict[str, Variant]:
         name = f"{head_dim} {dtype}" + " one head" * (group == 1) + f" window {window}" * bool(window)
         name += " int8" * bool(kv_dtype)
         for kind, kernel, constants in (
-            ("items", attention_triton.item_kernel, attention_triton.item_sizes(*heads, kept)),
+            ("items", attention_triton.item_kernel, attention_triton.item_sizes(*heads, dtypes[dtype], kept)),
             (
                 "chunks",
                 attention_triton.chunk_kernel,
@@ -170,9 +173,10 @@ def _attention_variants() -> dict[str, Variant]:
         ):
             sizes, minor = dict(constants), is_minor or bool(window)
             warps, stages = sizes.pop("num_warps"), sizes.pop("num_stages")
+            registers = {"maxnreg": sizes.pop("maxnreg")} if "maxnreg" in sizes else {}
             found[f"{kind} {name}"] = Variant(
                 *(kernel, dtype, {**sizes, **shared}, {"factor": "fp32"}, warps, stages, kv_dtype, minor),
-                options={"enable_fp_fusion": False},
+                options={"enable_fp_fusion": False, **registers},
             )
     return found
 

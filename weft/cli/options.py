@@ -17,6 +17,7 @@ URL = Annotated[
     str | None, typer.Option("--url", envvar="WEFT_URL", help="Address of the server. [default: http://127.0.0.1:8000]")
 ]
 KEY = Annotated[str | None, typer.Option("--key", envvar="WEFT_KEY", help="API key.")]
+SERVER = Annotated[str | None, typer.Option("--server", help="Behind a gateway: the replica whose engine is shown.")]
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 LIMIT = Annotated[
     list[str] | None,

@@ -7,9 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from weft.cli.options import JSON, KEY, URL, connect
-from weft.cli.servers import LOADS, SERVER, SERVERS, server_rows, servers_line
-from weft.cli.table import REASONS, counts_text, in_words, num_paused, print_table, show
+from weft.cli.options import JSON, KEY, SERVER, URL, connect
+from weft.cli.table import (
+    LOADS,
+    REASONS,
+    SERVERS,
+    counts_text,
+    in_words,
+    num_paused,
+    print_table,
+    server_rows,
+    servers_line,
+    show,
+)
 from weft.errors import ClientError
 
 if TYPE_CHECKING:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import typer
+
+LOADS = ("RUNNING", "WAITING", "BACKLOG", "IN FLIGHT", "DEVICE", "HOST")
+SERVERS = ("SERVER", "ROLE", "STATE", *LOADS, "URL")
 
 
 def table_lines(rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> Iterator[str]:
@@ -108,3 +112,28 @@ def in_words(counts: Mapping[str, int], words: Mapping[str, str]) -> dict[str, i
 def num_paused(body: Mapping[str, Any]) -> int:
     """Running requests that the last step did not compute, from the body of `GET /v1/engine`."""
     return sum(load["paused"] for load in body["tenants"].values())
+
+
+def server_rows(body: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Gateways first; of a replica that the gateway does not reach, no figures.
+
+    IN FLIGHT counts requests that this gateway has sent and that have not ended, DEVICE and HOST adapters by tier.
+    """
+    for each in sorted(body["data"], key=lambda server: (server["role"], server["name"])):
+        load: tuple[str, ...] = ("-",) * len(LOADS)
+        if "running" in each:
+            counts = each["in_flight"], each["adapters"]["device"], each["adapters"]["host"]
+            backlog = seconds_text(each["backlog_s"])
+            load = f"{each['running']:,}", f"{each['waiting']:,}", backlog, *(f"{count:,}" for count in counts)
+        yield each["name"], each["role"], each["state"], *load, each["url"]
+
+
+def servers_line(body: Mapping[str, Any]) -> str:
+    """All of them in one line."""
+    replicas = [each for each in body["data"] if each["role"] == "replica"]
+    sums = Counter[str]()
+    for each in replicas:
+        sums.update(ready=each["state"] == "ready", running=each.get("running", 0), waiting=each.get("waiting", 0))
+    longest = seconds_text(max((each["backlog_s"] for each in replicas if "running" in each), default=None))
+    ready = f"{sums['ready']:,} of {len(replicas):,} replicas ready, {len(body['data']) - len(replicas):,} gateways"
+    return f"{ready}; {sums['running']:,} running, {sums['waiting']:,} waiting, longest backlog {longest}"

@@ -112,7 +112,7 @@ async def test_a_replica_that_dies_before_the_client_sees_anything_is_replaced(
         assert [len(each.got) for each in replicas.values()] == [1, 1]
         assert len({got.body for got in asked(replicas)}) == 1
         assert len(ledger_ids(*replicas.values())) == 1, "whatever both write of it counts once"
-    assert await gateway.counts() == {"retries": 1, "lost": 0}
+    assert await gateway.counts() == {"retries": 1, "lost_answers": 0}
     assert await cluster.events(gateway.registry) == []
 
 
@@ -131,7 +131,7 @@ async def test_a_replica_that_dies_in_the_answer_ends_it_with_an_error_and_the_c
         assert {billed.id} == ledger_ids(*replicas.values())
     assert (billed.prompt_tokens, billed.cached_tokens, billed.completion_tokens) == (7, 2, completion)
     assert (billed.tenant, billed.status, billed.endpoint, billed.request_id) == ("acme", "error", COMPLETIONS, "mine")
-    assert await gateway.counts() == {"retries": 0, "lost": 1}
+    assert await gateway.counts() == {"retries": 0, "lost_answers": 1}
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ async def test_the_budget_of_retries_is_kept(
         await gateway.sees(one="ready", two="ready")
         answer = await client.post(COMPLETIONS, json=STREAM)
         assert (answer.status_code, len(asked(replicas))) == (503, 1)
-    assert await gateway.counts() == {"retries": 0, "lost": 0}
+    assert await gateway.counts() == {"retries": 0, "lost_answers": 0}
 
 
 async def test_a_refusal_for_now_makes_another_replica_answer(
@@ -289,7 +289,7 @@ async def test_a_client_that_leaves_ends_the_exchange(cluster: FakeCluster, gate
         async with asyncio.timeout(60):
             await is_over.wait()
         await eventually(lambda: not gateway.drain.num_running)
-    assert await gateway.counts() == {"retries": 0, "lost": 0}
+    assert await gateway.counts() == {"retries": 0, "lost_answers": 0}
     assert await cluster.events(gateway.registry) == [], "the replica bills what it computed"
 
 

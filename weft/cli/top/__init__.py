@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli.options import KEY, NO_ANSWER, URL, connect
-from weft.cli.servers import SERVER
+from weft.cli.options import KEY, NO_ANSWER, SERVER, URL, connect
 from weft.errors import ClientError
 
 if TYPE_CHECKING:

@@ -15,8 +15,19 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.cli.ps import TIERS, adapter_name
-from weft.cli.servers import LOADS, SERVERS, server_rows, servers_line
-from weft.cli.table import REASONS, REFUSALS, counts_text, in_words, num_paused, seconds_text, table_lines
+from weft.cli.table import (
+    LOADS,
+    REASONS,
+    REFUSALS,
+    SERVERS,
+    counts_text,
+    in_words,
+    num_paused,
+    seconds_text,
+    server_rows,
+    servers_line,
+    table_lines,
+)
 from weft.kernels.weight_format import number_format
 
 LABEL = 11

@@ -21,6 +21,8 @@ LENGTH = "x-weft-length"
 """In a framed answer: the Content-Length that the client is to see."""
 INTERNAL = frozenset({TOKEN, LEDGER_ID, WEIGHT_SHARE, STICKY, LENGTH})
 """Headers that no client may send."""
+SHARED = "weft cluster"
+"""The digest of this text under the pepper is the value of TOKEN."""
 STATE_PATH = "/internal/state"
 REPORT_S = 0.25
 SILENT_S = 5.0
@@ -31,7 +33,7 @@ _FRAME = struct.Struct(">IIII")
 
 def cluster_token(keys: KeyRing) -> str:
     """What all servers with the same pepper know."""
-    return keys.digest("weft cluster")
+    return keys.digest(SHARED)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

@@ -67,7 +67,7 @@ class KeyRing:
 
     def digest(self, secret: str) -> str:
         """What the database has of a secret: 64 hex digits."""
-        return hmac.new(self._pepper, secret.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
+        return keyed_digest(self._pepper, secret)
 
     async def authenticate(self, secret: str) -> Identity:
         """The owner of this secret.
@@ -117,6 +117,11 @@ class KeyRing:
         """A key or a tenant changed: ask the database again."""
         self._recent.forget()
         self.sessions.forget()
+
+
+def keyed_digest(pepper: bytes, secret: str) -> str:
+    """HMAC-SHA256 of a secret under the pepper: 64 hex digits."""
+    return hmac.new(pepper, secret.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
 
 
 def read_pepper(data_dir: Path, pepper: str | None) -> bytes:

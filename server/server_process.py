@@ -148,13 +148,13 @@ def choose_port(wanted: int | None) -> int:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder and see that files can be written there.
+    """Make the folder (mode 0700) and see that files can be written there.
 
     Raises:
         ConfigError: They cannot.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

@@ -49,7 +49,8 @@ def test_compose_and_the_image_have_what_the_settings_name() -> None:
     assert settings_of_compose().model.path in mounts
     assert "/data" in mounts
     assert '"--data-dir", "/data"' in image
-    assert "[postgres,s3]" in image
+    assert "ARG EXTRAS=cluster,postgres,s3" in image
+    assert "/src[${EXTRAS}]" in image
     assert f":{re.findall(r'EXPOSE ([0-9]+)', image)[0]}" in compose["ports"][0]
 
 
@@ -62,6 +63,52 @@ def test_every_secret_of_compose_comes_from_outside() -> None:
 
 def test_compose_gives_requests_their_time_to_finish() -> None:
     assert int(service()["stop_grace_period"].removesuffix("s")) > settings_of_compose().server.drain_s
+
+
+class Override(yaml.SafeLoader):
+    """YAML with Compose's tag for what is not taken over."""
+
+
+Override.add_constructor("!reset", lambda _loader, _node: None)
+
+
+def cluster_services() -> dict[str, dict[str, Any]]:
+    """What Compose makes of both files, in the parts that the second one uses."""
+    first = services()
+    text = (DEPLOY / "compose.cluster.yaml").read_text()
+    second = yaml.load(text, Override)
+    assert set(yaml.load(text, Override)["volumes"]) == {"replica-0", "replica-1"}
+    for name, changes in second["services"].items():
+        extended = changes.pop("extends", {"file": "compose.yaml", "service": name})
+        assert extended["file"] == "compose.yaml"
+        base = dict(services()[extended["service"]])
+        targets = {str(volume).removesuffix(":ro").rpartition(":")[2]: volume for volume in base["volumes"]}
+        for volume in changes.pop("volumes", ()):
+            targets[volume.rpartition(":")[2]] = volume
+        base["volumes"] = list(targets.values())
+        base["environment"] = {**base["environment"], **changes.pop("environment")}
+        first[name] = {**base, **changes}
+    return first
+
+
+def test_compose_starts_a_gateway_and_replicas_that_find_each_other() -> None:
+    found = cluster_services()
+    command = typer.main.get_command(make_app()).commands["serve"]  # type: ignore[attr-defined]
+    roles = {name: each["command"] for name, each in found.items() if each.get("command", ["", ""])[0] == "serve"}
+    assert {name: words[words.index("--role") + 1] for name, words in roles.items()} == {
+        "weft": "gateway",
+        "replica-0": "replica",
+        "replica-1": "replica",
+    }
+    for name, words in roles.items():
+        with command.make_context("serve", words[1:]) as context:
+            assert str(context.params["data_dir"]) == "/data"
+        config = load_config({}, {key: str(value) for key, value in found[name]["environment"].items()})
+        assert config.server.advertised_url == f"http://{name}:8000"
+        assert (found[name].get("ports") is not None) == (name == "weft")
+    places = [volume for name in roles for volume in found[name]["volumes"] if volume.endswith(":/data")]
+    assert len(set(places)) == 3
+    assert "cluster" in re.findall(r"ARG EXTRAS=(\S+)", (DEPLOY / "Dockerfile").read_text())[0].split(",")
 
 
 def mounted(name: str) -> dict[str, Path]:

@@ -15,7 +15,15 @@ from weft.server.settings import setting_names
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 INSIDE_THE_MAP = {
-    *("weft/demo", "weft/cli/demo", "weft/cli/top", "registry/db/migrations", "registry/db/migrations/versions"),
+    *(
+        "weft/demo",
+        "weft/cli/cluster",
+        "server/cluster/launch",
+        "weft/cli/demo",
+        "weft/cli/top",
+        "registry/db/migrations",
+        "registry/db/migrations/versions",
+    ),
     *("weft/client", "kernels/plain", "kernels/native", "kernels/triton", "kernels/flashinfer"),
 }
 """Packages whose parent's row speaks for them."""

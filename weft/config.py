@@ -380,6 +380,11 @@ class GatewayConfig:
     registry: RegistryConfig
 
 
+def usable_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def is_loopback(host: str) -> bool:
     """Whether `host` is reachable from this machine only."""
     try:

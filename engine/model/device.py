@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 
 import torch
 
+from weft.config import usable_cores
 from weft.engine.model.linear import has_native_bfloat16, has_native_float16
 from weft.errors import ConfigError
 from weft.kernels.dispatch import triton_kernels
@@ -68,11 +68,6 @@ def choose_dtype(setting: str, asked_by_model: str | None, device: torch.device)
 def choose_threads(setting: int, weight_bytes: int) -> int:
     """Intra-op threads on the CPU for `model.threads`; 0 takes one for a tiny model and all usable cores else."""
     return setting or (1 if weight_bytes < SINGLE_THREAD_BELOW_BYTES else usable_cores())
-
-
-def usable_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def has_idle_core() -> bool:

@@ -21,6 +21,9 @@ LENGTH = "x-weft-length"
 """In a framed answer: the Content-Length that the client is to see."""
 INTERNAL = frozenset({TOKEN, LEDGER_ID, WEIGHT_SHARE, STICKY, LENGTH})
 """Headers that no client may send."""
+SHARED = "weft cluster 1"
+"""The digest of this text under the pepper is the value of TOKEN; the number counts up with each change of what they
+say."""
 STATE_PATH = "/internal/state"
 REPORT_S = 0.25
 SILENT_S = 5.0
@@ -30,8 +33,8 @@ _FRAME = struct.Struct(">IIII")
 
 
 def cluster_token(keys: KeyRing) -> str:
-    """What all servers with the same pepper know. The number counts up with each change of what they say."""
-    return keys.digest("weft cluster 1")
+    """What all servers with the same pepper know."""
+    return keys.digest(SHARED)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from postgres_server import fresh_database
+from ray_cluster import ray_cluster
 from weft_cluster import Cluster, wait_until, weft_cluster
 from weft_server import DEMO_ADAPTERS, DEMO_NAMES, WeftServer, upload_bytes, weft_server
 
@@ -25,9 +26,12 @@ NUM_STREAMS = 20
 KINDS = ("prompt_tokens", "completion_tokens")
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with weft_cluster(tmp_path_factory.mktemp("cluster"), num_replicas=2) as running:
+@pytest.fixture(scope="module", params=["processes", pytest.param("ray", marks=pytest.mark.ray)])
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if request.param == "ray":
+        pytest.importorskip("ray", reason="docs/cluster.md says how to install Ray")
+    start = ray_cluster if request.param == "ray" else weft_cluster
+    with start(tmp_path_factory.mktemp("cluster"), num_replicas=2) as running:
         publish(running.gateway)
         yield running
 

@@ -1,6 +1,6 @@
-"""Schemas of what `deploy/` uses of the Gateway API: by hand, of the fields used, since the CRDs are not on PyPI.
+"""Schemas of what `deploy/` uses of custom resources: by hand, of the fields used, since the CRDs are not on PyPI.
 
-InferencePool is v1 of the Gateway API Inference Extension, HTTPRoute v1 of the Gateway API.
+InferencePool is v1 of the Gateway API Inference Extension, HTTPRoute v1 of the Gateway API, RayService v1 of KubeRay.
 """
 
 from __future__ import annotations
@@ -58,3 +58,28 @@ SCHEMAS = {
         _object({"parentRefs": _list(_object({"name": NAME}), 32), "rules": _list(RULE, 16)}),
     ),
 }
+COUNT = {"type": "integer", "minimum": 0}
+RAY_PARAMS = {"type": "object", "additionalProperties": {"type": "string"}}
+RAY_HEAD = _object({"template": {"type": "object"}}, rayStartParams=RAY_PARAMS, serviceType={"type": "string"})
+RAY_WORKERS = _object(
+    {"groupName": NAME, "minReplicas": COUNT, "maxReplicas": COUNT, "template": {"type": "object"}},
+    replicas=COUNT,
+    rayStartParams=RAY_PARAMS,
+)
+RAY_SERVICE = _resource(
+    "ray.io/v1",
+    "RayService",
+    _object(
+        {
+            "rayClusterConfig": _object(
+                {"headGroupSpec": RAY_HEAD},
+                workerGroupSpecs=_list(RAY_WORKERS, 64),
+                rayVersion={"type": "string"},
+                enableInTreeAutoscaling={"type": "boolean"},
+                authOptions=_object({}, mode={"enum": ["disabled", "token"]}, secretName={"type": "string"}),
+            )
+        },
+        serveConfigV2={"type": "string"},
+        upgradeStrategy=_object({}, type={"enum": ["NewCluster", "NewClusterWithIncrementalUpgrade", "None"]}),
+    ),
+)

@@ -20,6 +20,11 @@ Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or floa
 Weights = Annotated[str | None, typer.Option(help="auto, bf16 (as --dtype says), int8 or int4. [default: auto]")]
 Config = Annotated[Path | None, typer.Option(help="Settings in YAML. [env: WEFT_CONFIG]")]
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the database, adapters and keys. [default: weft-data]")]
+Port = Annotated[int | None, typer.Option(help="Port to bind. [default: 8000]")]
+DatabaseUrl = Annotated[
+    str | None, typer.Option(help="sqlite:///FILE or postgresql://... [default: SQLite in the data folder]")
+]
+MemoryGib = Annotated[float | None, typer.Option(help="Memory for KV cache and adapters, in GiB.")]
 Setting = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.NAME=VALUE", help="Any setting of `weft config init`; repeat for more."),
@@ -34,15 +39,13 @@ def serve(  # noqa: PLR0913 - one parameter per option
         typer.Option(help="all; of many servers gateway or replica: docs/cluster.md. [default: all]"),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to bind. [default: 127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to bind. [default: 8000]")] = None,
+    port: Port = None,
     metrics_port: Annotated[int | None, typer.Option(help="Separate port for /metrics, without a key.")] = None,
     auth: Annotated[
         str | None, typer.Option(help="off lets everybody in as admin, on a loopback address only. [default: on]")
     ] = None,
     data_dir: DataDir = None,
-    database_url: Annotated[
-        str | None, typer.Option(help="sqlite:///FILE or postgresql://... [default: SQLite in the data folder]")
-    ] = None,
+    database_url: DatabaseUrl = None,
     blob_url: Annotated[
         str | None,
         typer.Option(
@@ -53,7 +56,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
     device: Device = None,
     dtype: Dtype = None,
     weights: Weights = None,
-    memory_gib: Annotated[float | None, typer.Option(help="Memory for KV cache and adapters, in GiB.")] = None,
+    memory_gib: MemoryGib = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus output, in tokens.")] = None,
     config: Config = None,
     settings: Setting = None,

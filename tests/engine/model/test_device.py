@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from weft.engine.model.device import choose_threads, has_idle_core, usable_cores
+from weft.config import usable_cores
+from weft.engine.model.device import choose_threads, has_idle_core
 
 
 def test_tiny_models_take_one_thread_and_others_all_cores() -> None:

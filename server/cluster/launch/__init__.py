@@ -1,0 +1,1 @@
+"""Starts gateways and replicas: as processes of this machine, or with Ray."""

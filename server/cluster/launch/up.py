@@ -1,0 +1,180 @@
+"""Starts a cluster from this machine: a gateway and replicas as child processes, or with Ray to keep the replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from weft.config import Config, environment, usable_cores
+from weft.engine.start_checks import check_start, count_cuda_devices
+from weft.errors import ConfigError
+from weft.registry.db.database import Database
+from weft.server.auth.admin_key import VARIABLE, admin_key, given_pepper
+from weft.server.cluster.launch.children import Child
+from weft.server.listen import bind, url_of
+from weft.server.server_process import prepare_folder
+from weft.server.settings import environment_name
+from weft.server.threads import cancel_all
+
+Announce = Callable[[str], object]
+Starts = Mapping[str, Callable[[], Child]]
+DATABASE_URL = environment_name("registry.database_url")
+METRICS_PORT = environment_name("server.metrics_port")
+SECRETS = (VARIABLE, "WEFT_PEPPER", DATABASE_URL)
+"""Variables that all servers of a cluster have, and that never travel through Ray."""
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
+"""Seconds until a child that died is started again; they double with each death."""
+STEADY_S = 60.0
+"""The delay is the first one again for a child that lived for so long."""
+SLACK_S = 60.0
+"""Seconds above `server.drain_s` after which a child that does not end is killed."""
+RAY_DEFAULTS = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",  # without its head, Ray would end the replicas after a minute
+}
+
+
+def up(config: Config, replicas: int, plan: dict[str, object] | None, announce: Announce) -> None:
+    """Run a gateway and replicas until a signal ends them: first the gateway is drained, then the replicas.
+
+    Args:
+        config: All settings; the address is the gateway's.
+        replicas: How many to start.
+        plan: For Ray: `address` of a running cluster, or None to start one here, and `max_replicas`.
+        announce: Takes lines.
+
+    Raises:
+        ConfigError: A setting is wrong, the port is taken, or a package is missing.
+        WeftError: A server ended while it started.
+    """
+    for package, extra in (("aiohttp", "cluster"), *((("ray", "ray"),) if plan else ())):
+        if find_spec(package) is None:
+            raise ConfigError(f"This needs {package}: pip install 'weft[{extra}]'.")
+    check_start(config)
+    with bind(config.server.host, config.server.port) as probe:
+        url = url_of(config.server.host, probe)
+    data_dir = config.server.data_dir.absolute()
+    prepare_folder(data_dir)
+    shared = _shared_environment(config, data_dir, replicas, announce)
+    asyncio.run(_upgrade(shared[DATABASE_URL], data_dir))
+
+    def server(name: str, role: str, *place: str, **own: str) -> Callable[[], Child]:
+        arguments = ("serve", "--role", role, "--data-dir", str(data_dir / name), *place)
+        return partial(Child, name, arguments, {**shared, **own})
+
+    gpus = 0 if config.model.device == "cpu" else count_cuda_devices()
+    if plan is not None:
+        words = json.dumps({**plan, "replicas": replicas, "gpus": int(gpus > 0 or config.model.device == "cuda")})
+        computing: dict[str, Callable[[], Child]] = {
+            "ray": partial(Child, "ray", ("cluster", "ray", words), _ray_environment(plan, data_dir) | shared)
+        }
+    else:
+        visible = (environment().get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")
+        computing = {}
+        for number in range(replicas):
+            name, gpu = f"replica-{number}", visible[number % len(visible)]
+            own = {METRICS_PORT: "null", "CUDA_VISIBLE_DEVICES": gpu}
+            computing[name] = server(name, "replica", "--host", "127.0.0.1", "--port", "0", **own)
+    gateway = {"gateway": server("gateway", "gateway", "--port", url.rpartition(":")[2])}
+    asyncio.run(_run((gateway, computing), config.server.drain_s, announce, url))
+
+
+async def _run(groups: Sequence[Starts], drain_s: float, announce: Announce, url: str) -> None:
+    """Start all children, start those again that die, and at a signal end group after group."""
+    asked, loop = asyncio.Event(), asyncio.get_running_loop()
+    starts = {name: start for group in groups for name, start in group.items()}
+    loop.set_default_executor(ThreadPoolExecutor(2 * len(starts)))
+    running = {name: start() for name, start in starts.items()}
+
+    def ask() -> None:
+        for child in running.values() if asked.is_set() else ():
+            child.terminate()  # the second time, it cuts what runs
+        asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ask)
+    asking = asyncio.create_task(asked.wait())
+    starting = asyncio.gather(*(asyncio.to_thread(child.wait_ready) for child in running.values()))
+    keeping: list[asyncio.Task[None]] = []
+    try:
+        await asyncio.wait((asking, starting), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            await starting
+            announce(f"weft: listening on {url}")
+            keeping += [asyncio.create_task(_keep(name, starts[name], running, announce)) for name in starts]
+            await asking
+    finally:
+        await cancel_all(keeping)
+        for group in groups:
+            await asyncio.gather(*(asyncio.to_thread(running[name].end, drain_s + SLACK_S) for name in group))
+        await asyncio.gather(starting, return_exceptions=True)  # of a start that a signal ended
+
+
+async def _keep(name: str, start: Callable[[], Child], running: dict[str, Child], announce: Announce) -> None:
+    delay_s, started_s = FIRST_DELAY_S, time.monotonic()
+    while True:
+        status = await asyncio.to_thread(running[name].wait)
+        delay_s = FIRST_DELAY_S if time.monotonic() - started_s > STEADY_S else delay_s
+        announce(f"weft: {name} ended with status {status} and starts again in {delay_s:g} s")
+        await asyncio.sleep(delay_s)
+        delay_s, started_s = min(2 * delay_s, LONGEST_DELAY_S), time.monotonic()
+        running[name] = start()
+
+
+def _shared_environment(config: Config, data_dir: Path, replicas: int, announce: Announce) -> dict[str, str]:
+    """What all servers have in their environment: every setting, and the secrets, made once."""
+    environ = environment()
+    key, pepper = admin_key(data_dir, environ), given_pepper(environ)
+    if pepper is None and (data_dir / "pepper").exists():
+        message = f"{data_dir} is the folder of a single server, whose keys would not work; choose another --data-dir."
+        raise ConfigError(message, param="server.data_dir")
+    for line in key.announcement:
+        announce(f"weft: {line}")
+    model, in_s3 = Path(config.model.path), config.registry.s3_place is not None
+    own = {
+        "model.path": str(model.absolute()) if model.exists() else config.model.path,
+        "model.threads": config.model.threads or max(1, usable_cores() // replicas),
+        "server.advertised_url": None,
+        "server.data_dir": data_dir,
+        "registry.database_url": config.registry.database_url or f"sqlite:///{data_dir / 'registry.sqlite'}",
+        "registry.blob_url": config.registry.blob_url if in_s3 else str(config.blob_dir.absolute()),
+    }
+    given = {f"{part}.{name}": value for part, names in asdict(config).items() for name, value in names.items()}
+    settings = {
+        environment_name(name): "null" if value is None else str(value) for name, value in (given | own).items()
+    }
+    kept = {VARIABLE: key.secret, "WEFT_PEPPER": pepper or _kept_secret(data_dir / "cluster.pepper")}
+    return {**environ, **settings, **kept, "WEFT_CONFIG": ""}  # the settings are complete
+
+
+def _ray_environment(plan: Mapping[str, object], data_dir: Path) -> dict[str, str]:
+    """Ray's own variables for a cluster of this machine, whose token is not written to the user's home."""
+    if plan["address"] is not None:
+        return {}
+    token = data_dir / "ray.token"
+    _kept_secret(token)
+    return {**RAY_DEFAULTS, "RAY_AUTH_TOKEN_PATH": str(token)}
+
+
+def _kept_secret(path: Path) -> str:
+    """The secret in a file, which is made (mode 0600) when it is missing."""
+    with suppress(FileExistsError), os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    return path.read_text().strip()
+
+
+async def _upgrade(url: str, data_dir: Path) -> None:
+    """Bring the database's schema up to date, once for all servers; raises ConfigError if it cannot be used."""
+    await (await Database.open(url, data_dir)).close()

@@ -1,0 +1,150 @@
+"""`weft cluster up` without Ray: what it starts, starts again and ends."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster_up import ClusterUp, cluster_up, servers_in
+from weft_cluster import wait_until
+from weft_server import DEMO_MODEL, WEFT
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterUp]:
+    with cluster_up(tmp_path_factory.mktemp("up"), "--set", "server.drain_s=20") as running:
+        running.tenant("acme")
+        yield running
+
+
+def ask(cluster: ClusterUp) -> str:
+    answer = cluster.tenant("acme").post("/v1/completions", json={"model": "weft-demo", "prompt": "x", "max_tokens": 2})
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def test_its_secrets_are_for_this_user_alone_and_its_servers_share_cores_and_adapters(cluster: ClusterUp) -> None:
+    assert ask(cluster)
+    assert (cluster.data_dir / "cluster.pepper").stat().st_mode & 0o777 == 0o600
+    assert {each.name for each in cluster.data_dir.glob("*-*")} >= {"replica-0", "replica-1"}
+    environ = cluster.child("replica-1").environ()
+    cores = len(os.sched_getaffinity(0))
+    assert environ["WEFT_MODEL__THREADS"] == str(max(1, cores // 2))
+    assert environ["WEFT_REGISTRY__BLOB_URL"] == str(cluster.data_dir / "blobs")
+    assert "WEFT_PEPPER" not in json.dumps(cluster.child("replica-1").cmdline())
+
+
+def test_a_killed_replica_comes_back_under_its_name(cluster: ClusterUp) -> None:
+    names = {each["name"] for each in cluster.admin.get("/v1/servers").json()["data"]}
+    pid = cluster.kill("replica-0")
+    assert all(ask(cluster) for _ in range(20))
+    cluster.wait_restarted("replica-0", pid)
+    wait_until(lambda: cluster.num_replicas() == 2)
+    assert {each["name"] for each in cluster.admin.get("/v1/servers").json()["data"]} == names
+    assert "weft: replica-0 ended with status -9 and starts again in 0.5 s" in cluster.log.read_text()
+
+
+def test_a_killed_gateway_comes_back_at_its_address(cluster: ClusterUp) -> None:
+    pid = cluster.kill("gateway")
+    cluster.wait_restarted("gateway", pid)
+    cluster.wait_ready()
+    assert ask(cluster)
+
+
+def test_sigterm_lets_streams_end_and_drains_the_gateway_before_the_replicas(tmp_path: Path) -> None:
+    with cluster_up(tmp_path) as cluster:
+        body = {"model": "weft-demo", "prompt": "x", "max_tokens": 600, "ignore_eos": True, "stream": True}
+        started, lines = threading.Event(), []
+
+        def read() -> None:
+            with cluster.tenant("acme").stream("POST", "/v1/completions", json=body) as answer:
+                for line in answer.iter_lines():
+                    lines.append(line)
+                    started.set()
+
+        reader = threading.Thread(target=read)
+        cluster.tenant("acme")
+        reader.start()
+        assert started.wait(60)
+        assert cluster.stop() == 0
+        reader.join()
+        assert "data: [DONE]" in lines
+        log = cluster.log.read_text()
+        drained = [
+            log.index(f'{name} | {{"cut": 0, "event": "drained"') for name in ("gateway", "replica-0", "replica-1")
+        ]
+        assert drained[0] == min(drained)
+        assert servers_in(cluster.data_dir) == []
+
+
+def test_its_servers_end_when_it_is_killed(tmp_path: Path) -> None:
+    with cluster_up(tmp_path, "--set", "server.drain_s=1") as cluster:
+        engines = [each for server in servers_in(cluster.data_dir) for each in server.children()]
+        assert len(engines) >= 2
+        cluster.process.kill()
+        wait_until(lambda: not servers_in(cluster.data_dir))
+        wait_until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in engines))
+
+
+def test_ctrl_c_ends_it_while_it_starts(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as sink:
+        command = [*WEFT, "cluster", "up", "--model", str(DEMO_MODEL), "--port", "0", "--data-dir", str(tmp_path / "d")]
+        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, cwd=tmp_path)
+        wait_until(lambda: len(servers_in(tmp_path / "d")) == 3)
+        wait_until(lambda: "loading model" in (tmp_path / "log").read_text())
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    assert servers_in(tmp_path / "d") == []
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def failed(tmp_path: Path, *arguments: str) -> tuple[int, str]:
+    command = [*WEFT, "cluster", "up", "--data-dir", str(tmp_path / "d"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_wrong_setting_a_missing_model_or_a_taken_port_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        cases = {
+            "model.path: cannot read": ("--model", str(tmp_path / "empty")),
+            "model.path is required": (),
+            "Choose another with --port": ("--model", str(DEMO_MODEL), "--port", port),
+            "database that cannot be used": ("--model", str(DEMO_MODEL), "--database-url", f"sqlite:///{tmp_path}"),
+            "go with --ray": ("--model", str(DEMO_MODEL), "--address", "auto"),
+        }
+        for message, arguments in cases.items():
+            status, output = failed(tmp_path, "--port", "0", *arguments)
+            assert (status, message in output) == (2, True), output
+            assert "Traceback" not in output
+
+
+def test_the_folder_of_a_single_server_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "pepper").write_text("00" * 32)
+    status, output = failed(tmp_path, "--model", str(DEMO_MODEL), "--port", "0")
+    assert (status, "is the folder of a single server" in output) == (2, True), output
+
+
+def test_a_server_that_does_not_start_ends_all(tmp_path: Path) -> None:
+    folder = tmp_path / "d" / "replica-1" / "usage"
+    folder.mkdir(parents=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        status, output = failed(tmp_path, "--model", str(DEMO_MODEL), "--port", "0")
+    assert status == 1, output
+    assert "replica-1 | weft: server.data_dir is in use by another Weft process" in output
+    assert output.splitlines()[-1] == "weft: replica-1 ended with status 2 while it started; its last lines say why."
+    assert servers_in(tmp_path / "d") == []

@@ -1,0 +1,146 @@
+"""What `weft cluster up` gives to its servers, and when it starts them again."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fake_engine import DEMO_MODEL
+from weft.cli import make_app
+from weft.config import Config, environment
+from weft.server.cluster.launch import up as launch
+from weft.server.cluster.launch.children import Child
+from weft.server.settings import load_config
+
+Started = dict[str, tuple[tuple[str, ...], dict[str, str]]]
+
+
+class FakeChild:
+    """Ends at once, with status 3."""
+
+    def wait(self) -> int:
+        return 3
+
+
+class Done(Exception):  # noqa: N818 - no error
+    pass
+
+
+@pytest.mark.parametrize(("lives_s", "delays"), [(1, [0.5, 1, 2, 4, 8, 16, 30, 30]), (61, [0.5] * 8)])
+def test_the_delays_grow_until_a_child_lives_for_long(
+    monkeypatch: pytest.MonkeyPatch, lives_s: float, delays: list[float]
+) -> None:
+    slept: list[float] = []
+    lines: list[str] = []
+    times = (at * lives_s for at in range(1000))
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == len(delays):
+            raise Done
+
+    async def to_thread(function: object) -> int:
+        assert callable(function)
+        return int(function())
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+    running: dict[str, Child] = {"replica-0": FakeChild()}  # type: ignore[dict-item]
+    with pytest.raises(Done):
+        asyncio.run(launch._keep("replica-0", FakeChild, running, lines.append))  # type: ignore[arg-type]
+    assert slept == delays
+    assert lines[1] == f"weft: replica-0 ended with status 3 and starts again in {delays[1]:g} s"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    """Arguments and environment of what would be started."""
+    found: Started = {}
+
+    async def run(groups: tuple[launch.Starts, ...], *_: object) -> None:
+        for group in groups:
+            for name, start in group.items():
+                _, arguments, env = start.args  # type: ignore[attr-defined]
+                found[name] = (arguments, env)
+
+    monkeypatch.setattr(launch, "_run", run)
+    return found
+
+
+def up(*arguments: str, **env: str | None) -> str:
+    command = ["cluster", "up", "--port", "0", "--model", str(DEMO_MODEL), *arguments]
+    done = CliRunner().invoke(make_app(), command, env={"WEFT_ADMIN_KEY": None, "WEFT_PEPPER": None, **env})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_servers_get_every_setting_and_one_set_of_secrets(started: Started, tmp_path: Path) -> None:
+    file = tmp_path / "weft.yaml"
+    file.write_text("tenant_defaults: {requests_per_minute: null}\nmemory: {prefix_cache: false}\n")
+    given = ("--set", "scheduler.max_running=7", "--config", str(file), "--data-dir", str(tmp_path / "d"))
+    shown = up("--replicas", "3", *given, WEFT_SERVER__DRAIN_S="12.5")
+    assert set(started) == {"gateway", "replica-0", "replica-1", "replica-2"}
+    config = load_config({}, {n: v for n, v in started["replica-0"][1].items() if n.startswith("WEFT_")})
+    assert isinstance(config, Config)
+    assert (config.scheduler.max_running, config.server.drain_s, config.memory.prefix_cache) == (7, 12.5, False)
+    assert config.tenant_defaults.requests_per_minute is None
+    assert config.registry.database_url == f"sqlite:///{tmp_path}/d/registry.sqlite"
+    secrets = {tuple(env[name] for name in launch.SECRETS) for _, env in started.values()}
+    assert len(secrets) == 1
+    assert secrets.pop()[0] in shown
+    up(*given)
+    assert (tmp_path / "d" / "cluster.pepper").read_text() == started["gateway"][1]["WEFT_PEPPER"]
+
+
+def test_replicas_share_cores_and_gpus_and_the_gateway_alone_has_the_ports(
+    started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "usable_cores", lambda: 16)
+    monkeypatch.setattr(launch, "count_cuda_devices", lambda: 2)
+    given = ("--data-dir", str(tmp_path), "--set", "server.metrics_port=9464")
+    up("--replicas", "3", *given)
+    environs = [started[f"replica-{number}"][1] for number in range(3)]
+    assert [env["WEFT_MODEL__THREADS"] for env in environs] == ["5"] * 3
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in environs] == ["0", "1", "0"]
+    assert [env["WEFT_SERVER__METRICS_PORT"] for env in environs] == ["null"] * 3
+    assert started["gateway"][1]["WEFT_SERVER__METRICS_PORT"] == "9464"
+    up("--set", "model.threads=2", *given, CUDA_VISIBLE_DEVICES="4,6")
+    environs = [started[f"replica-{number}"][1] for number in range(2)]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in environs] == ["4", "6"]
+    assert [env["WEFT_MODEL__THREADS"] for env in environs] == ["2"] * 2
+
+
+def test_ray_gets_a_token_of_its_own_unless_it_runs_already(
+    started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "find_spec", lambda _: True)
+    up("--ray", "--data-dir", str(tmp_path), RAY_AUTH_MODE=None, RAY_AUTH_TOKEN_PATH=None)
+    assert set(started) == {"gateway", "ray"}
+    env = started["ray"][1]
+    assert (env["RAY_AUTH_MODE"], env["RAY_AUTH_TOKEN_PATH"]) == ("token", str(tmp_path / "ray.token"))
+    assert (tmp_path / "ray.token").stat().st_mode & 0o777 == 0o600
+    up("--ray", "--data-dir", str(tmp_path), RAY_AUTH_TOKEN_PATH="/elsewhere")
+    assert started["ray"][1]["RAY_AUTH_TOKEN_PATH"] == "/elsewhere"
+    up("--ray", "--data-dir", str(tmp_path), "--address", "auto", RAY_AUTH_MODE=None, RAY_AUTH_TOKEN_PATH=None)
+    assert "RAY_AUTH_MODE" not in started["ray"][1]
+    assert '"address": "auto"' in started["ray"][0][-1]
+
+
+@pytest.mark.parametrize(("missing", "extra"), [("aiohttp", "cluster"), ("ray", "ray")])
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, missing: str, extra: str) -> None:
+    monkeypatch.setattr(launch, "find_spec", lambda name: None if name == missing else True)
+    done = CliRunner().invoke(make_app(), ["cluster", "up", "--ray", "--model", str(DEMO_MODEL)])
+    assert (done.exit_code, f"pip install 'weft[{extra}]'" in done.output) == (2, True), done.output
+
+
+def test_a_child_that_does_not_drain_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Child("slow", ("serve", "--model", str(DEMO_MODEL), "--port", "0"), environment()) as slow:
+        monkeypatch.setattr(slow, "terminate", lambda: None)
+        slow.end(0.1)
+        assert slow.wait() == -signal.SIGKILL

@@ -1,0 +1,102 @@
+"""Replicas that Ray keeps, behind gateways that are plain processes: what tests of a `Cluster` do with them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from cluster_up import servers_in
+from weft.config import environment as inherited
+from weft_cluster import PEPPER, Cluster, wait_until
+from weft_server import ADMIN_KEY, DEMO_MODEL, START_TIMEOUT_S, WEFT, WeftServer
+
+
+class RayCluster(Cluster):
+    """Ray starts the replicas again itself."""
+
+    num_replicas: int
+
+    def start_replica(self, folder: str) -> str:  # noqa: ARG002 - Ray chooses
+        """Wait until Ray has replaced the replica that was killed; returns its name."""
+        before = set(self.replicas)
+        self.find_replicas()
+        (name,) = set(self.replicas) - before
+        return name
+
+    def find_replicas(self) -> None:
+        """Wait until the gateway sees all replicas, and find their processes."""
+        wait_until(self._all_run, START_TIMEOUT_S)
+        listed = self.servers()
+        for process in servers_in(self.root / "ray"):
+            data_dir = Path(process.cmdline()[process.cmdline().index("--data-dir") + 1])
+            name = (data_dir / "server-id").read_text().strip()
+            if name not in self.replicas:
+                popen: Any = process  # has what tests use of a Popen
+                self.replicas[name] = WeftServer(listed[name]["url"], popen, data_dir, self.root / "ray.log")
+
+    def _all_run(self) -> bool:
+        return len([each for each in self.servers().values() if "running" in each]) == self.num_replicas
+
+
+@contextmanager
+def ray_cluster(root: Path, num_replicas: int) -> Iterator[RayCluster]:
+    """Start Ray on two CPUs, half of one for each replica, and a gateway."""
+    database_url = f"sqlite:///{root}/registry.sqlite"
+    token = root / "ray.token"
+    token.write_text("0" * 64)
+    for number in range(
+        num_replicas
+    ):  # names that share the adapters of the tests evenly, which chance does not always
+        folder = root / "ray" / f"replica-{number}"
+        folder.mkdir(parents=True)
+        (folder / "server-id").write_text(f"srv_{10 + number:024x}\n")
+    # Ray's sockets have no room for the long paths of pytest.
+    with tempfile.TemporaryDirectory(prefix="ray") as short, ExitStack() as stack:
+        env = {
+            **inherited(),
+            "WEFT_ADMIN_KEY": ADMIN_KEY,
+            "WEFT_PEPPER": PEPPER,
+            "WEFT_REGISTRY__DATABASE_URL": database_url,
+            "WEFT_REGISTRY__BLOB_URL": str(root / "blobs"),
+            "WEFT_MODEL__PATH": str(DEMO_MODEL),
+            "WEFT_MODEL__THREADS": "1",
+            "WEFT_MEMORY__GIB": "0.0625",
+            "WEFT_MEMORY__POISON": "true",
+            "WEFT_SERVER__DATA_DIR": str(root / "ray"),
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_TMPDIR": short,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_COLOR_PREFIX": "0",
+        }
+        plan = {"replicas": num_replicas, "cpus": 0.5, "address": None}
+        log = root / "ray.log"
+        with log.open("wb") as sink:
+            driver = subprocess.Popen(
+                [*WEFT, "cluster", "ray", json.dumps(plan)], stdout=sink, stderr=subprocess.STDOUT, env=env, cwd=root
+            )
+        try:
+            cluster = RayCluster(root, database_url, stack)
+            cluster.num_replicas = num_replicas
+
+            def announced() -> bool:
+                assert driver.poll() is None, log.read_text()
+                return "weft: replicas run on" in log.read_text()
+
+            wait_until(announced, START_TIMEOUT_S)
+            cluster.start_gateway()
+            cluster.find_replicas()
+            yield cluster
+        finally:
+            driver.terminate()
+            try:
+                driver.wait(60)
+            except subprocess.TimeoutExpired:
+                driver.kill()
+                driver.wait()
+            wait_until(lambda: not servers_in(root / "ray"))

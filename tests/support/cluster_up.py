@@ -22,10 +22,6 @@ from weft_server import ADMIN_KEY, ANNOUNCEMENT, DEMO_MODEL, START_TIMEOUT_S, WE
 class ClusterUp(WeftServer):
     """The command, reached through its gateway."""
 
-    def lines(self, name: str) -> list[str]:
-        """What a child wrote."""
-        return re.findall(rf"^{name} \| (.*)$", self.log.read_text(), re.MULTILINE)
-
     def child(self, name: str) -> psutil.Process:
         """The server that uses this folder now."""
         (found,) = (each for each in servers_in(self.data_dir) if f"{self.data_dir}/{name}" in each.cmdline())
@@ -40,7 +36,7 @@ class ClusterUp(WeftServer):
 
     def wait_restarted(self, name: str, old_pid: int) -> None:
         """Wait until another process serves under the name."""
-        wait_until(lambda: len(self.lines(name)) and self._pids(name) - {old_pid}, START_TIMEOUT_S)
+        wait_until(lambda: self._pids(name) - {old_pid}, START_TIMEOUT_S)
         wait_until(lambda: self.log.read_text().count(f"{name} | weft: listening on") >= 2, START_TIMEOUT_S)
 
     def num_replicas(self) -> int:

@@ -49,6 +49,12 @@ def ray_cluster(root: Path, num_replicas: int) -> Iterator[RayCluster]:
     database_url = f"sqlite:///{root}/registry.sqlite"
     token = root / "ray.token"
     token.write_text("0" * 64)
+    for number in range(
+        num_replicas
+    ):  # names that share the adapters of the tests evenly, which chance does not always
+        folder = root / "ray" / f"replica-{number}"
+        folder.mkdir(parents=True)
+        (folder / "server-id").write_text(f"srv_{10 + number:024x}\n")
     # Ray's sockets have no room for the long paths of pytest.
     with tempfile.TemporaryDirectory(prefix="ray") as short, ExitStack() as stack:
         env = {

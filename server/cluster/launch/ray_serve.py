@@ -7,6 +7,7 @@ where gateways find it, so a gateway needs no Ray, and replicas that run do not 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import signal
 import threading
@@ -118,9 +119,8 @@ def keep(plan: dict[str, Any], announce: Callable[[str], object]) -> None:
     Raises:
         WeftError: Ray cannot be reached, or a replica does not start.
     """
-    settings = {
-        name: value for name, value in environment().items() if name.startswith("WEFT_") and name not in SECRETS
-    }
+    own = {name: value for name, value in environment().items() if name.startswith("WEFT_")}
+    settings = {name: own[name] for name in own.keys() - SECRETS}
     local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     address, host = plan["address"], None if plan["address"] else "127.0.0.1"
     try:
@@ -134,22 +134,21 @@ def keep(plan: dict[str, Any], announce: Callable[[str], object]) -> None:
         signal.signal(number, lambda *_: os._exit(1) if asked.is_set() else asked.set())
     announce(f"weft: replicas run on {ray.get_runtime_context().gcs_address}")
     asked.wait()
-    serve.delete(APP)
+    serve.delete(APP)  # without Ray's head it never ends, nor hears a signal
     serve.shutdown()
     ray.shutdown()
 
 
 def _free_folder(data_dir: Path) -> tuple[Path, int]:
     """A folder for a replica on this node that no other has, and its lock: with it come the name and the journal."""
-    number = 0
+    numbers = itertools.count()
     while True:
-        folder = data_dir / f"replica-{number}"
+        folder = data_dir / f"replica-{next(numbers)}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(folder / "in-use", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            number += 1
         else:
             return folder, lock

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 SPAN_S = 10.0
 """An amount counts as 1/e of itself after this time."""
-START_RATE = 1000.0
-"""Units per second of replicas while no rate is known."""
+START_RATE = 20_000.0
+"""Units per second of replicas while no rate is known: one is measured when steps are full, so before there is room."""
 COLD_S = {"device": 0.0, "host": 0.005}
 """Seconds until an adapter in this place can be used."""
 FETCH_S = 0.3

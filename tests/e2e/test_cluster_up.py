@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +85,16 @@ def test_sigterm_lets_streams_end_and_drains_the_gateway_before_the_replicas(tmp
             log.index(f'{name} | {{"cut": 0, "event": "drained"') for name in ("gateway", "replica-0", "replica-1")
         ]
         assert drained[0] == min(drained)
+        assert servers_in(cluster.data_dir) == []
+
+
+def test_the_third_signal_waits_for_nothing(tmp_path: Path) -> None:
+    with cluster_up(tmp_path) as cluster:
+        cluster.child("replica-0").suspend()
+        for _ in range(3):
+            cluster.process.send_signal(signal.SIGTERM)
+            time.sleep(1)  # signals that come together are one
+        assert cluster.process.wait(60) == 0
         assert servers_in(cluster.data_dir) == []
 
 

@@ -31,7 +31,13 @@ class Cluster:
         return self.gateways[-1]
 
     def start_replica(self, folder: str) -> str:
-        """Start a replica, on a folder that another one may have used before; returns its name."""
+        """Start a replica, on a folder that another one may have used before; returns its name.
+
+        Names are fixed: with random ones all adapters of a test may be one replica's.
+        """
+        data_dir = self.root / folder / "data"
+        data_dir.mkdir(parents=True, exist_ok=True)
+        (data_dir / "server-id").write_text(f"srv_{folder}\n")
         server = self._start(
             folder, "--role", "replica", "--memory-gib", "0.0625", "--blob-url", str(self.root / "blobs")
         )

@@ -134,14 +134,7 @@ def keep(plan: dict[str, Any], announce: Callable[[str], object]) -> None:
         signal.signal(number, lambda *_: os._exit(1) if asked.is_set() else asked.set())
     announce(f"weft: replicas run on {ray.get_runtime_context().gcs_address}")
     asked.wait()
-    # Without Ray's head this never ends, and Python takes no signal in the thread that waits for it.
-    ending = threading.Thread(target=_end, daemon=True)
-    ending.start()
-    ending.join()
-
-
-def _end() -> None:
-    serve.delete(APP)
+    serve.delete(APP)  # without Ray's head it never ends, nor hears a signal
     serve.shutdown()
     ray.shutdown()
 

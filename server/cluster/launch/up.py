@@ -93,15 +93,16 @@ def up(config: Config, replicas: int, plan: dict[str, object] | None, announce: 
 
 async def _run(groups: Sequence[Starts], drain_s: float, announce: Announce, url: str) -> None:
     """Start all children, start those again that die, and at a signal end group after group."""
-    asked, loop = asyncio.Event(), asyncio.get_running_loop()
+    asked, hurried, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
     starts = {name: start for group in groups for name, start in group.items()}
     loop.set_default_executor(ThreadPoolExecutor(2 * len(starts)))
     running = {name: start() for name, start in starts.items()}
 
     def ask() -> None:
         for child in running.values() if asked.is_set() else ():
-            child.terminate()  # the second time, it cuts what runs
-        asked.set()
+            # The second signal cuts what runs, and the third waits for nothing.
+            (child.kill if hurried.is_set() else child.terminate)()
+        (hurried if asked.is_set() else asked).set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ask)

@@ -70,6 +70,7 @@ class Database:
             revisions = await _upgrade(engine)
         except DBAPIError as error:
             await engine.dispose()
+            await asyncio.sleep(RETRY_MS / 1000)  # aiosqlite's thread still tells this loop that it ends
             message = f"registry.database_url names a database that cannot be used: {_reason(error)}"
             raise ConfigError(message, param="registry.database_url") from error
         except BaseException:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from weft.server.cluster import router as router_module
-from weft.server.cluster.loads import FETCH_S, SPAN_S, Replica, ranked
+from weft.server.cluster.loads import FETCH_S, SPAN_S, START_RATE, Replica, ranked
 from weft.server.cluster.router import SMOOTH_S, Router, Target
 
 RATE = 1000.0
@@ -243,7 +243,7 @@ def test_work_of_other_gateways_is_averaged_over_reports_and_stays_when_they_sto
 def test_a_replica_without_a_rate_is_taken_for_an_average_one() -> None:
     setting = Setting(2, rate=0.0)
     setting.router.sent("r0", target(units=500))
-    assert setting.loads()["r0"] == 0.5
+    assert setting.loads()["r0"] == 500 / START_RATE
     setting.report("r1", 0.0, rate=5000.0)
     setting.router.sent("r0", target(units=500))
     assert setting.loads()["r0"] == 0.2

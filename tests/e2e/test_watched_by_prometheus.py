@@ -23,8 +23,15 @@ QUIET = {
     "weft-service: Refused by limits and by predicted wait",
     "weft-service: Alerts",
     "weft-pool: Alerts",
+    *(
+        f"weft-service: {title}"
+        for title in (
+            *("Replicas ready", "Work that waits, by replica", "Answers of gateways by class"),
+            *("Sent to a second replica", "Answers cut"),
+        )
+    ),
 }
-"""Panels that have nothing to show where nothing went wrong."""
+"""Panels that have nothing to show where nothing went wrong, and there is no gateway."""
 
 
 @contextmanager

@@ -23,6 +23,7 @@
       - DrainingError
       - EngineUnavailableError      the engine is starting, restarting, or died under the request
       - AdapterUnavailableError     the adapter's blob is missing or corrupt, or its load failed
+      - ReplicaLostError            the replica that computed for a gateway is gone
       - BusyError                   409   another request does the very same just now
     * EngineError                   ours, does not pass; 500 with a constant body
       - PageAccountingError         pages were freed twice, handed out twice, or lost
@@ -228,6 +229,15 @@ class AdapterUnavailableError(CapacityError):
     """The adapter's weights cannot be loaded: the blob is missing or corrupt, or the load failed."""
 
     code = "adapter_load_failed"
+
+
+class ReplicaLostError(CapacityError):
+    """The replica that computed an answer for a gateway is gone."""
+
+    code = "replica_lost"
+
+    def __init__(self, message: str = "The replica that computed the answer is gone; send the request again.") -> None:
+        super().__init__(message)
 
 
 class BusyError(CapacityError):

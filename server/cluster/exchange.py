@@ -6,16 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from weft.errors import CapacityError
-
-
-class ReplicaLostError(CapacityError):
-    """The replica that computed an answer is gone."""
-
-    code = "replica_lost"
-
-    def __init__(self, message: str = "The replica that computed the answer is gone; send the request again.") -> None:
-        super().__init__(message, retry_after_s=1)
+from weft.errors import ReplicaLostError
 
 
 class Exchange:

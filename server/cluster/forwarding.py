@@ -14,9 +14,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Send
 from yarl import URL
 
-from weft.errors import CapacityError, DrainingError, NotFoundError
+from weft.errors import CapacityError, DrainingError, NotFoundError, ReplicaLostError
 from weft.registry.records import Identity
-from weft.server.cluster.exchange import Exchange, ReplicaLostError
+from weft.server.cluster.exchange import Exchange
 from weft.server.cluster.links import Links
 from weft.server.cluster.loads import Replica
 from weft.server.cluster.router import Router, Target

@@ -19,10 +19,10 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from weft.config import ServerConfig
-from weft.errors import DrainingError, WeftError
+from weft.errors import DrainingError, ReplicaLostError, WeftError
 from weft.registry.records import AdapterIdentity, AdapterVersion, Identity, UsageEvent
 from weft.registry.registry import Registry
-from weft.server.cluster.exchange import Exchange, ReplicaLostError
+from weft.server.cluster.exchange import Exchange
 from weft.server.cluster.forwarding import (
     BROKEN,
     MAX_TRIES,

@@ -42,6 +42,7 @@ def test_every_error_class_has_its_status_and_one_shape() -> None:
             errors.CapacityError,
             errors.QueueFullError,
             errors.DrainingError,
+            errors.ReplicaLostError,
             errors.EngineUnavailableError,
             errors.AdapterUnavailableError,
         },

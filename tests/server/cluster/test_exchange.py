@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from weft.errors import DrainingError
-from weft.server.cluster.exchange import Exchange, ReplicaLostError
+from weft.errors import DrainingError, ReplicaLostError
+from weft.server.cluster.exchange import Exchange
 
 pytestmark = pytest.mark.anyio
 DRAINING = DrainingError("The server is shutting down.")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import delete, func, select, text
+from sqlalchemy import FromClause, delete, func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.registry.db.clock import MINUTE_US, from_micros, month_after, month_of, to_micros
@@ -197,7 +197,7 @@ def _answer(ask: LeaseAsk, others: int, bucket: LimitBucketRow | None, billed: i
     return LeaseAnswer(granted, used + granted, at, returned, billed)
 
 
-async def _put(session: AsyncSession, table: Any, rows: list[dict[str, Any]]) -> None:  # noqa: ANN401 - a class's table
+async def _put(session: AsyncSession, table: FromClause, rows: list[dict[str, Any]]) -> None:
     """Insert rows, or replace what they say."""
     if rows:
         upsert = insert_into(session, table)

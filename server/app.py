@@ -6,9 +6,7 @@ from functools import cache, partial
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from weft.errors import NotFoundError
 from weft.server import errors
 from weft.server.adapters import push as routes_push
 from weft.server.adapters import routes as routes_adapters
@@ -71,19 +69,4 @@ def create_app(services: Services) -> FastAPI:
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
         )
     app.openapi = cache(partial(openapi_page, app))  # type: ignore[method-assign]
-    return app
-
-
-def metrics_app(services: Services) -> ASGIApp:
-    """For a port of its own: answers GET /metrics, and 404 to all else."""
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        if scope["path"] == "/metrics" and scope["method"] in ("GET", "HEAD"):
-            response = await routes_status.metrics_response(services)
-        else:
-            response = errors.error_response(NotFoundError("There is no such route."))
-        await response(scope, receive, send)
-
     return app

@@ -10,9 +10,12 @@ from contextlib import AsyncExitStack, contextmanager
 
 import structlog
 import uvicorn
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, NotFoundError
 from weft.server.drain import Drain
+from weft.server.errors import error_response
 from weft.server.http.wire import BoundedReads
 
 log = structlog.get_logger("weft.server")
@@ -142,6 +145,21 @@ def listen_beside(stack: AsyncExitStack, app: object, host: str, port: int) -> N
         await serving
 
     stack.push_async_callback(stop)
+
+
+def metrics_app(page: Callable[[], Awaitable[Response]]) -> ASGIApp:
+    """For a port of its own: answers GET /metrics with `page`, and 404 to all else."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        if scope["path"] == "/metrics" and scope["method"] in ("GET", "HEAD"):
+            response = await page()
+        else:
+            response = error_response(NotFoundError("There is no such route."))
+        await response(scope, receive, send)
+
+    return app
 
 
 def url_of(host: str, listener: socket.socket) -> str:

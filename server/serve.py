@@ -29,7 +29,7 @@ from weft.registry.registry import Registry
 from weft.registry.servers import server_name
 from weft.server.adapters.staged_files import open_staged
 from weft.server.adapters.validation import AdapterValidator
-from weft.server.app import create_app, metrics_app
+from weft.server.app import create_app
 from weft.server.auth.admin_key import VARIABLE, AdminKey, admin_key, check_shared_secrets, given_pepper
 from weft.server.auth.browser import sign_in_fragment
 from weft.server.batches.worker import BatchWorker
@@ -37,11 +37,12 @@ from weft.server.drain import Drain
 from weft.server.garbage import Sweeper, end_removals
 from weft.server.limits.gate import Gate
 from weft.server.limits.windows import Accounts
-from weft.server.listen import ApiServer, Shutdown, bind, listen_beside, run_until_signal, url_of
+from weft.server.listen import ApiServer, Shutdown, bind, listen_beside, metrics_app, run_until_signal, url_of
 from weft.server.logs import configure_logs
 from weft.server.pins import sync_pins
 from weft.server.services import Services, base_names
 from weft.server.status.metrics import Metrics
+from weft.server.status.routes import metrics_response
 from weft.server.status.vllm_names import VllmNames
 from weft.server.threads import cancel_all
 from weft.server.tools.formats import check_format_name
@@ -102,7 +103,9 @@ async def _serve_until(config: Config, announce: Announce, shutdown: Shutdown) -
             app = create_app(services)
         server = ApiServer(app)
         if config.server.metrics_port is not None:
-            listen_beside(stack, metrics_app(services), config.server.host, config.server.metrics_port)
+            listen_beside(
+                stack, metrics_app(partial(metrics_response, services)), config.server.host, config.server.metrics_port
+            )
         shutdown.server = server
         gc.freeze()  # a full collection would look at all that the libraries made, for 0.3 s
         gc.set_threshold(10_000, 20)  # else collections are a twelfth of the time under load

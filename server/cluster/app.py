@@ -15,9 +15,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.config import GatewayConfig
-from weft.errors import ForbiddenError, NotFoundError
-from weft.registry.records import Identity
 from weft.registry.registry import Registry
+from weft.server.auth.callers import require_admin
 from weft.server.auth.middleware import AuthMiddleware
 from weft.server.boundary import Boundary
 from weft.server.cluster.forwarding import no_replica
@@ -28,7 +27,7 @@ from weft.server.cluster.metrics import GatewayMetrics
 from weft.server.cluster.router import Router
 from weft.server.cluster.wire import cluster_token
 from weft.server.drain import Drain
-from weft.server.errors import error_response
+from weft.server.listen import metrics_app
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -59,19 +58,11 @@ async def open_gateway(config: GatewayConfig, registry: Registry, drain: Drain, 
     app = Boundary(app, drain=drain, answered=metrics.answered)
     if origins := config.server.allowed_origins:
         app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"])
-    return GatewayApps(app, partial_metrics(metrics))
 
+    async def page() -> Response:
+        return _page(metrics)
 
-def partial_metrics(metrics: GatewayMetrics) -> ASGIApp:
-    """An app that shows the metrics, and nothing else."""
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            is_page = scope["path"] == "/metrics" and scope["method"] in ("GET", "HEAD")
-            response = _page(metrics) if is_page else error_response(NotFoundError("There is no such route."))
-            await response(scope, receive, send)
-
-    return app
+    return GatewayApps(app, metrics_app(page))
 
 
 class OwnRoutes:
@@ -80,7 +71,6 @@ class OwnRoutes:
     def __init__(
         self, gateway: Gateway, registry: Registry, links: Links, router: Router, metrics: GatewayMetrics, drain: Drain
     ) -> None:
-        self._drain = drain
         self._gateway = gateway
         self._drain = drain
         self._registry = registry
@@ -112,12 +102,12 @@ class OwnRoutes:
         return _json({"status": "ready"})
 
     async def _show_metrics(self, request: Request) -> Response:
-        _check_admin(request)
+        await require_admin(request)
         return _page(self._metrics)
 
     async def _show_servers(self, request: Request) -> Response:
         """All servers by the registry, and how this gateway sees the replicas."""
-        _check_admin(request)
+        await require_admin(request)
         seen = {load.name: load for load in self._router.snapshot().replicas}
         servers = [
             {**asdict(server), **(self._seen(server.name, seen) if server.role == "replica" else {})}
@@ -133,12 +123,6 @@ class OwnRoutes:
         adapters = {"device": 0, "host": 0, **Counter(self._links.tiers[name].values())}
         load = by_router.get(name)
         return {**told, "adapters": adapters, "in_flight": load.in_flight if load else 0}
-
-
-def _check_admin(request: Request) -> None:
-    identity: Identity = request.state.identity
-    if identity.role != "admin":
-        raise ForbiddenError("Only the admin key may call this route.")
 
 
 def _page(metrics: GatewayMetrics) -> Response:

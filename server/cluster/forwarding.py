@@ -20,7 +20,7 @@ from weft.server.cluster.exchange import Exchange
 from weft.server.cluster.links import Links
 from weft.server.cluster.loads import Replica
 from weft.server.cluster.router import Router, Target
-from weft.server.cluster.wire import INTERNAL, LENGTH, TOKEN
+from weft.server.cluster.wire import CLUSTER, INTERNAL, LENGTH
 from weft.server.drain import Drain
 from weft.server.threads import cancel_all
 
@@ -155,7 +155,7 @@ class Forwarding:
     def headers_for_replica(self, request: Request) -> list[tuple[str, str]]:
         """The client's headers for a replica, with proof that they come from a gateway."""
         kept = [(name, value) for name, value in request.headers.items() if name not in _NOT_ASKED]
-        return [*kept, (TOKEN, self._token), ("x-request-id", str(request.state.request_id))]
+        return [*kept, (CLUSTER, self._token), ("x-request-id", str(request.state.request_id))]
 
 
 def watch(receive: Receive, exchange: Exchange) -> asyncio.Task[None]:

@@ -1,8 +1,8 @@
 """A gateway's ASGI app: finds a replica for each request and passes both ways byte for byte.
 
-A request of which the client has got nothing is sent to another replica when its replica is lost or refuses it for now.
-One whose answer has begun ends with one error event. It is billed what the client was sent, by the gateway's word, as
-the replica may not come back. All servers that a request passes use one ledger id for it, so it counts once.
+When a replica is lost or refuses for now, and the client has received nothing yet, another replica is asked. An answer
+that has begun ends with one error event. The gateway then records what the client was sent, because the replica may not
+come back. All servers that a request passes use one ledger id for it, so it counts once.
 """
 
 from __future__ import annotations

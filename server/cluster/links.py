@@ -18,7 +18,7 @@ from weft.errors import CapacityError
 from weft.registry.servers import Server, Servers
 from weft.server.cluster.loads import Replica
 from weft.server.cluster.router import Router
-from weft.server.cluster.wire import SILENT_S, STATE_PATH, TOKEN, Report
+from weft.server.cluster.wire import CLUSTER, SILENT_S, STATE_PATH, Report
 from weft.server.threads import cancel_all
 
 log = structlog.get_logger("weft.server")
@@ -40,7 +40,7 @@ class Links:
         """Tier by digest of the adapters near each replica that is connected, by its name."""
         self._servers = servers
         self._router = router
-        self._headers = {TOKEN: token}
+        self._headers = {CLUSTER: token}
         self._listed: dict[str, Server] = {}
         self._followers: dict[tuple[str, str, str], asyncio.Task[None]] = {}
         self._cuts: dict[str, set[Callable[[], None]]] = {}

@@ -23,12 +23,12 @@ from weft.registry.servers import Server
 from weft.server.cluster.duties import Duties
 from weft.server.cluster.membership import Membership
 from weft.server.cluster.wire import (
+    CLUSTER,
     LEDGER_ID,
     LENGTH,
     REPORT_S,
     STATE_PATH,
     STICKY,
-    TOKEN,
     WEIGHT_SHARE,
     Report,
     cluster_token,
@@ -149,7 +149,7 @@ class FromGateways:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on."""
         headers = Headers(scope=scope) if scope["type"] == "http" else None
-        if headers is None or not hmac.compare_digest(headers.get(TOKEN, "").encode(), self._token.encode()):
+        if headers is None or not hmac.compare_digest(headers.get(CLUSTER, "").encode(), self._token.encode()):
             await self._app(scope, receive, send)
         elif scope["path"] == STATE_PATH:
             await ClosingResponse(self._reports.lines(), media_type="application/x-ndjson")(scope, receive, send)

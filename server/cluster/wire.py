@@ -13,16 +13,17 @@ import msgspec
 from weft.registry.keys import KeyRing
 from weft.server.hop import Counts
 
-TOKEN = "x-weft-cluster"  # noqa: S105 - the header's name
+CLUSTER = "x-weft-cluster"
+"""Has the token that shows that a gateway asks."""
 LEDGER_ID = "x-weft-ledger-id"
 WEIGHT_SHARE = "x-weft-weight-share"
 STICKY = "x-weft-sticky"
 LENGTH = "x-weft-length"
 """In a framed answer: the Content-Length that the client is to see."""
-INTERNAL = frozenset({TOKEN, LEDGER_ID, WEIGHT_SHARE, STICKY, LENGTH})
+INTERNAL = frozenset({CLUSTER, LEDGER_ID, WEIGHT_SHARE, STICKY, LENGTH})
 """Headers that no client may send."""
 SHARED = "weft cluster 1"
-"""The digest of this text under the pepper is the value of TOKEN; the number counts up with each change of what they
+"""The digest of this text under the pepper is the value of CLUSTER; the number counts up with each change of what they
 say."""
 STATE_PATH = "/internal/state"
 REPORT_S = 0.25

@@ -5,22 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from registry_samples import StandingClock
+from registry_samples import StandingClock, server_sample
 from weft.registry.db.models import ServerRow
 from weft.registry.registry import Registry
-from weft.registry.servers import GONE, Server, server_name
+from weft.registry.servers import GONE, server_name
 
 pytestmark = pytest.mark.anyio
-ONE = Server(
-    name="srv_1",
-    role="replica",
-    boot_id="b1",
-    url="http://10.0.0.1:8000",
-    state="ready",
-    model="demo",
-    base="sha256:0",
-    version="1",
-)
+ONE = server_sample(url="http://10.0.0.1:8000")
 TWO = replace(ONE, name="srv_2", url="http://10.0.0.2:8000")
 GATEWAY = replace(ONE, name="srv_0", role="gateway", model="", base="")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
+from functools import partial
 
 import httpx
 import pytest
@@ -12,7 +13,8 @@ from structlog.testing import capture_logs
 from api_adapters import upload
 from api_server import BASE, Api, Client, eventually, new_client
 from weft.engine.request import GenerationRequest, RequestError, RequestOutput
-from weft.server.app import metrics_app
+from weft.server.listen import metrics_app
+from weft.server.status.routes import metrics_response
 
 pytestmark = pytest.mark.anyio
 BODY = {"model": BASE, "prompt": "x"}
@@ -67,7 +69,9 @@ async def test_a_fault_within_a_stream_is_an_error_event(api: Api) -> None:
 
 
 async def test_a_port_of_its_own_shows_metrics_and_nothing_else(api: Api) -> None:
-    async with new_client(None, "http://test", httpx.ASGITransport(app=metrics_app(api.services))) as client:
+    async with new_client(
+        None, "http://test", httpx.ASGITransport(app=metrics_app(partial(metrics_response, api.services)))
+    ) as client:
         assert "weft_build_info" in (await client.get("/metrics")).text
         assert (await client.get("/v1/models")).status_code == 404
         assert (await client.post("/metrics")).status_code == 404

@@ -10,8 +10,9 @@ import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api_server import ADMIN_KEY, Api, new_client
+from registry_samples import server_sample
 from weft.config import GatewayConfig
-from weft.registry.servers import Role, Server
+from weft.registry.servers import Role
 from weft.server.cluster.app import open_gateway
 from weft.server.cluster.duties import Duties
 from weft.server.cluster.replica import join
@@ -34,18 +35,7 @@ class Gateway:
 
     async def list_server(self, name: str, role: Role) -> None:
         """List a server at an address where nothing answers."""
-        await self.api.services.registry.servers.announce(
-            Server(
-                name=name,
-                role=role,
-                boot_id="b",
-                url="http://127.0.0.1:9",
-                state="ready",
-                model="",
-                base="",
-                version="1",
-            )
-        )
+        await self.api.services.registry.servers.announce(server_sample(name=name, role=role, model="", base=""))
 
     async def metrics_page(self) -> str:
         """What its metrics port shows."""

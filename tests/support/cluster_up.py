@@ -48,7 +48,7 @@ class ClusterUp(WeftServer):
 
 
 def servers_in(data_dir: Path) -> list[psutil.Process]:
-    """The servers that use folders in this one, whoever started them."""
+    """All server processes whose data folder is in this one, also those that another process started."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):

@@ -17,6 +17,7 @@ from weft.registry.db import migrations
 from weft.registry.db.database import Database
 from weft.registry.records import Adapter, AdapterVersion, UsageEvent, VersionFacts
 from weft.registry.registry import Registry
+from weft.registry.servers import Server
 from weft.registry.usage.write import insert_events
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
@@ -116,3 +117,9 @@ def usage_event(event_id: str, **changes: Any) -> UsageEvent:
         adapter_state="device",
     )
     return replace(event, **changes)
+
+
+def server_sample(**changes: Any) -> Server:
+    """A listed server."""
+    fields = {"name": "srv_1", "role": "replica", "boot_id": "b1", "url": "http://127.0.0.1:9", "state": "ready"}
+    return Server(**{**fields, "model": "demo", "base": "sha256:0", "version": "1", **changes})

@@ -26,7 +26,7 @@ from weft.registry.keys import keyed_digest
 from weft.server.cluster.launch.children import Child
 from weft.server.cluster.launch.scaling import BUSY, DOWN_AFTER_S, WAIT, desired_replicas
 from weft.server.cluster.launch.up import METRICS_PORT, SECRETS, SLACK_S
-from weft.server.cluster.wire import SHARED, STATE_PATH, TOKEN, Report
+from weft.server.cluster.wire import CLUSTER, SHARED, STATE_PATH, Report
 from weft.server.settings import load_config
 
 APP = "weft"
@@ -68,7 +68,7 @@ class WeftReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What the autoscaling policy reads. Called by Ray."""
-        async with self._http.stream("GET", STATE_PATH, headers={TOKEN: self._token}) as answer:
+        async with self._http.stream("GET", STATE_PATH, headers={CLUSTER: self._token}) as answer:
             line = await anext(answer.aiter_lines())
         report = msgspec.json.decode(line, type=Report)
         return {WAIT: report.backlog_s, BUSY: report.running / self._config.scheduler.max_running}

@@ -123,7 +123,7 @@ async def test_a_row_with_a_bad_address_harms_no_others(
         await servers.announce(replicas["one"].row(name="bad", url=url))
         await links.start()
         await _until(lambda: _ready(router) == {"one"})
-        await servers.announce(replicas["one"].row(name="bad", boot_id="mended", url="http://127.0.0.1:1"))
+        await servers.announce(replicas["one"].row(name="bad", boot_id="second", url="http://127.0.0.1:1"))
         followers = {task.get_name() for task in asyncio.all_tasks()}
         await asyncio.sleep(0.2)
         assert "weft-bad" in followers

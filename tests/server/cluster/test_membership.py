@@ -4,24 +4,15 @@ import asyncio
 
 import pytest
 
-import weft
 from fake_cluster import FakeCluster
+from registry_samples import server_sample
 from weft.errors import CapacityError
 from weft.registry.servers import Server
 from weft.server.cluster import membership
 from weft.server.cluster.membership import Membership
 
 pytestmark = pytest.mark.anyio
-OWN = Server(
-    name="srv_1",
-    role="replica",
-    boot_id="b1",
-    url="http://127.0.0.1:1",
-    state="ready",
-    model="demo",
-    base="sha256:0",
-    version=weft.__version__,
-)
+OWN = server_sample()
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from weft.errors import ConfigError
 from weft.server.cluster import membership
 from weft.server.cluster.duties import Duties
 from weft.server.cluster.replica import join
-from weft.server.cluster.wire import LEDGER_ID, LENGTH, STATE_PATH, TOKEN, WEIGHT_SHARE, Frames, cluster_token
+from weft.server.cluster.wire import CLUSTER, LEDGER_ID, LENGTH, STATE_PATH, WEIGHT_SHARE, Frames, cluster_token
 from weft.server.hop import Counts
 
 pytestmark = pytest.mark.anyio
@@ -30,7 +30,7 @@ async def replica(cluster: FakeCluster) -> FakeReplica:
 
 
 def hop(cluster: FakeCluster, **more: str) -> dict[str, str]:
-    given = {TOKEN: cluster_token(cluster.registry.key_ring), LEDGER_ID: ID}
+    given = {CLUSTER: cluster_token(cluster.registry.key_ring), LEDGER_ID: ID}
     return given | {name.replace("_", "-"): value for name, value in more.items()}
 
 
@@ -88,9 +88,9 @@ async def test_a_malformed_ledger_id_is_none(cluster: FakeCluster, replica: Fake
 @pytest.mark.parametrize("token", ["", "0" * 64, "\xff"])
 async def test_without_the_token_there_is_no_state(cluster: FakeCluster, replica: FakeReplica, token: str) -> None:
     async with replica.client(await cluster.key("acme")) as client:
-        headers = httpx.Headers([(TOKEN.encode(), token.encode("latin-1"))])
+        headers = httpx.Headers([(CLUSTER.encode(), token.encode("latin-1"))])
         assert (await client.get(STATE_PATH, headers=headers)).status_code == 404
-        answer = await client.post("/v1/completions", json=ASK, headers=hop(cluster) | {TOKEN: "0" * 64})
+        answer = await client.post("/v1/completions", json=ASK, headers=hop(cluster) | {CLUSTER: "0" * 64})
         assert answer.json()["choices"]
     async with replica.client(None) as stranger:
         assert (await stranger.get(STATE_PATH)).status_code == 401

@@ -224,11 +224,15 @@ async def _keep_open(pipe: Connection, groups: Sequence[Streams]) -> None:
 
 
 def _watch_steps(options: argparse.Namespace, server: OwnServer) -> float:
-    """Seconds per step while nothing but the flood is there."""
-    first, start_s = int(server.admin.engine()["num_steps"]), time.perf_counter()
+    """Seconds per step of an engine while nothing but the flood is there."""
+    first, start_s = _num_steps(server), time.perf_counter()
     time.sleep(options.seconds / TURNS)
-    steps = int(server.admin.engine()["num_steps"]) - first
+    steps: float = (_num_steps(server) - first) / max(1, options.replicas)
     return (time.perf_counter() - start_s) / max(1, steps)
+
+
+def _num_steps(server: OwnServer) -> int:
+    return sum(int(engine["num_steps"]) for engine in server.engines())
 
 
 async def _ask_quietly(

@@ -88,18 +88,18 @@ class OwnServer:
             WeftError: Some still do after a long time.
         """
         deadline = time.monotonic() + _IDLE_WITHIN_S
-        while num_left := sum(status["running"] + status["waiting"] for status in self._statuses()):
+        while num_left := sum(engine["running"] + engine["waiting"] for engine in self.engines()):
             if time.monotonic() > deadline:
                 left = f"{num_left} requests run or wait"
                 raise WeftError(f"The engine was not idle {_IDLE_WITHIN_S:.0f} s after its last client left: {left}.")
             time.sleep(_POLL_S)
 
-    def _statuses(self) -> list[dict[str, Any]]:
-        """Of all engines."""
+    def engines(self) -> list[dict[str, Any]]:
+        """The status of each engine."""
         if self.other_url is None:
             return [self.admin.engine()]
         servers = self.admin.request("GET", "/v1/servers")["data"]
-        return [server for server in servers if server["role"] == "replica"]
+        return [self.admin.engine(server["name"]) for server in servers if server["role"] == "replica"]
 
 
 @dataclass(frozen=True, slots=True)

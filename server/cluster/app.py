@@ -22,7 +22,6 @@ from weft.server.boundary import Boundary
 from weft.server.cluster.forwarding import no_replica
 from weft.server.cluster.gateway import Gateway
 from weft.server.cluster.links import Links
-from weft.server.cluster.loads import ReplicaLoad
 from weft.server.cluster.metrics import GatewayMetrics
 from weft.server.cluster.router import Router
 from weft.server.cluster.wire import cluster_token
@@ -108,21 +107,19 @@ class OwnRoutes:
     async def _show_servers(self, request: Request) -> Response:
         """All servers by the registry, and how this gateway sees the replicas."""
         await require_admin(request)
-        seen = {load.name: load for load in self._router.snapshot().replicas}
         servers = [
-            {**asdict(server), **(self._seen(server.name, seen) if server.role == "replica" else {})}
+            {**asdict(server), **(self._seen(server.name) if server.role == "replica" else {})}
             for server in await self._registry.servers.listed()
         ]
         return _json({"object": "list", "data": servers})
 
-    def _seen(self, name: str, by_router: dict[str, ReplicaLoad]) -> dict[str, Any]:
+    def _seen(self, name: str) -> dict[str, Any]:
         report = self._links.reports.get(name)
         if report is None:
             return {"state": "lost"}
         told = {field: getattr(report, field) for field in ("state", "backlog_s", "rate", "running", "waiting")}
         adapters = {"device": 0, "host": 0, **Counter(self._links.tiers[name].values())}
-        load = by_router.get(name)
-        return {**told, "adapters": adapters, "in_flight": load.in_flight if load else 0}
+        return {**told, "adapters": adapters, "in_flight": self._router.states[name].in_flight}
 
 
 def _page(metrics: GatewayMetrics) -> Response:

@@ -40,22 +40,6 @@ class Replica:
     """False while it starts or drains, and when it is gone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaLoad:
-    """One replica in a snapshot of the router."""
-
-    name: str
-    is_ready: bool
-    load_s: float
-    """Predicted work there, in seconds."""
-    in_flight: int
-    """Requests of this gateway there."""
-    ejected_s: float
-    """Seconds until it is asked again; 0 if it is asked now."""
-    report_age_s: float | None
-    """Seconds since its last report; None before the first."""
-
-
 class ReplicaState:
     """One replica as this gateway sees it."""
 
@@ -84,9 +68,11 @@ class ReplicaState:
         self.tiers: Mapping[str, str] = {}
         """Where its adapters are, by digest."""
         self.reported_at_s: float | None = None
+        """When its last report came; None before the first."""
         self.failures = 0
         """Ejections since the last answer."""
         self.ejected_until_s = -math.inf
+        """When it is asked again."""
 
     def cold_s(self, digest: str) -> float:
         """Seconds until this adapter can be used there."""
@@ -102,17 +88,6 @@ class ReplicaState:
         """Ask it again, and forget its failures."""
         self.failures = 0
         self.ejected_until_s = -math.inf
-
-    def snapshot(self, now_s: float) -> ReplicaLoad:
-        """What is known of it, for people."""
-        return ReplicaLoad(
-            name=self.replica.name,
-            is_ready=self.replica.is_ready,
-            load_s=self.load_s,
-            in_flight=self.in_flight,
-            ejected_s=max(0.0, self.ejected_until_s - now_s),
-            report_age_s=None if self.reported_at_s is None else now_s - self.reported_at_s,
-        )
 
 
 class FadingSum:

@@ -9,7 +9,6 @@ arXiv:1608.01350.) The router does no IO and is given its clock. Thread: one eve
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -20,7 +19,6 @@ from weft.server.cluster.loads import (
     START_RATE,
     FadingSum,
     Replica,
-    ReplicaLoad,
     ReplicaState,
     drop_smaller_half,
     hash64,
@@ -35,11 +33,11 @@ BOUND = 1.15
 """Too much is this many times the mean load..."""
 SLACK_S = 0.05
 """...and so many seconds more."""
+EVEN = 1.05
+"""Loads that differ by less than this factor, and by less than the slack, count as the same."""
 SMOOTH_S = 10.0
 """Time over which reports of others' work are averaged. All gateways act on the same reports: if these are older than
 this average, every gateway leaves and fills the same replicas at the same time, again and again."""
-BATCH_LOAD_S = 0.5
-"""Load below which a replica takes batch requests first."""
 SURE_REQUESTS = 100
 """With so many recent requests, the share of an adapter counts half of what was seen: few requests say little."""
 RETRY_SHARE = 0.1
@@ -48,12 +46,8 @@ FREE_RETRIES = 3
 """Recent retries that are allowed in any case."""
 MAX_ADAPTERS = 20_000
 """Adapters whose share and order are kept."""
-MAX_SHARES = 50_000
-"""Pairs of tenant and replica whose recent units are kept."""
 SMALLEST_SHARE = 0.01
 """Least part of a tenant's weight at a replica."""
-HOTTEST = 10
-"""Adapters in a snapshot."""
 
 _load_of = attrgetter("load_s")
 
@@ -74,27 +68,6 @@ class Target:
     """The only server that has the weights."""
     copies: int = 1
     """Replicas that a pin asks for."""
-    is_batch: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HotAdapter:
-    """One adapter in a snapshot."""
-
-    digest: str
-    share: float
-    """Its part of the recent work."""
-    copies: int
-    """Replicas that its requests go to."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """What a router knows."""
-
-    replicas: list[ReplicaLoad]
-    hottest: list[HotAdapter]
-    """The adapters with the most recent work, at most 10."""
 
 
 class _Adapter:
@@ -120,16 +93,16 @@ class Router:
     def __init__(self, clock: Callable[[], float], random_source: random.Random | None = None) -> None:
         self._clock = clock
         self._random = random_source or random.SystemRandom()
-        self._states: dict[str, ReplicaState] = {}
-        """By name; those that have left stay until their requests end."""
+        self.states: dict[str, ReplicaState] = {}
+        """What is known of replicas, by name; those that have left stay until their requests end. To be read."""
         self._ready: list[ReplicaState] = []
         self._epoch = 0
         """Counts changes of `_ready`."""
         self._ejected_until_s = -math.inf
         """When the last ejection ends."""
         self._adapters: dict[str, _Adapter] = {}
-        self._shares: dict[tuple[str, str], FadingSum] = {}
-        """Recent units by tenant and replica; the replica is empty for the tenant's sum."""
+        self._running: dict[tuple[str, str], tuple[int, float]] = {}
+        """Requests that run and their units, by tenant and replica; the replica is empty for the tenant's sum."""
         self._units = FadingSum()
         self._requests = FadingSum()
         self._retries = FadingSum()
@@ -138,18 +111,18 @@ class Router:
         """Set the membership. A replica with a new boot id starts without load, tiers and failures."""
         members = {replica.name: replica for replica in replicas}
         for name, replica in members.items():
-            state = self._states.get(name)
+            state = self.states.get(name)
             if state is None:
-                self._states[name] = ReplicaState(replica)
+                self.states[name] = ReplicaState(replica)
             elif state.replica.boot_id != replica.boot_id:
                 state.start(replica)
             else:
                 state.replica = replica
-        self._states = {name: state for name, state in self._states.items() if name in members or state.in_flight}
-        for state in self._states.values():
+        self.states = {name: state for name, state in self.states.items() if name in members or state.in_flight}
+        for state in self.states.values():
             if state.replica.name not in members:
                 state.replica = replace(state.replica, is_ready=False)
-        ready = [self._states[name] for name in sorted(members) if members[name].is_ready]
+        ready = [self.states[name] for name in sorted(members) if members[name].is_ready]
         if ready != self._ready:
             self._ready = ready
             self._epoch += 1
@@ -166,7 +139,7 @@ class Router:
             rate: Units per second that it computes when it is busy; 0 is unknown.
             tiers: Where its adapters are, by digest: `device`, `host`, or another word. Not copied.
         """
-        state = self._states.get(name)
+        state = self.states.get(name)
         if state is None or state.replica.boot_id != boot_id:
             return
         state.rate = rate or state.rate
@@ -196,7 +169,7 @@ class Router:
             candidates = sorted(candidates, key=_load_of)
         else:
             copies = self._copies(adapter, target.copies, now_s)
-            picked = _pick(candidates, copies, target, adapter.hash, bound_s)
+            picked = self._pick_home(candidates, copies, target, adapter.hash, bound_s)
         return [picked.replica, *[state.replica for state in candidates if state is not picked]]
 
     def sent(self, name: str, target: Target) -> None:
@@ -206,35 +179,27 @@ class Router:
         self._units.add(target.units, now_s)
         if target.adapter is not None:
             self._adapter(target.adapter, now_s).units.add(target.units, now_s)
-        if len(self._shares) >= MAX_SHARES:
-            drop_smaller_half(self._shares, lambda units: units.at(now_s))
-        for key in ((target.tenant, ""), (target.tenant, name)):
-            self._shares.setdefault(key, FadingSum()).add(target.units, now_s)
-        self._count(name, 1, target.units)
+        self._count(name, 1, target)
 
     def ended(self, name: str, target: Target) -> None:
         """Count that a request which was sent there has ended, in whatever way."""
-        self._count(name, -1, -target.units)
+        self._count(name, -1, target)
 
     def failed(self, name: str) -> None:
         """Eject a replica that could not be reached or lost its connection: for 1 s, doubling to 30 s."""
-        if state := self._states.get(name):
+        if state := self.states.get(name):
             state.eject(self._clock())
             self._ejected_until_s = max(self._ejected_until_s, state.ejected_until_s)
 
     def answered(self, name: str) -> None:
         """End the ejection of a replica and forget its failures."""
-        if state := self._states.get(name):
+        if state := self.states.get(name):
             state.admit()
 
     def weight_share(self, tenant: str, name: str) -> float:
-        """The part of the tenant's recent units that goes to this replica, in (0, 1]; asked after `sent`."""
-        now_s = self._clock()
-        total = self._shares[tenant, ""].at(now_s) if (tenant, "") in self._shares else 0.0
-        if not total:
-            return 1.0
-        there = self._shares[tenant, name].at(now_s) if (tenant, name) in self._shares else 0.0
-        return min(1.0, max(SMALLEST_SHARE, there / total))
+        """The part of the tenant's running units that is at this replica, in (0, 1]; asked after `sent`."""
+        total = self._units_of(tenant, "")
+        return min(1.0, max(SMALLEST_SHARE, self._units_of(tenant, name) / total)) if total else 1.0
 
     def may_retry(self) -> bool:
         """Take one retry from the budget; False if nothing is left of it."""
@@ -243,18 +208,6 @@ class Router:
             return False
         self._retries.add(1.0, now_s)
         return True
-
-    def snapshot(self) -> Snapshot:
-        """What the router knows, for people; takes milliseconds when there are many adapters."""
-        now_s = self._clock()
-        hottest = heapq.nlargest(HOTTEST, self._adapters.items(), key=lambda item: item[1].units.at(now_s))
-        return Snapshot(
-            replicas=[state.snapshot(now_s) for state in self._states.values()],
-            hottest=[
-                HotAdapter(digest=digest, share=self._share(adapter, now_s), copies=adapter.copies)
-                for digest, adapter in hottest
-            ],
-        )
 
     def _candidates(
         self, target: Target, adapter: _Adapter | None, exclude: Collection[str], now_s: float
@@ -267,8 +220,6 @@ class Router:
             found = [state for state in found if state.replica.name not in exclude]
         if now_s < self._ejected_until_s:
             found = [state for state in found if now_s >= state.ejected_until_s] or found
-        if target.is_batch:
-            found = [state for state in found if state.load_s < BATCH_LOAD_S] or found
         return found
 
     def _pick_for_base(self, candidates: list[ReplicaState], affinity: bytes | None, bound_s: float) -> ReplicaState:
@@ -279,6 +230,29 @@ class Router:
         first = int(self._random.random() * len(candidates))
         second = (first + 1 + int(self._random.random() * (len(candidates) - 1))) % len(candidates)
         return min(candidates[first], candidates[second], key=_load_of)
+
+    def _pick_home(
+        self, candidates: list[ReplicaState], copies: int, target: Target, adapter_hash: int, bound_s: float
+    ) -> ReplicaState:
+        """The replica for an adapter's request: one with a copy, unless all of these have too much to do.
+
+        Among copies that are about as loaded as the least loaded one, that where the tenant has the least: tenants that
+        are spread alike over the replicas get service by their weights.
+        """
+        homes = candidates[:copies]
+        if target.affinity is not None:
+            favourite = _favourite(homes, mix(adapter_hash, hash64(target.affinity)))
+            if favourite.load_s <= bound_s:
+                return favourite
+        picked = min(homes, key=_load_of)
+        if picked.load_s <= bound_s:
+            even = [state for state in homes if state.load_s <= EVEN * picked.load_s + SLACK_S]
+            return min(even, key=lambda state: (self._units_of(target.tenant, state.replica.name), state.load_s))
+        if target.adapter is not None:
+            for state in candidates[copies:]:
+                if state.load_s <= bound_s and state.load_s + state.cold_s(target.adapter) < picked.load_s:
+                    return state
+        return picked
 
     def _ranked(self, adapter: _Adapter) -> list[ReplicaState]:
         """The ready replicas in this adapter's order, which is kept until the membership changes."""
@@ -308,11 +282,20 @@ class Router:
             adapter.copies, adapter.copies_at_s = needed, now_s
         return adapter.copies
 
-    def _count(self, name: str, requests: int, units: float) -> None:
-        if state := self._states.get(name):
+    def _count(self, name: str, requests: int, target: Target) -> None:
+        units = requests * target.units
+        for key in ((target.tenant, ""), (target.tenant, name)):
+            num, sum_units = self._running.get(key, (0, 0.0))
+            self._running[key] = num + requests, sum_units + units
+            if not num + requests:
+                del self._running[key]
+        if state := self.states.get(name):
             state.in_flight += requests
             state.units = state.units + units if state.in_flight else 0.0
             self._set_load(state)
+
+    def _units_of(self, tenant: str, name: str) -> float:
+        return self._running.get((tenant, name), (0, 0.0))[1]
 
     def _set_load(self, state: ReplicaState) -> None:
         state.load_s = state.others_s + state.units / self._rate(state)
@@ -327,20 +310,3 @@ class Router:
 
 def _favourite(candidates: list[ReplicaState], affinity: int) -> ReplicaState:
     return min(candidates, key=lambda state: mix(affinity, state.hash))
-
-
-def _pick(
-    candidates: list[ReplicaState], copies: int, target: Target, adapter_hash: int, bound_s: float
-) -> ReplicaState:
-    """The replica for an adapter's request: one with a copy, unless all of these have too much to do."""
-    homes = candidates[:copies]
-    if target.affinity is not None:
-        favourite = _favourite(homes, mix(adapter_hash, hash64(target.affinity)))
-        if favourite.load_s <= bound_s:
-            return favourite
-    picked = min(homes, key=_load_of)
-    if picked.load_s > bound_s and target.adapter is not None:
-        for state in candidates[copies:]:
-            if state.load_s <= bound_s and state.load_s + state.cold_s(target.adapter) < picked.load_s:
-                return state
-    return picked

@@ -184,7 +184,7 @@ class RouterSimulation:
         digest = f"{case.seed}-{next(self._adapters)}"
         if is_measured and self._random.random() < case.new_share:
             digest = "new"
-        target = Target(adapter=digest, units=UNITS)
+        target = Target(adapter=digest, units=UNITS, tenant=digest[-2:])  # about a hundred tenants
         router = self._random.choice(self.routers)
         name = router.order(replace(target, adapter=None) if case.is_power_of_two else target)[0].name
         router.sent(name, target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,7 +54,10 @@ class Setting:
         return self.names_for(asked)[0]
 
     def loads(self) -> dict[str, float]:
-        return {seen.name: seen.load_s for seen in self.router.snapshot().replicas}
+        return {name: state.load_s for name, state in self.router.states.items()}
+
+    def copies(self, digest: str) -> int:
+        return self.router._adapters[digest].copies
 
     def serve(self, asked: Target, times: int = 1) -> Counter[str]:
         """Send requests that end at once; returns how many each replica got."""
@@ -127,13 +131,13 @@ def test_an_adapter_with_half_of_the_work_is_on_three_of_four_replicas() -> None
     served = setting.send(target("hot", 1e-6), 30)  # work that changes no share
     assert sorted(served.values()) == [10, 10, 10]
     assert set(served) == set(setting.names_for(target("hot"))[:3])
-    assert setting.router.snapshot().hottest[0].copies == 3
+    assert setting.copies("hot") == 3
 
 
 def test_few_requests_make_no_copies() -> None:
     setting = Setting()
     setting.serve(target("only"), 10)
-    assert setting.router.snapshot().hottest[0].copies == 1
+    assert setting.copies("only") == 1
     assert len(setting.serve(target("only"), 5)) == 1
 
 
@@ -146,7 +150,7 @@ def test_copies_come_at_once_and_go_after_a_minute() -> None:
         setting.serve(target("other"), 500)
         setting.now_s += 1
         setting.first(target("hot"))
-        copies.append(next(hot.copies for hot in setting.router.snapshot().hottest if hot.digest == "hot"))
+        copies.append(setting.copies("hot"))
     assert copies[:58] == [4] * 58
     assert copies[-1] == 1
 
@@ -235,7 +239,6 @@ def test_work_of_other_gateways_is_averaged_over_reports_and_stays_when_they_sto
     assert 2.6 < setting.loads()["r0"] < 2.8
     setting.now_s += 100
     assert 2.6 < setting.loads()["r0"] < 2.8
-    assert setting.router.snapshot().replicas[0].report_age_s == 100
     setting.report("r0", 0.0, boot_id="2")
     assert setting.loads()["r0"] < 0.001
 
@@ -270,8 +273,9 @@ def test_a_new_process_starts_without_load_and_failures_and_old_requests_still_e
     assert setting.loads()["r0"] == pytest.approx(6.0, abs=0.01)
     setting.router.failed("r0")
     setting.router.set_replicas([replica("r0", boot_id="2"), replica("r1")])
-    seen = setting.router.snapshot().replicas[0]
-    assert (seen.ejected_s, seen.report_age_s, seen.in_flight) == (0.0, None, 1)
+    seen = setting.router.states["r0"]
+    assert (seen.failures, seen.reported_at_s, seen.in_flight) == (0, None, 1)
+    assert seen.ejected_until_s < setting.now_s
     assert seen.load_s == 1.0, "the request that was sent to the old one"
     setting.router.ended("r0", old)
     assert setting.loads()["r0"] == 0.0
@@ -281,11 +285,11 @@ def test_a_replica_that_has_left_is_kept_until_its_requests_end() -> None:
     setting = Setting(2)
     setting.router.sent("r0", target())
     setting.router.set_replicas([replica("r1")])
-    assert [(seen.name, seen.is_ready) for seen in setting.router.snapshot().replicas] == [("r0", False), ("r1", True)]
+    assert {name: state.replica.is_ready for name, state in setting.router.states.items()} == {"r0": False, "r1": True}
     assert setting.names_for(target()) == ["r1"]
     setting.router.ended("r0", target())
     setting.router.set_replicas([replica("r1")])
-    assert [seen.name for seen in setting.router.snapshot().replicas] == ["r1"]
+    assert list(setting.router.states) == ["r1"]
     for call in (setting.router.failed, setting.router.answered):
         call("r0")
     setting.router.ended("r0", target())
@@ -339,17 +343,6 @@ def test_a_session_of_an_adapter_stays_on_one_of_its_copies() -> None:
     assert {setting.first(session) for session in sessions} == set(copies) - {first[0]}
 
 
-def test_batches_take_replicas_with_little_to_do_while_there_are_some() -> None:
-    setting = Setting()
-    first, second, third, fourth = setting.names_for(target())
-    for name in (first, third):
-        setting.router.sent(name, target(units=0.6 * RATE))
-    assert setting.names_for(target(is_batch=True)) == [second, fourth]
-    for name in (second, fourth):
-        setting.router.sent(name, target(units=0.6 * RATE))
-    assert setting.names_for(target(is_batch=True)) == [first, second, third, fourth]
-
-
 def test_a_replica_that_fails_is_left_out_for_a_second_and_longer_each_time() -> None:
     setting = Setting()
     first = setting.first(target())
@@ -359,7 +352,7 @@ def test_a_replica_that_fails_is_left_out_for_a_second_and_longer_each_time() ->
             setting.router.failed(first)
         assert first not in setting.names_for(target())
         assert first not in setting.names_for(target(None))
-        waits.append(setting.router.snapshot().replicas[setting.names.index(first)].ejected_s)
+        waits.append(setting.router.states[first].ejected_until_s - setting.now_s)
         setting.now_s += waits[-1]
         assert setting.first(target()) == first
     assert waits == [1, 2, 4, 8, 16, 30, 30]
@@ -389,7 +382,7 @@ def test_where_all_are_ejected_they_are_asked_all_the_same() -> None:
     assert setting.names_for(target(held_by=order[1])) == [order[1]]
 
 
-def test_a_tenants_weight_is_divided_like_its_work() -> None:
+def test_a_tenants_weight_is_divided_like_its_running_work() -> None:
     setting = Setting()
     assert setting.router.weight_share("t", "r0") == 1.0
     for name, units in (("r0", 300.0), ("r1", 100.0)):
@@ -399,11 +392,31 @@ def test_a_tenants_weight_is_divided_like_its_work() -> None:
     assert setting.router.weight_share("t", "r1") == pytest.approx(0.25)
     assert setting.router.weight_share("t", "r2") == 0.01
     assert setting.router.weight_share("other", "r1") == 1.0
-    setting.now_s += 3 * SPAN_S
-    setting.router.sent("r1", target(units=300.0, tenant="t"))
-    assert setting.router.weight_share("t", "r1") > 0.9
-    setting.now_s += 1e6
+    setting.router.ended("r0", target(units=300.0, tenant="t"))
     assert setting.router.weight_share("t", "r1") == 1.0
+    setting.router.ended("r1", target(units=100.0, tenant="t"))
+    setting.router.ended("r1", target(units=1000.0, tenant="other"))
+    assert not setting.router._running  # nothing is kept of tenants without requests
+
+
+def test_each_tenant_is_spread_over_the_copies_that_have_room() -> None:
+    setting = Setting(2, rate=1e6)
+    flood, light = (target("hot", tenant=tenant, copies=2) for tenant in ("flood", "light"))
+    first = setting.first(flood)
+    setting.send(replace(flood, adapter=None), 2)  # on both
+    for name in setting.names:
+        for _ in range(50 if name == first else 10):
+            setting.router.sent(name, flood)
+    assert setting.first(flood) != first
+    assert setting.send(light, 20) == dict.fromkeys(setting.names, 10)  # although one has less to do
+
+
+def test_a_copy_with_too_much_to_do_gets_no_more_of_a_tenant_that_has_little_there() -> None:
+    setting = Setting(2)
+    setting.now_s += 10 * SMOOTH_S
+    setting.report("r0", 60.0)
+    setting.router.sent("r1", target(units=1.0, tenant="t"))
+    assert setting.first(target("hot", tenant="t", copies=2)) == "r1"
 
 
 def test_a_tenth_of_recent_requests_and_a_few_more_may_be_retried() -> None:
@@ -415,31 +428,14 @@ def test_a_tenth_of_recent_requests_and_a_few_more_may_be_retried() -> None:
     assert setting.router.may_retry()
 
 
-def test_a_snapshot_shows_loads_requests_and_the_hottest_adapters() -> None:
-    setting = Setting(2)
-    for i in range(20):
-        setting.serve(target(f"adapter {i}", units=i + 1), 10)
-    setting.router.sent("r1", target(None, units=500.0))
-    snapshot = setting.router.snapshot()
-    assert [(seen.name, seen.load_s, seen.in_flight) for seen in snapshot.replicas] == [("r0", 0.0, 0), ("r1", 0.5, 1)]
-    assert [hot.digest for hot in snapshot.hottest] == [f"adapter {i}" for i in range(19, 9, -1)]
-    assert 0 < snapshot.hottest[0].share < 20 / 210
-
-
-def test_adapters_and_tenants_with_little_work_are_forgotten_when_there_are_many(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_adapters_with_little_work_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "MAX_ADAPTERS", 50)
-    monkeypatch.setattr(router_module, "MAX_SHARES", 50)
     setting = Setting()
     setting.serve(target("hot", tenant="large"), 1000)
     for i in range(500):
         setting.serve(target(f"adapter {i}", tenant=f"tenant {i}"))
     assert len(setting.router._adapters) <= 50
-    assert len(setting.router._shares) <= 51
-    assert setting.router.snapshot().hottest[0].digest == "hot"
-    assert setting.router.snapshot().hottest[0].copies == 4
-    assert sum(setting.router.weight_share("large", name) for name in setting.names) == pytest.approx(1.0, abs=0.05)
+    assert setting.copies("hot") == 4
 
 
 def test_pins_follow_the_order_in_which_requests_go() -> None:

@@ -39,7 +39,7 @@ from weft.benchmarks.http.generator import Call, Calls, Reply, check_replies, cl
 from weft.benchmarks.http.own_server import OwnServer, add_demo_options, plain_server
 from weft.benchmarks.metrics import Objective, distribution
 from weft.benchmarks.report import AddOption, goal, positive
-from weft.benchmarks.workloads import gamma_arrivals
+from weft.benchmarks.workloads import poisson_arrivals
 
 SHARES = {"a": 0.7, "b": 0.2, "c": 0.1}
 """Share of the demand, by tenant."""
@@ -152,7 +152,7 @@ def plan_visits(
     demand = {**{name: share * factor for name, share in SHARES.items()}, QUIET: QUIET_SHARE}
     for place, (name, share) in enumerate(demand.items()):
         rate = share * capacity
-        arrivals = gamma_arrivals(int(2 * rate * options.seconds) + 9, rate, 1.0, options.seed + place)
+        arrivals = poisson_arrivals(int(2 * rate * options.seconds) + 9, rate, options.seed + place)
         for arrival_s in itertools.takewhile(lambda at: at < options.seconds, arrivals):
             kind = QUIET if name == QUIET else draw.choices(list(TRIES)[:3], weights)[0]
             visits.append(Visit(kind, next(calls[name]), arrival_s))

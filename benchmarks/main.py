@@ -36,7 +36,6 @@ BENCHMARKS = {
     "gateway": ("http.gateway", "Ask two replicas directly and through a gateway."),
     "batches": ("http.batch_lane", "Time interactive requests alone and beside a batch."),
     "gpu": ("gpu.verbs", "Ask a GPU: is it right, how fast, and where does the time go?"),
-    "waste": ("pool.page_waste", "Print how much of their pages adapters leave empty."),
 }
 """Module and help by command, in the order of the help."""
 

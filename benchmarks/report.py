@@ -177,6 +177,15 @@ def without_nan(value: Any) -> Any:  # noqa: ANN401 - JSON in, JSON out
     return value
 
 
+def spread_rows(figures: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Rows of a table of spreads, which come by group and by name."""
+    return [
+        {"": group, "figure": name, **{key: found[key] for key in SHOWN}}
+        for group, by_name in figures.items()
+        for name, found in by_name.items()
+    ]
+
+
 def _ratio_rows(ratios: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows of single ratios and of spreads."""
     return [

@@ -24,7 +24,7 @@ from weft.benchmarks.http.generator import Reply, check_replies, closed_loop, op
 from weft.benchmarks.http.own_server import BASE_NAME, TENANT, OwnServer, cluster
 from weft.benchmarks.http.stepped_server import STEP_S
 from weft.benchmarks.metrics import percentile
-from weft.benchmarks.report import SHOWN, AddOption, goal, positive, ratios, spread, take_turns
+from weft.benchmarks.report import AddOption, goal, positive, ratios, spread, spread_rows, take_turns
 
 STEPPED = "weft.benchmarks.http.stepped_server"
 PROMPT_TOKENS = 8
@@ -55,11 +55,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "gateway_idle_mib": idle_mib,
         "ttft_alone_p50_ms": {"direct": direct_ms, "gateway": through_ms},
         "ratios": {"tokens/s, gateway / direct": speed},
-        "table": [
-            {"": name, "figure": part, **{each: figure[each] for each in SHOWN}}
-            for name, own in found.items()
-            for part, figure in own.items()
-        ],
+        "table": spread_rows(found),
         "goals": [
             goal("CPU of the gateway, us per token", found["gateway"]["gateway_cpu_us"]["median"], 60.0),
             goal("TTFT p50 of one request at a time, ms more than direct", through_ms - direct_ms, 1.0),

@@ -54,18 +54,6 @@ class RequestRecord:
         return [later - earlier for earlier, later in zip(self.token_times_s, self.token_times_s[1:], strict=False)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
-    """A service level; a request meets it if it is within both limits."""
-
-    ttft_s: float = math.inf
-    tpot_s: float = math.inf
-
-    def is_met(self, record: RequestRecord) -> bool:
-        """Whether a request succeeded within the limits; one-token answers have no TPOT to miss."""
-        return record.error is None and record.ttft_s <= self.ttft_s and not record.tpot_s > self.tpot_s
-
-
 def percentile(values: Sequence[float], percent: float) -> float:
     """Percentile with linear interpolation between closest ranks; NaN of nothing."""
     return float(np.percentile(values, percent)) if values else math.nan

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from weft.benchmarks.metrics import Objective, RequestRecord, distribution, percentile, summarise
+from weft.benchmarks.metrics import RequestRecord, distribution, percentile, summarise
 from weft.benchmarks.report import ratios, without_nan
 
 
@@ -58,11 +58,3 @@ def test_a_summary_has_rates_over_the_whole_run_and_counts_failures() -> None:
 
 def test_json_results_hold_no_nan() -> None:
     assert without_nan({"a": [float("nan"), float("inf"), 1 / 3], "b": "x"}) == {"a": [None, None, 0.333333], "b": "x"}
-
-
-def test_only_a_request_within_both_limits_meets_the_objective() -> None:
-    assert not Objective().is_met(record(0.0, [1.0], error="cut off"))
-    assert Objective().is_met(record(0.0, [1.0]))
-    assert Objective(ttft_s=1.0, tpot_s=1.0).is_met(record(0.0, [1.0, 2.0, 3.0]))
-    assert not Objective(ttft_s=0.5).is_met(record(0.0, [1.0]))
-    assert not Objective(tpot_s=1.0).is_met(record(1.0, [2.0, 5.0]))

@@ -7,9 +7,8 @@ Times the operations of a step as the engine calls them, on random data in the s
 several mixes of adapters, attention at decode and over a prompt, norms and sampling. Each call takes
 another layer's weights and pages; what is small in all layers together still comes from a cache. The floor of an
 operation is the time that its bytes take at the bandwidth of a large copy or its arithmetic at the speed of a large
-product, both measured in the same run. With `--kv-dtype int8`, attention is also timed over int8 keys and values, and
-its results on random numbers are compared with those over bfloat16 ones. Prints a table and, last, one JSON line. For a
-CPU; `scripts/gpu kernels` times the same operations on a GPU.
+product, both measured in the same run. With `--kv-dtype int8`, attention is also timed over int8 keys and values.
+Prints a table and, last, one JSON line. For a CPU; `scripts/gpu kernels` times the same operations on a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +33,6 @@ from weft.config import KvDtype
 from weft.errors import ConfigError
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import kernels_for
-from weft.kernels.plain.rows import kv_write
 from weft.kernels.sampling import RowSampling, SamplingColumns
 from weft.memory.arena import Arena
 from weft.memory.geometry import SCALE_BYTES
@@ -192,23 +189,6 @@ class KernelBench:
         name = f"attention, {'context' if query == 1 else 'prompt of'} {context}{stored}"
         return Work(name, attend, kv_bytes + 2 * q.nbytes, flops)
 
-    def decoded(self, context: int) -> torch.Tensor:
-        """Attention of one row over the keys and values of a first layer, all normally distributed: [Hq, D].
-
-        The numbers are the same in each format.
-        """
-        model, geometry = self.model, self.geometry
-        draw = torch.Generator().manual_seed(0)
-        heads = model.num_heads + 2 * model.num_kv_heads
-        fused = torch.randn((context, heads, model.head_dim), generator=draw).to(DTYPE).to(self.device)
-        q, k, v = torch.split(fused, [model.num_heads, model.num_kv_heads, model.num_kv_heads], dim=1)
-        pages = list(range(1, 1 + geometry.blocks(context)))
-        kv, scales = self.arena.kv(0), self.arena.kv_scales(0)
-        slots = torch.arange(context, device=self.device) + geometry.page_tokens  # from page 1 on
-        kv_write(k, v, *kv, slots, scales)
-        batch = AttentionBatch.build([pages], [1], [context], self.device, geometry.page_tokens)
-        return self.kernels.paged_attention(q[-1:], *kv, batch, model.head_dim**-0.5, None, scales)[0]
-
     def _random(self, rows: int, width: int) -> torch.Tensor:
         return torch.randn(rows, width, device=self.device).mul_(0.02).to(DTYPE)
 
@@ -288,20 +268,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for work in bench.lora(ranks, rows) if len(ranks) <= rows else ():  # the next mix takes its place
                 found |= figures([work], machine, f", {rows} rows, {about}")
     found |= figures([cache.attention(1, PROMPT_TOKENS, PROMPT_TOKENS) for cache in caches], machine)
-    errors = {
-        context: relative_error(cache.decoded(context), bench.decoded(context))
-        for context in options.contexts
-        for cache in caches[1:]
-    }
-    for context, error in errors.items():
-        print(f"attention to {context:,} tokens: int8 differs from bfloat16 by {error:.2%}", file=sys.stderr)
     return {
         "device": "cpu",
         "model": model.name,
         "gigabytes_per_s": machine.bytes_per_s / 1e9,
         "teraflops": machine.flops_per_s / 1e12,
         "operations": found,
-        "int8_errors": errors,
         "table": [{"operation": name, **each} for name, each in found.items()],
     }
 

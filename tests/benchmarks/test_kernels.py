@@ -37,9 +37,7 @@ def test_every_operation_is_timed_beside_its_floor(
     assert capsys.readouterr().out.splitlines()[-1].startswith('{"benchmark": "kernels"')
 
 
-def test_int8_is_timed_beside_bfloat16_and_its_error_is_told(
-    measure: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_int8_is_timed_beside_bfloat16(measure: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MODELS", (SMALL,))
     monkeypatch.setattr(kernels, "CALLS", 2)
     monkeypatch.setattr(kernels, "measure_machine", lambda _: Machine(1e10, 1e11, 0.0))
@@ -48,9 +46,6 @@ def test_int8_is_timed_beside_bfloat16_and_its_error_is_told(
     queries = 2 * 2 * 64 * 2
     assert int8["floor_us"] == pytest.approx((2 * 1000 * 2 * 2 * (16 + 4) + queries) / 1e10 * 1e6)
     assert wide["floor_us"] == pytest.approx((2 * 1000 * 2 * 2 * (16 * 2) + queries) / 1e10 * 1e6)
-    assert set(result["int8_errors"]) == {"300", "1000"}
-    assert all(0.003 < error < 0.03 for error in result["int8_errors"].values())
-    assert "attention to 1,000 tokens: int8 differs from bfloat16 by 0." in capsys.readouterr().err
 
 
 def test_a_context_that_the_pages_do_not_hold_is_refused(

@@ -17,7 +17,7 @@ from weft.memory.arena import Arena
 
 CPU = torch.device("cpu")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quantisation.md"
-HEADS = (QWEN.num_heads, QWEN.num_kv_heads, QWEN.num_kv_heads)
+HEADS = [QWEN.num_heads, QWEN.num_kv_heads, QWEN.num_kv_heads]
 
 
 def decoded(context: int, kv_dtype: KvDtype) -> torch.Tensor:
@@ -25,7 +25,7 @@ def decoded(context: int, kv_dtype: KvDtype) -> torch.Tensor:
     geometry = QWEN.geometry(kv_dtype=kv_dtype)
     arena = Arena(geometry, 1 + geometry.blocks(context), CPU, torch.bfloat16)
     numbers = torch.randn((context, sum(HEADS), QWEN.head_dim), generator=torch.Generator().manual_seed(0))
-    q, k, v = numbers.to(torch.bfloat16).split(HEADS, dim=1)
+    q, k, v = torch.split(numbers.to(torch.bfloat16), HEADS, dim=1)
     slots = torch.arange(context) + geometry.page_tokens  # from page 1 on
     kv_write(k, v, *arena.kv(0), slots, arena.kv_scales(0))
     pages = list(range(1, arena.num_pages))

@@ -80,11 +80,6 @@ class OwnEngine:
         self._is_blocked = self.core.num_steps == num_steps and not self.outputs
         return seconds
 
-    def pump_until_running(self, count: int) -> None:
-        """Call the core until so many requests run."""
-        while self.core.status().running < count:
-            self.pump()
-
     def pump_until_decoding(self, requests: Sequence[str]) -> None:
         """Call the core until each of these requests had an output."""
         waiting = set(requests)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -193,7 +192,6 @@ def _measure_case(
         name = case.name if format_ == "bf16" else f"{case.name}, {format_}"
         step_s, parts, floor_s = zip(*rounds, strict=True)
         found[name] = figures([*chain(*step_s)], floor_s, sum(parts, Counter()))
-        print(f"measured: {name}", file=sys.stderr, flush=True)
     return found
 
 

@@ -1,36 +1,27 @@
-"""How near is each operation to what the machine can do?
+"""The operations of a step as the engine calls them, on random data in the shapes of a model, and their floors.
 
-    weft bench kernels [--model Qwen2.5-0.5B] [--rows 1,32] [--json benchmarks/results/kernels-cpu.json]
-    weft bench kernels --kv-dtype int8 --contexts 4096
-
-Times the operations of a step as the engine calls them, on random data in the shapes of a model: LoRA at each site for
-several mixes of adapters, attention at decode and over a prompt, norms and sampling. Each call takes
-another layer's weights and pages; what is small in all layers together still comes from a cache. The floor of an
-operation is the time that its bytes take at the bandwidth of a large copy or its arithmetic at the speed of a large
-product, both measured in the same run. With `--kv-dtype int8`, attention is also timed over int8 keys and values.
-Prints a table and, last, one JSON line. For a CPU; `scripts/gpu kernels` times the same operations on a GPU.
+LoRA at each site for several mixes of adapters, attention at decode and over a prompt, norms and sampling. Each call
+takes another layer's weights and pages; on a CPU, what is small in all layers together still comes from a cache. The
+floor of an operation is the time that its bytes take at the bandwidth of a large copy or its arithmetic at the speed of
+a large product. `weft bench gpu kernels` times them, with `--cpu` on a CPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
 
 import torch
 
 from weft.adapters.base_shape import SITES, BaseShape
-from weft.adapters.lora.layout import adapter_pages, plan_layout
+from weft.adapters.lora.layout import plan_layout
 from weft.adapters.lora.step import LoraStep, PagedLora
 from weft.adapters.lora.tables import AdapterTables
-from weft.benchmarks.model_shapes import MODELS, QWEN, ModelShape
-from weft.benchmarks.report import AddOption, counts
+from weft.benchmarks.model_shapes import ModelShape
 from weft.config import KvDtype
-from weft.errors import ConfigError
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import kernels_for
 from weft.kernels.sampling import RowSampling, SamplingColumns
@@ -39,17 +30,6 @@ from weft.memory.geometry import SCALE_BYTES
 
 DTYPE = torch.bfloat16
 VOCAB_SIZE = 32_000
-MIXES = {
-    "1 of rank 16": (16,),
-    "8 of rank 8": (8,) * 8,
-    "8 of ranks 8 to 64": (8, 16, 32, 64, 8, 16, 32, 64),
-    "10 of rank 24": (24,) * 10,
-    "32 of rank 16": (16,) * 32,
-}
-"""Ranks of the adapters of a batch, on all linear layers. Mixed ranks and rank 24 have equally many bytes."""
-PROMPT_TOKENS = 512
-CALLS = 30
-KV_PAGES = 256
 LAUNCH_S = 3e-6
 """The least time of one kernel in a CUDA graph."""
 
@@ -86,17 +66,15 @@ class KernelBench:
     Args:
         model: Its sizes. The calls take its layers in turn.
         device: Where to compute.
+        num_pages: For keys and values, and for the adapters of a call of `lora`; page 0 is among them.
         kv_dtype: Of keys and values.
-        kv_pages: Pages for keys and values, at least.
     """
 
-    def __init__(
-        self, model: ModelShape, device: torch.device, kv_dtype: KvDtype = "auto", kv_pages: int = KV_PAGES
-    ) -> None:
+    def __init__(self, model: ModelShape, device: torch.device, num_pages: int, kv_dtype: KvDtype = "auto") -> None:
         self.model, self.device, self.num_layers = model, device, model.num_layers
         self.base, self.geometry = model.base(), model.geometry(kv_dtype=kv_dtype)
         self.kernels = kernels_for(device, DTYPE)
-        self.arena = Arena(self.geometry, arena_pages(model, kv_pages), device, DTYPE)
+        self.arena = Arena(self.geometry, num_pages, device, DTYPE)
         self.arena.elements.copy_(self._random(1, self.geometry.page_elements))
         self.tables = AdapterTables(64, self.base, 64, self.geometry, device)
 
@@ -193,13 +171,6 @@ class KernelBench:
         return torch.randn(rows, width, device=self.device).mul_(0.02).to(DTYPE)
 
 
-def arena_pages(model: ModelShape, kv_pages: int = KV_PAGES) -> int:
-    """Pages that hold the adapters of each mix, and KV cache that is too large for processor caches."""
-    base, geometry = model.base(), model.geometry()
-    mixes = [sum(adapter_pages(all_modules(base, rank), base, geometry) for rank in mix) for mix in MIXES.values()]
-    return max(*mixes, kv_pages) + 1
-
-
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference, relative to that of what is expected."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())
@@ -210,7 +181,7 @@ def all_modules(base: BaseShape, rank: int) -> dict[tuple[int, int], int]:
     return dict.fromkeys(itertools.product(range(base.num_layers), range(len(base.modules))), rank)
 
 
-def measure_machine(device: torch.device, num_bytes: int = 1 << 28, side: int = 1536) -> Machine:
+def measure_machine(device: torch.device, num_bytes: int, side: int) -> Machine:
     """Bandwidth of a copy of so many bytes, read and written, and speed of a product of square matrices.
 
     The numbers are random: on zeros a GPU needs less power and is faster.
@@ -243,54 +214,3 @@ def timings_in_turns(runs: Sequence[Callable[[int], object]], calls: int) -> lis
             run(call)
             times.append(time.perf_counter() - started_s)
     return [times[calls:] for times in seconds]
-
-
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Time all operations beside their floors."""
-    device = torch.device("cpu")
-    model = next(each for each in MODELS if each.name == options.model)
-    longest = (arena_pages(model) - 1) * model.geometry().page_tokens
-    if max(options.contexts, default=0) > longest:
-        raise ConfigError(
-            f"--contexts must be at most {longest}, which the pages of {model.name} hold", param="contexts"
-        )
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    machine = measure_machine(device)
-    bench = KernelBench(model, device)
-    caches = [bench, KernelBench(model, device, "int8")] if options.kv_dtype == "int8" else [bench]
-    found: dict[str, dict[str, Any]] = {}
-    for rows in options.rows:
-        decodes = [[cache.attention(rows, context) for cache in caches] for context in options.contexts]
-        for works in (*([work] for work in bench.small(rows)), *decodes):
-            found |= figures(works, machine, f", {rows} rows")
-        for about, ranks in MIXES.items():
-            for work in bench.lora(ranks, rows) if len(ranks) <= rows else ():  # the next mix takes its place
-                found |= figures([work], machine, f", {rows} rows, {about}")
-    found |= figures([cache.attention(1, PROMPT_TOKENS, PROMPT_TOKENS) for cache in caches], machine)
-    return {
-        "device": "cpu",
-        "model": model.name,
-        "gigabytes_per_s": machine.bytes_per_s / 1e9,
-        "teraflops": machine.flops_per_s / 1e12,
-        "operations": found,
-        "table": [{"operation": name, **each} for name, each in found.items()],
-    }
-
-
-def figures(works: Sequence[Work], machine: Machine, where: str = "") -> dict[str, dict[str, float]]:
-    """Medians of operations beside their floors, in microseconds, by their names and `where`; they are run in turns."""
-    found = {}
-    for work, seconds in zip(works, timings_in_turns([work.run for work in works], CALLS), strict=True):
-        us, floor_us = 1e6 * statistics.median(seconds), 1e6 * machine.floor_s(work)
-        found[f"{work.name}{where}"] = {"us": us, "floor_us": floor_us, "ratio": us / floor_us}
-    return found
-
-
-def add_options(add: AddOption) -> None:
-    """Add its options."""
-    add("--model", choices=[model.name for model in MODELS], default=QWEN.name, help="take the shapes of this model")
-    add("--rows", type=counts, default="1,32", help="rows of a decode batch, comma-separated")
-    add("--contexts", type=counts, default="128,1024", help="tokens that decode attends to, comma-separated")
-    add("--kv-dtype", choices=get_args(KvDtype), default="auto", help="int8 also times attention over int8 KV cache")
-    add("--threads", type=int, default=0, help="on a CPU; 0 leaves it to torch")

@@ -29,7 +29,6 @@ from weft.memory.arena import Arena
 from weft.memory.geometry import SCALE_BYTES
 
 DTYPE = torch.bfloat16
-VOCAB_SIZE = 32_000
 LAUNCH_S = 3e-6
 """The least time of one kernel in a CUDA graph."""
 
@@ -120,10 +119,9 @@ class KernelBench:
         return [
             Work("add and norm", lambda _: kernels.fused_add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes),
             Work("SiLU and product", lambda _: kernels.silu_and_mul(gate_up), gate_up.nbytes * 3 // 2),
-            self.sampling(rows, "greedy", RowSampling(temperature=0.0)),
         ]
 
-    def sampling(self, rows: int, about: str, row: RowSampling, vocab_size: int = VOCAB_SIZE) -> Work:
+    def sampling(self, rows: int, about: str, row: RowSampling, vocab_size: int) -> Work:
         """The choice of a token for each of so many rows."""
         logits = torch.randn(rows, vocab_size, device=self.device)
         columns = SamplingColumns.build([row] * rows, self.device)

@@ -53,7 +53,7 @@ def cases(setup: Setup) -> Cases:
     for about, row in SAMPLINGS.items():
         name = f"{about} sampling, 32 rows"
         found[name] = partial(_operation, setup, KernelBench.sampling, 32, about, row, setup.vocab_size)
-    found["norms, SiLU and rope, 32 rows"] = partial(_operation, setup, KernelBench.small, 32)
+    found["norm and SiLU, 32 rows"] = partial(_operation, setup, KernelBench.small, 32)
     for count, rank in itertools.product((32, 1, 8), (16, 8, 64)):
         found[f"LoRA, 32 rows, {count} of rank {rank}"] = partial(_lora, setup, (rank,) * count)
     found["LoRA, mixed ranks as one rank"] = partial(_mixed, setup)

@@ -17,7 +17,6 @@ from typing import Any
 from weft.errors import ConfigError
 
 BENCHMARKS = {
-    "kernels": ("engine.kernels", "Time each operation against what the machine can do."),
     "step": ("engine.step", "Time decode steps and prompts against their floor, part by part."),
     "overhead": ("http.overhead", "Time what planning, processes and HTTP add to a step."),
     "serve": ("http.serve", "Start a server and load it over HTTP."),
@@ -35,8 +34,10 @@ BENCHMARKS = {
     "push": ("http.push", "Push versions as a trainer does, and time their first tokens."),
     "gateway": ("http.gateway", "Ask two replicas directly and through a gateway."),
     "batches": ("http.batch_lane", "Time interactive requests alone and beside a batch."),
-    "gpu": ("gpu.verbs", "Ask a GPU: is it right, how fast, and where does the time go?"),
-    "waste": ("pool.page_waste", "Print how much of their pages adapters leave empty."),
+    "gpu": (
+        "gpu.verbs",
+        "Ask a GPU: is it right, how fast, and where does the time go? A CPU: how fast are its kernels?",
+    ),
 }
 """Module and help by command, in the order of the help."""
 

@@ -54,18 +54,6 @@ class RequestRecord:
         return [later - earlier for earlier, later in zip(self.token_times_s, self.token_times_s[1:], strict=False)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
-    """A service level; a request meets it if it is within both limits."""
-
-    ttft_s: float = math.inf
-    tpot_s: float = math.inf
-
-    def is_met(self, record: RequestRecord) -> bool:
-        """Whether a request succeeded within the limits; one-token answers have no TPOT to miss."""
-        return record.error is None and record.ttft_s <= self.ttft_s and not record.tpot_s > self.tpot_s
-
-
 def percentile(values: Sequence[float], percent: float) -> float:
     """Percentile with linear interpolation between closest ranks; NaN of nothing."""
     return float(np.percentile(values, percent)) if values else math.nan
@@ -81,19 +69,16 @@ def distribution(values: Sequence[float], scale: float = 1.0) -> dict[str, float
     }
 
 
-def summarise(records: Sequence[RequestRecord], objective: Objective) -> dict[str, Any]:
-    """Figures of a run. Rates are over the time from the first due request to the end of the last.
+def summarise(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Figures of a run of finished and failed requests, in any order.
 
-    Args:
-        records: Finished and failed requests, in any order.
-        objective: What counts as goodput.
+    Rates are over the time from the first due request to the end of the last.
     """
     good = [record for record in records if record.error is None]
     ends = [record.done_s for record in records if not math.isnan(record.done_s)]
     duration = max(ends) - min(record.due_s for record in records) if ends else math.nan
     completion = sum(record.completion_tokens for record in good)
     prompt = sum(record.prompt_tokens for record in good)
-    met = sum(objective.is_met(record) for record in records)
     return {
         "requests": len(records),
         "errors": len(records) - len(good),
@@ -103,8 +88,6 @@ def summarise(records: Sequence[RequestRecord], objective: Objective) -> dict[st
         "requests_per_s": len(good) / duration,
         "output_tokens_per_s": completion / duration,
         "total_tokens_per_s": (prompt + completion) / duration,
-        "goodput_requests_per_s": met / duration,
-        "within_objective": met / len(records),
         "ttft_ms": distribution([record.ttft_s for record in good], 1e3),
         "tpot_ms": distribution([record.tpot_s for record in good], 1e3),
         "itl_ms": distribution([gap for record in good for gap in record.gaps_s], 1e3),

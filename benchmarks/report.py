@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Column, Table
 
+from weft.config import usable_cores
 from weft.errors import ConfigError, WeftError
 
 DEFAULT_CACHE = Path.home() / ".cache" / "weft" / "benchmarks"
@@ -86,7 +87,7 @@ def provenance() -> dict[str, Any]:
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": {
             "cpu": _cpu_model(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cores": usable_cores(),
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1),
             "load_average": list(os.getloadavg()),
         },
@@ -175,6 +176,15 @@ def without_nan(value: Any) -> Any:  # noqa: ANN401 - JSON in, JSON out
     if isinstance(value, Path):
         return str(value)
     return value
+
+
+def spread_rows(figures: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Rows of a table of spreads, which come by group and by name."""
+    return [
+        {"": group, "figure": name, **{key: found[key] for key in SHOWN}}
+        for group, by_name in figures.items()
+        for name, found in by_name.items()
+    ]
 
 
 def _ratio_rows(ratios: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from weft.errors import ConfigError
 
-PATTERNS = ("identical", "distinct", "uniform", "zipf:1.5", "one-against-many")
+PATTERNS = ("uniform", "zipf:1.5")
 """Popularity patterns; zipf takes any base above 1."""
 
 
@@ -36,11 +36,8 @@ def adapter_counts(pattern: str, num_requests: int, num_adapters: int) -> list[i
     """Requests per adapter, most popular first.
 
     Semantics:
-        identical           all requests ask for one adapter
-        uniform             all adapters, as equally as possible
-        distinct            the same: every request asks for its own adapter where there are as many
-        zipf:b              groups of floor(b**k), k = 0, 1, ..., as long as they leave a rest; the rest is one group
-        one-against-many    one request for the first adapter, all others for the second
+        uniform    all adapters, as equally as possible
+        zipf:b     groups of floor(b**k), k = 0, 1, ..., as long as they leave a rest; the rest is one group
 
     Args:
         pattern: One of the above.
@@ -48,19 +45,13 @@ def adapter_counts(pattern: str, num_requests: int, num_adapters: int) -> list[i
         num_adapters: Adapters there are. The smallest zipf groups are merged into the last one.
 
     Raises:
-        ConfigError: The pattern is unknown or needs more adapters or requests than there are.
+        ConfigError: The pattern is unknown, or there are no requests or adapters.
     """
     if num_requests < 1 or num_adapters < 1:
         raise ConfigError(f"need at least one request and one adapter, got {num_requests} and {num_adapters}")
-    if pattern == "identical":
-        return [num_requests]
-    if pattern in ("uniform", "distinct"):
+    if pattern == "uniform":
         share, rest = divmod(num_requests, num_adapters)
         return [count for count in [share + 1] * rest + [share] * (num_adapters - rest) if count]
-    if pattern == "one-against-many":
-        if num_requests < 2 or num_adapters < 2:
-            raise ConfigError("one-against-many needs two requests and two adapters")
-        return [1, num_requests - 1]
     counts = _zipf_counts(_zipf_base(pattern), num_requests)
     return [*counts[: num_adapters - 1], sum(counts[num_adapters - 1 :])] if len(counts) > num_adapters else counts
 
@@ -96,12 +87,10 @@ def slora_trace(
     return [TimedRequest(*values) for values in zip(*columns, strict=True)]
 
 
-def gamma_arrivals(num_requests: int, rate: float, cv: float, seed: int) -> list[float]:
-    """Arrival times in seconds with gamma-distributed gaps; cv 1 is a Poisson process, cv 0 is evenly spaced."""
-    if cv == 0:
-        return [(i + 1) / rate for i in range(num_requests)]
+def poisson_arrivals(num_requests: int, rate: float, seed: int) -> list[float]:
+    """Arrival times in seconds of a Poisson process of so many requests a second."""
     random = np.random.Generator(np.random.PCG64(seed))
-    return cast("list[float]", np.cumsum(random.gamma(1 / cv**2, cv**2 / rate, num_requests)).tolist())
+    return cast("list[float]", np.cumsum(random.gamma(1, 1 / rate, num_requests)).tolist())
 
 
 def zipf_adapters(num_adapters: int, *, seed: int) -> Iterator[int]:

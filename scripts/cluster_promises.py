@@ -25,7 +25,7 @@ from typing import Any
 
 import uvloop
 
-from weft.benchmarks.http.gateway import ARRIVE_S, STEP_S, Servers, cluster, load
+from weft.benchmarks.http.gateway import ARRIVE_S, STEP_S, Servers, load, stepped_cluster
 from weft.benchmarks.http.generator import Reply
 from weft.benchmarks.http.own_server import TENANT, OwnServer
 from weft.benchmarks.metrics import distribution
@@ -41,7 +41,7 @@ WITHIN_S = 30.0
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All of them, one after the other."""
-    with cluster() as (replicas, gateways):
+    with stepped_cluster() as (replicas, gateways):
         key = gateways[0].add_tenant(TENANT)
         seconds_until(lambda: all(len(num_running(each)) == len(replicas) for each in gateways))
         refused_s = max(key_revoked([*gateways, *replicas]) for _ in range(NUM_KEYS))

@@ -120,17 +120,6 @@ def step_stall_line(run: dict[str, Any]) -> str:
     )
 
 
-def page_waste_line(run: dict[str, Any]) -> str:
-    """Pages of adapters on all linear layers, from rank 16 on."""
-    wastes = [
-        each["waste"] for each in run["adapters"] if each["adapter"].startswith("all") and each["adapter"][-2:] != " 8"
-    ]
-    models = ", ".join(dict.fromkeys(each["model"] for each in run["adapters"]))
-    return (
-        f"Pages wasted by adapters of ranks 16 to 128 on all linear layers: at most **{max(wastes):.1%}** ({models})."
-    )
-
-
 COMPARED = ["compare-vllm-base-cpu", "compare-vllm-single-cpu", "compare-vllm-mixed-cpu"]
 """Comparisons with other servers, in the order of the page."""
 QUANTISED = [
@@ -143,7 +132,6 @@ POOL: dict[str, Callable[[dict[str, Any]], str]] = {
     "cliff-cpu": cliff_line,
     "unified-cpu": unified_line,
     "step-stall-cpu": step_stall_line,
-    "page-waste": page_waste_line,
 }
 """Results of the pool under pressure, in the order of the page."""
 

@@ -126,7 +126,7 @@ def _steps(engine: OwnEngine, options: argparse.Namespace) -> dict[str, dict[str
         for index, request_id in enumerate(requests):
             params = SamplingParams(max_tokens=most, temperature=1.0, seed=index, ignore_eos=phase == "free")
             engine.submit(_request(request_id, params, endless if phase == "held" else None))
-        engine.pump_until_running(options.requests)
+        engine.pump_until_decoding(requests)
         for _ in range(SETTLE_STEPS):
             engine.pump()
         step_s = [engine.pump() for _ in range(options.steps)]

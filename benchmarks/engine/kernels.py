@@ -1,58 +1,34 @@
-"""How near is each operation to what the machine can do?
+"""The operations of a step as the engine calls them, on random data in the shapes of a model, and their floors.
 
-    weft bench kernels [--model Qwen2.5-0.5B] [--rows 1,32] [--json benchmarks/results/kernels-cpu.json]
-    weft bench kernels --kv-dtype int8 --contexts 4096
-
-Times the operations of a step as the engine calls them, on random data in the shapes of a model: LoRA at each site for
-several mixes of adapters, attention at decode and over a prompt, norms and sampling. Each call takes
-another layer's weights and pages; what is small in all layers together still comes from a cache. The floor of an
-operation is the time that its bytes take at the bandwidth of a large copy or its arithmetic at the speed of a large
-product, both measured in the same run. With `--kv-dtype int8`, attention is also timed over int8 keys and values, and
-its results on random numbers are compared with those over bfloat16 ones. Prints a table and, last, one JSON line. For a
-CPU; `scripts/gpu kernels` times the same operations on a GPU.
+LoRA at each site for several mixes of adapters, attention at decode and over a prompt, norms and sampling. Each call
+takes another layer's weights and pages; on a CPU, what is small in all layers together still comes from a cache. The
+floor of an operation is the time that its bytes take at the bandwidth of a large copy or its arithmetic at the speed of
+a large product. `weft bench gpu kernels` times them, with `--cpu` on a CPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
 
 import torch
 
 from weft.adapters.base_shape import SITES, BaseShape
-from weft.adapters.lora.layout import adapter_pages, plan_layout
+from weft.adapters.lora.layout import plan_layout
 from weft.adapters.lora.step import LoraStep, PagedLora
 from weft.adapters.lora.tables import AdapterTables
-from weft.benchmarks.model_shapes import MODELS, QWEN, ModelShape
-from weft.benchmarks.report import AddOption, counts
+from weft.benchmarks.model_shapes import ModelShape
 from weft.config import KvDtype
-from weft.errors import ConfigError
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import kernels_for
-from weft.kernels.plain.rows import kv_write
 from weft.kernels.sampling import RowSampling, SamplingColumns
 from weft.memory.arena import Arena
 from weft.memory.geometry import SCALE_BYTES
 
 DTYPE = torch.bfloat16
-VOCAB_SIZE = 32_000
-MIXES = {
-    "1 of rank 16": (16,),
-    "8 of rank 8": (8,) * 8,
-    "8 of ranks 8 to 64": (8, 16, 32, 64, 8, 16, 32, 64),
-    "10 of rank 24": (24,) * 10,
-    "32 of rank 16": (16,) * 32,
-}
-"""Ranks of the adapters of a batch, on all linear layers. Mixed ranks and rank 24 have equally many bytes."""
-PROMPT_TOKENS = 512
-CALLS = 30
-KV_PAGES = 256
 LAUNCH_S = 3e-6
 """The least time of one kernel in a CUDA graph."""
 
@@ -89,17 +65,15 @@ class KernelBench:
     Args:
         model: Its sizes. The calls take its layers in turn.
         device: Where to compute.
+        num_pages: For keys and values, and for the adapters of a call of `lora`; page 0 is among them.
         kv_dtype: Of keys and values.
-        kv_pages: Pages for keys and values, at least.
     """
 
-    def __init__(
-        self, model: ModelShape, device: torch.device, kv_dtype: KvDtype = "auto", kv_pages: int = KV_PAGES
-    ) -> None:
+    def __init__(self, model: ModelShape, device: torch.device, num_pages: int, kv_dtype: KvDtype = "auto") -> None:
         self.model, self.device, self.num_layers = model, device, model.num_layers
         self.base, self.geometry = model.base(), model.geometry(kv_dtype=kv_dtype)
         self.kernels = kernels_for(device, DTYPE)
-        self.arena = Arena(self.geometry, arena_pages(model, kv_pages), device, DTYPE)
+        self.arena = Arena(self.geometry, num_pages, device, DTYPE)
         self.arena.elements.copy_(self._random(1, self.geometry.page_elements))
         self.tables = AdapterTables(64, self.base, 64, self.geometry, device)
 
@@ -145,10 +119,9 @@ class KernelBench:
         return [
             Work("add and norm", lambda _: kernels.fused_add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes),
             Work("SiLU and product", lambda _: kernels.silu_and_mul(gate_up), gate_up.nbytes * 3 // 2),
-            self.sampling(rows, "greedy", RowSampling(temperature=0.0)),
         ]
 
-    def sampling(self, rows: int, about: str, row: RowSampling, vocab_size: int = VOCAB_SIZE) -> Work:
+    def sampling(self, rows: int, about: str, row: RowSampling, vocab_size: int) -> Work:
         """The choice of a token for each of so many rows."""
         logits = torch.randn(rows, vocab_size, device=self.device)
         columns = SamplingColumns.build([row] * rows, self.device)
@@ -192,32 +165,8 @@ class KernelBench:
         name = f"attention, {'context' if query == 1 else 'prompt of'} {context}{stored}"
         return Work(name, attend, kv_bytes + 2 * q.nbytes, flops)
 
-    def decoded(self, context: int) -> torch.Tensor:
-        """Attention of one row over the keys and values of a first layer, all normally distributed: [Hq, D].
-
-        The numbers are the same in each format.
-        """
-        model, geometry = self.model, self.geometry
-        draw = torch.Generator().manual_seed(0)
-        heads = model.num_heads + 2 * model.num_kv_heads
-        fused = torch.randn((context, heads, model.head_dim), generator=draw).to(DTYPE).to(self.device)
-        q, k, v = torch.split(fused, [model.num_heads, model.num_kv_heads, model.num_kv_heads], dim=1)
-        pages = list(range(1, 1 + geometry.blocks(context)))
-        kv, scales = self.arena.kv(0), self.arena.kv_scales(0)
-        slots = torch.arange(context, device=self.device) + geometry.page_tokens  # from page 1 on
-        kv_write(k, v, *kv, slots, scales)
-        batch = AttentionBatch.build([pages], [1], [context], self.device, geometry.page_tokens)
-        return self.kernels.paged_attention(q[-1:], *kv, batch, model.head_dim**-0.5, None, scales)[0]
-
     def _random(self, rows: int, width: int) -> torch.Tensor:
         return torch.randn(rows, width, device=self.device).mul_(0.02).to(DTYPE)
-
-
-def arena_pages(model: ModelShape, kv_pages: int = KV_PAGES) -> int:
-    """Pages that hold the adapters of each mix, and KV cache that is too large for processor caches."""
-    base, geometry = model.base(), model.geometry()
-    mixes = [sum(adapter_pages(all_modules(base, rank), base, geometry) for rank in mix) for mix in MIXES.values()]
-    return max(*mixes, kv_pages) + 1
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -230,7 +179,7 @@ def all_modules(base: BaseShape, rank: int) -> dict[tuple[int, int], int]:
     return dict.fromkeys(itertools.product(range(base.num_layers), range(len(base.modules))), rank)
 
 
-def measure_machine(device: torch.device, num_bytes: int = 1 << 28, side: int = 1536) -> Machine:
+def measure_machine(device: torch.device, num_bytes: int, side: int) -> Machine:
     """Bandwidth of a copy of so many bytes, read and written, and speed of a product of square matrices.
 
     The numbers are random: on zeros a GPU needs less power and is faster.
@@ -263,62 +212,3 @@ def timings_in_turns(runs: Sequence[Callable[[int], object]], calls: int) -> lis
             run(call)
             times.append(time.perf_counter() - started_s)
     return [times[calls:] for times in seconds]
-
-
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Time all operations beside their floors."""
-    device = torch.device("cpu")
-    model = next(each for each in MODELS if each.name == options.model)
-    longest = (arena_pages(model) - 1) * model.geometry().page_tokens
-    if max(options.contexts, default=0) > longest:
-        raise ConfigError(
-            f"--contexts must be at most {longest}, which the pages of {model.name} hold", param="contexts"
-        )
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    machine = measure_machine(device)
-    bench = KernelBench(model, device)
-    caches = [bench, KernelBench(model, device, "int8")] if options.kv_dtype == "int8" else [bench]
-    found: dict[str, dict[str, Any]] = {}
-    for rows in options.rows:
-        decodes = [[cache.attention(rows, context) for cache in caches] for context in options.contexts]
-        for works in (*([work] for work in bench.small(rows)), *decodes):
-            found |= figures(works, machine, f", {rows} rows")
-        for about, ranks in MIXES.items():
-            for work in bench.lora(ranks, rows) if len(ranks) <= rows else ():  # the next mix takes its place
-                found |= figures([work], machine, f", {rows} rows, {about}")
-    found |= figures([cache.attention(1, PROMPT_TOKENS, PROMPT_TOKENS) for cache in caches], machine)
-    errors = {
-        context: relative_error(cache.decoded(context), bench.decoded(context))
-        for context in options.contexts
-        for cache in caches[1:]
-    }
-    for context, error in errors.items():
-        print(f"attention to {context:,} tokens: int8 differs from bfloat16 by {error:.2%}", file=sys.stderr)
-    return {
-        "device": "cpu",
-        "model": model.name,
-        "gigabytes_per_s": machine.bytes_per_s / 1e9,
-        "teraflops": machine.flops_per_s / 1e12,
-        "operations": found,
-        "int8_errors": errors,
-        "table": [{"operation": name, **each} for name, each in found.items()],
-    }
-
-
-def figures(works: Sequence[Work], machine: Machine, where: str = "") -> dict[str, dict[str, float]]:
-    """Medians of operations beside their floors, in microseconds, by their names and `where`; they are run in turns."""
-    found = {}
-    for work, seconds in zip(works, timings_in_turns([work.run for work in works], CALLS), strict=True):
-        us, floor_us = 1e6 * statistics.median(seconds), 1e6 * machine.floor_s(work)
-        found[f"{work.name}{where}"] = {"us": us, "floor_us": floor_us, "ratio": us / floor_us}
-    return found
-
-
-def add_options(add: AddOption) -> None:
-    """Add its options."""
-    add("--model", choices=[model.name for model in MODELS], default=QWEN.name, help="take the shapes of this model")
-    add("--rows", type=counts, default="1,32", help="rows of a decode batch, comma-separated")
-    add("--contexts", type=counts, default="128,1024", help="tokens that decode attends to, comma-separated")
-    add("--kv-dtype", choices=get_args(KvDtype), default="auto", help="int8 also times attention over int8 KV cache")
-    add("--threads", type=int, default=0, help="on a CPU; 0 leaves it to torch")

@@ -10,7 +10,6 @@ hits all of them; medians are compared. Prints a table and, last, one JSON line.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import time
@@ -26,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 from weft import LLM, SamplingParams
 from weft.benchmarks.qwen_shape import MODEL_ABOUT, VOCAB_SIZE, make_checkpoints
 from weft.benchmarks.report import DEFAULT_CACHE, AddOption, take_turns
+from weft.config import usable_cores
 
 PEERS = {"base": "transformers", "mixed": "transformers + PEFT", "single": "transformers"}
 """What Weft is compared with, by load."""
@@ -100,7 +100,7 @@ def add_options(add: AddOption) -> None:
     add("--requests", type=int, default=32)
     add("--input-tokens", type=int, default=64)
     add("--output-tokens", type=int, default=64)
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    add("--threads", type=int, default=usable_cores())
     add("--memory-gib", type=float, default=1.0, help="Weft's arena")
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
 

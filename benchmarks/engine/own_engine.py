@@ -21,7 +21,6 @@ from weft.config import Config, Dtype, MemoryConfig, ModelConfig, RegistryConfig
 from weft.engine.build import EngineParts, build_engine
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.errors import EngineError
-from weft.memory.eviction import PageCosts
 
 _BLOCKED_WAIT_S = 0.02
 
@@ -81,11 +80,6 @@ class OwnEngine:
         self._is_blocked = self.core.num_steps == num_steps and not self.outputs
         return seconds
 
-    def pump_until_running(self, count: int) -> None:
-        """Call the core until so many requests run."""
-        while self.core.status().running < count:
-            self.pump()
-
     def pump_until_decoding(self, requests: Sequence[str]) -> None:
         """Call the core until each of these requests had an output."""
         waiting = set(requests)
@@ -101,20 +95,17 @@ class OwnEngine:
 
 
 @contextlib.contextmanager
-def own_engine(
-    config: Config, build: Callable[..., EngineParts] = build_engine, costs: PageCosts | None = None
-) -> Iterator[OwnEngine]:
+def own_engine(config: Config, build: Callable[..., EngineParts] = build_engine) -> Iterator[OwnEngine]:
     """Build an engine as the product does, and close it when the block is left.
 
     Args:
         config: Its settings; without a blob store it gets an empty one of its own.
         build: Builds it.
-        costs: Seconds to get a page back; None measures them.
     """
     with tempfile.TemporaryDirectory(prefix="weft-") as folder:
         config = replace(config, registry=RegistryConfig(blob_url=config.registry.blob_url or folder))
         loaded = threading.Event()
-        parts = build(config, notify=loaded.set, costs=costs)
+        parts = build(config, notify=loaded.set)
         try:
             yield OwnEngine(parts, loaded, config)
         finally:

@@ -12,10 +12,8 @@ parts, in ms, and, last, one JSON line.
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -36,7 +34,7 @@ from weft.benchmarks.qwen_shape import MODEL_ABOUT, RANKS, VOCAB_SIZE, make_chec
 from weft.benchmarks.report import DEFAULT_CACHE, AddOption, counts, positive, take_turns
 from weft.config import Config, KvDtype, MemoryConfig, ModelConfig, SchedulerConfig
 from weft.engine.model.linear import make_head, make_linear
-from weft.kernels.weight_format import HEAD_FORMAT, WeightFormat, layer_bytes
+from weft.kernels.weight_format import WeightFormat
 
 PROMPT_TOKENS = 64
 WARM_UP_STEPS = 120
@@ -79,14 +77,7 @@ class LinearPass:
         qkv = (QWEN.num_heads + 2 * QWEN.num_kv_heads) * QWEN.head_dim
         shapes = [(qkv, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)] * QWEN.num_layers
         self._linears = [(make_linear(_random(*shape), weights=weights), shape[1]) for shape in shapes]
-        head = (VOCAB_SIZE, hidden)
-        self._linears.append((make_head(_random(*head), weights), hidden))
-        if weights == "bf16":
-            self.megabytes = 2 * sum(map(math.prod, (*shapes, head))) / 1e6
-        else:
-            self.megabytes = (
-                layer_bytes(HEAD_FORMAT, *head) + sum(layer_bytes(weights, *each) for each in shapes)
-            ) / 1e6
+        self._linears.append((make_head(_random(VOCAB_SIZE, hidden), weights), hidden))
 
     @torch.inference_mode()
     def seconds(self, rows: int, head_rows: int) -> float:
@@ -200,8 +191,7 @@ def _measure_case(
     for format_, rounds in take_turns(contenders, options.repeats, run, first=1).items():
         name = case.name if format_ == "bf16" else f"{case.name}, {format_}"
         step_s, parts, floor_s = zip(*rounds, strict=True)
-        found[name] = figures([*chain(*step_s)], floor_s, sum(parts, Counter()), contenders[format_].floor.megabytes)
-        print(f"measured: {name}", file=sys.stderr, flush=True)
+        found[name] = figures([*chain(*step_s)], floor_s, sum(parts, Counter()))
     return found
 
 
@@ -214,7 +204,7 @@ def make_result(cases: dict[str, dict[str, Any]], prompt_tokens: int = PROMPT_TO
         "table": [
             {
                 "case": name,
-                **{key: case[key] for key in ("step_ms", "floor_ms", "step / floor", "weights_mb")},
+                **{key: case[key] for key in ("step_ms", "floor_ms", "step / floor")},
                 **{group: sum(case["part_ms"][part] for part in parts) for group, parts in GROUPS.items()},
             }
             for name, case in cases.items()
@@ -222,16 +212,13 @@ def make_result(cases: dict[str, dict[str, Any]], prompt_tokens: int = PROMPT_TO
     }
 
 
-def figures(
-    step_s: Sequence[float], floor_s: Sequence[float], part_s: Counter[str], weights_mb: float
-) -> dict[str, Any]:
-    """Medians, their ratio, the MB of weights that a step reads, and the mean time of each part of a step."""
+def figures(step_s: Sequence[float], floor_s: Sequence[float], part_s: Counter[str]) -> dict[str, Any]:
+    """Medians, their ratio, and the mean time of each part of a step."""
     step, floor = statistics.median(step_s), statistics.median(floor_s)
     return {
         "step_ms": step * 1e3,
         "floor_ms": floor * 1e3,
         "step / floor": step / floor,
-        "weights_mb": weights_mb,
         "part_ms": {part: 1e3 * part_s[part] / len(step_s) for part in PARTS},
         "part_share": {part: part_s[part] / part_s.total() for part in PARTS},
     }

@@ -102,7 +102,7 @@ def time_steps(
     step_s: dict[str, list[float]] = {"quiet": [], "swaps": []}
     for round_ in range(options.rounds):
         requests = engine.submit_endless([PROMPT] * options.requests, steady)
-        engine.pump_until_running(len(requests))
+        engine.pump_until_decoding(requests)
         for phase in step_s if round_ % 2 == 0 else reversed(step_s):
             for _ in range(SETTLE_STEPS if engine.core.num_steps > WARM_UP_STEPS else WARM_UP_STEPS):
                 engine.pump()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from weft.benchmarks.engine.kernels import MIXES, KernelBench, Work, call_s, relative_error
+from weft.benchmarks.engine.kernels import KernelBench, Work, call_s, relative_error
 from weft.benchmarks.gpu.case_log import Cases, Figures
 from weft.benchmarks.gpu.floors import GOAL_LORA, GOAL_MIXED, GOAL_SINGLE_S
 from weft.benchmarks.gpu.setup import MAX_TOKENS, Setup
@@ -53,7 +53,7 @@ def cases(setup: Setup) -> Cases:
     for about, row in SAMPLINGS.items():
         name = f"{about} sampling, 32 rows"
         found[name] = partial(_operation, setup, KernelBench.sampling, 32, about, row, setup.vocab_size)
-    found["norms, SiLU and rope, 32 rows"] = partial(_operation, setup, KernelBench.small, 32)
+    found["norm and SiLU, 32 rows"] = partial(_operation, setup, KernelBench.small, 32)
     for count, rank in itertools.product((32, 1, 8), (16, 8, 64)):
         found[f"LoRA, 32 rows, {count} of rank {rank}"] = partial(_lora, setup, (rank,) * count)
     found["LoRA, mixed ranks as one rank"] = partial(_mixed, setup)
@@ -95,7 +95,7 @@ def _lora(setup: Setup, ranks: tuple[int, ...]) -> Figures:
 
 def _mixed(setup: Setup) -> Figures:
     """K2: mixed ranks beside one rank with equally many bytes."""
-    even, mixed = (timed(setup, setup.bench.lora(MIXES[mix], 32)) for mix in ("10 of rank 24", "8 of ranks 8 to 64"))
+    even, mixed = (timed(setup, setup.bench.lora(ranks, 32)) for ranks in ((24,) * 10, (8, 16, 32, 64) * 2))
     return {**mixed, "even": even["measured"], "goal": GOAL_MIXED * even["measured"]}
 
 

@@ -53,7 +53,7 @@ def _scattered(setup: Setup, model: ModelShape) -> Figures:
     """Decode attention over pages in the largest arena that there is room for; pages side by side are the floor."""
     release(setup.device)
     free = torch.cuda.mem_get_info()[0] - RESERVED_BYTES if setup.device.type == "cuda" else 1 << 26
-    bench = KernelBench(model, setup.device, kv_pages=free // model.geometry().page_bytes - 2)
+    bench = KernelBench(model, setup.device, free // model.geometry().page_bytes - 1)
     rows, context = 32, setup.sized(1024, 32)
     count = rows * bench.geometry.blocks(context)
     us_by_gib = {}

@@ -21,9 +21,9 @@ from weft.adapters.ref import AdapterRef
 from weft.benchmarks.engine.kernels import KernelBench, Machine, measure_machine
 from weft.benchmarks.engine.own_engine import OwnEngine, own_engine
 from weft.benchmarks.engine.stored import store_adapters
-from weft.benchmarks.model_shapes import ALL_LINEAR, MODELS, ModelShape
+from weft.benchmarks.model_shapes import ALL_LINEAR, MODELS, QWEN, ModelShape
 from weft.benchmarks.qwen_shape import save_random_adapter
-from weft.config import AdapterConfig, Config, Device, MemoryConfig, ModelConfig, SchedulerConfig
+from weft.config import AdapterConfig, Config, Device, KvDtype, MemoryConfig, ModelConfig, SchedulerConfig
 from weft.engine.model import weights as weights_module
 from weft.engine.model.spec import expected_tensors
 from weft.engine.model.weights import _Checkpoint
@@ -48,6 +48,8 @@ class Setup:
     """Whether sizes are those of a toy, so that the verbs can be tested on a CPU."""
     is_eager: bool = False
     """Whether the engine launches each kernel of a decode step, and replays no CUDA graphs."""
+    kv_dtype: KvDtype = "auto"
+    """Of the keys and values of operations."""
     jobs: int = 1
     """Processes for tests."""
     seconds: float = 540.0
@@ -62,7 +64,8 @@ class Setup:
     @property
     def model(self) -> ModelShape:
         """The shape of all operations and steps."""
-        return TINY if self.is_tiny else MODELS[0]
+        real = MODELS[0] if self.device.type == "cuda" else QWEN
+        return TINY if self.is_tiny else real
 
     @property
     def vocab_size(self) -> int:
@@ -72,12 +75,14 @@ class Setup:
     @cached_property
     def machine(self) -> Machine:
         """What the device can do at best."""
-        return measure_machine(self.device, self.sized(1 << 32, 1 << 22), self.sized(8192, 128))
+        real = (1 << 32, 8192) if self.device.type == "cuda" else (1 << 28, 1536)
+        return measure_machine(self.device, *((1 << 22, 128) if self.is_tiny else real))
 
     @cached_property
     def bench(self) -> KernelBench:
         """The operations of a step and their data."""
-        return KernelBench(self.model, self.device, kv_pages=MAX_TOKENS // self.model.geometry().page_tokens)
+        pages = MAX_TOKENS // self.model.geometry(kv_dtype=self.kv_dtype).page_tokens
+        return KernelBench(self.model, self.device, pages + 1, self.kv_dtype)
 
     @cached_property
     def folder(self) -> Path:

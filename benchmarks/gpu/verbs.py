@@ -14,7 +14,9 @@
 Each case prints a line and goes to DIR/VERB.json at once. A verb stops before the case that would not end within
 --seconds, with exit status 3; run again, it goes on where it stopped. A case that fails is kept with its error and does
 not stop the others; then, and where a goal is missed, the exit status is 1. With --eager, decode steps are not replayed
-as CUDA graphs, and the file is DIR/VERB-eager.json. --tiny runs toy sizes on a CPU, to try the verbs out.
+as CUDA graphs, and the file is DIR/VERB-eager.json. --tiny runs toy sizes on a CPU, to try the verbs out. With --cpu,
+`kernels` times the operations of a CPU in the shape of Qwen2.5-0.5B, into DIR/kernels-cpu.json; the goals remain those
+of a GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -32,6 +35,7 @@ from weft.benchmarks.gpu import commands, kernels, memory, serve, step, yardstic
 from weft.benchmarks.gpu.case_log import CaseLog, Cases
 from weft.benchmarks.gpu.setup import Setup, describe_device, release
 from weft.benchmarks.report import AddOption, positive, provenance
+from weft.config import KvDtype
 from weft.errors import ConfigError
 
 VERBS: dict[str, Callable[[Setup], Cases]] = {
@@ -52,19 +56,22 @@ def run(options: argparse.Namespace) -> int:
     """Run a verb; returns the exit status.
 
     Raises:
-        ConfigError: There is no CUDA device.
+        ConfigError: There is no CUDA device, or the verb needs one.
     """
-    if not options.tiny and not torch.cuda.is_available():
+    if options.cpu and options.verb != "kernels":
+        raise ConfigError("--cpu is for kernels alone. The other verbs take a GPU, or toy sizes with --tiny.")
+    if not (options.tiny or options.cpu or torch.cuda.is_available()):
         raise ConfigError(
             f"torch {torch.__version__} sees no CUDA device. Run it where there is one, or try the verbs out on a CPU "
             "with --tiny."
         )
     options.out.mkdir(parents=True, exist_ok=True)
     setup = Setup(
-        device=torch.device("cpu" if options.tiny else "cuda"),
+        device=torch.device("cpu" if options.tiny or options.cpu else "cuda"),
         out=options.out.resolve(),
         is_tiny=options.tiny,
         is_eager=options.eager,
+        kv_dtype=options.kv_dtype,
         jobs=options.jobs,
         seconds=options.seconds,
     )
@@ -72,7 +79,9 @@ def run(options: argparse.Namespace) -> int:
     about["commit"] = options.commit or about["commit"]
     if options.verb not in PROGRAMS:
         about["machine"] = asdict(setup.machine)
-    log = CaseLog(setup.out / f"{options.verb}{'-eager' if options.eager else ''}.json", about)
+    ways = {"eager": options.eager, "cpu": options.cpu, "int8": options.kv_dtype == "int8"}
+    name = "-".join([options.verb, *(way for way, is_taken in ways.items() if is_taken)])
+    log = CaseLog(setup.out / f"{name}.json", about)
     cases = {name: case for name, case in VERBS[options.verb](setup).items() if re.search(options.only, name)}
     with setup.stack:
         return log.run(cases, options.seconds, partial(release, setup.device))
@@ -86,5 +95,7 @@ def add_options(add: AddOption) -> None:
     add("--jobs", type=positive, default=1, help="processes for tests")
     add("--only", default="", help="a pattern: run only cases whose names have it")
     add("--eager", action="store_true", help="launch each kernel of a decode step: no CUDA graphs")
+    add("--kv-dtype", choices=get_args(KvDtype), default="auto", help="of the keys and values of operations")
+    add("--cpu", action="store_true", help="with kernels: time them on this CPU, in the shape of Qwen2.5-0.5B")
     add("--commit", default="", help="the commit, where this is not a checkout")
     add("--tiny", action="store_true", help="toy sizes on a CPU, to try the verbs out")

@@ -20,7 +20,7 @@ from typing import Any
 import uvloop
 
 from weft.benchmarks.http.serve import add_server_options, make_load, target
-from weft.benchmarks.metrics import Objective, RequestRecord, summarise
+from weft.benchmarks.metrics import RequestRecord, summarise
 from weft.benchmarks.report import AddOption, goal, positive
 from weft.client import Client
 from weft.errors import WeftError
@@ -89,7 +89,7 @@ def _goals(loads: dict[str, dict[str, float]], settings: Sequence[str]) -> list[
 
 
 def _figures(records: Sequence[RequestRecord]) -> dict[str, float]:
-    found = summarise(records, Objective())
+    found = summarise(records)
     if found["errors"] == len(records):
         raise WeftError(f"no interactive request succeeded: {records[0].error}")
     times = {f"{kind}_{at}_ms": found[f"{kind}_ms"][at] for kind in ("ttft", "tpot") for at in ("p50", "p95")}

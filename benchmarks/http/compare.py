@@ -18,7 +18,7 @@ import uvloop
 
 from weft.benchmarks.http.own_server import Served
 from weft.benchmarks.http.serve import add_server_options, make_load, target
-from weft.benchmarks.metrics import Objective, summarise
+from weft.benchmarks.metrics import summarise
 from weft.benchmarks.report import AddOption, positive, ratios, spread, take_turns
 from weft.errors import ConfigError, WeftError
 
@@ -46,7 +46,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             failed = next((record.error for record in records if record.error), None)
             if not round_ and failed:
                 raise WeftError(f"{name} does not answer as asked: {failed}")
-            return summarise(records, Objective())
+            return summarise(records)
 
         return make_result(take_turns(contenders, options.repeats, run))
 

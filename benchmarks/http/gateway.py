@@ -11,11 +11,9 @@ the other. CPU time is that of whole processes, without the replicas' engines. P
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import secrets
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +21,10 @@ import uvloop
 
 from weft import demo
 from weft.benchmarks.http.generator import Reply, check_replies, closed_loop, open_loop, tokens_per_s
-from weft.benchmarks.http.own_server import BASE_NAME, TENANT, OwnServer, plain_server
+from weft.benchmarks.http.own_server import BASE_NAME, TENANT, OwnServer, cluster
 from weft.benchmarks.http.stepped_server import STEP_S
 from weft.benchmarks.metrics import percentile
-from weft.benchmarks.report import SHOWN, AddOption, goal, positive, ratios, spread, take_turns
-from weft.server.server_process import PROGRAM
+from weft.benchmarks.report import AddOption, goal, positive, ratios, spread, spread_rows, take_turns
 
 STEPPED = "weft.benchmarks.http.stepped_server"
 PROMPT_TOKENS = 8
@@ -40,7 +37,7 @@ Servers = Sequence[OwnServer]
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The cost, in turns."""
-    with cluster() as (replicas, gateways):
+    with stepped_cluster() as (replicas, gateways):
         key, idle_mib = gateways[0].add_tenant(TENANT), _used(gateways[:1])[1]
 
         def run(name: str, _: int) -> dict[str, float]:
@@ -58,11 +55,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "gateway_idle_mib": idle_mib,
         "ttft_alone_p50_ms": {"direct": direct_ms, "gateway": through_ms},
         "ratios": {"tokens/s, gateway / direct": speed},
-        "table": [
-            {"": name, "figure": part, **{each: figure[each] for each in SHOWN}}
-            for name, own in found.items()
-            for part, figure in own.items()
-        ],
+        "table": spread_rows(found),
         "goals": [
             goal("CPU of the gateway, us per token", found["gateway"]["gateway_cpu_us"]["median"], 60.0),
             goal("TTFT p50 of one request at a time, ms more than direct", through_ms - direct_ms, 1.0),
@@ -71,20 +64,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def cluster() -> Iterator[tuple[Servers, Servers]]:
-    """Two replicas and two gateways over one registry, until the block is left."""
-    shared = {"WEFT_ADMIN_KEY": secrets.token_hex(20), "WEFT_PEPPER": secrets.token_hex(20)}
-    with contextlib.ExitStack() as stack:
-        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-")))
-        stores = [f"registry.database_url=sqlite:///{root}/registry.sqlite", f"registry.blob_url={root}/blobs"]
-
-        def start(role: str, number: int, program: str, *settings: str) -> OwnServer:
-            given = [f"server.role={role}", *stores, *settings]
-            return stack.enter_context(plain_server(demo.MODEL, given, root / f"{role}{number}", program, **shared))
-
-        replicas = [start("replica", number, STEPPED, "memory.gib=0.0625", "model.threads=1") for number in range(2)]
-        yield replicas, [start("gateway", number, PROGRAM) for number in range(2)]
+def stepped_cluster() -> AbstractContextManager[tuple[Servers, Servers]]:
+    """Two replicas whose engine is a clock, and two gateways, until the block is left."""
+    return cluster(demo.MODEL, ("memory.gib=0.0625", "model.threads=1"), 2, STEPPED)
 
 
 async def load(servers: Servers, key: str, count: int, num_tokens: int, replies: list[Reply]) -> None:

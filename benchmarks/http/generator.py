@@ -21,6 +21,8 @@ from weft.benchmarks.metrics import RequestRecord
 from weft.errors import WeftError
 
 _TICK_S = 0.005
+TIMEOUT_S = 600.0
+"""Longest wait for a whole answer."""
 REFUSED_PAUSE_S = 0.25
 """Pause of a closed loop after a refusal."""
 PATH = "/completions"
@@ -31,13 +33,10 @@ _LOWEST_PROMPT_ID = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSettings:
-    """How requests are written and sent."""
+    """How requests are written."""
 
     vocab_size: int = 512
     """Prompt ids are drawn below this."""
-    ignore_eos: bool = True
-    """Ask for exactly `output_tokens`; false for servers that lack the field."""
-    timeout_s: float = 600.0
     seed: int = 0
 
 
@@ -69,7 +68,6 @@ class Call:
     """A request, ready to be sent."""
 
     client: EventClient
-    settings: LoadSettings
     model: str
     prompt_tokens: int
     output_tokens: int
@@ -84,11 +82,11 @@ class Call:
 
         reply.sent_s = time.perf_counter()
         try:
-            async with asyncio.timeout(self.settings.timeout_s):
+            async with asyncio.timeout(TIMEOUT_S):
                 await self.client.post(PATH, self.body, answer.take, note_head)
             reply.error = reply.error or answer.fault(self)
         except TimeoutError:
-            reply.error = f"no answer within {self.settings.timeout_s:g} s"
+            reply.error = f"no answer within {TIMEOUT_S:g} s"
         except (HttpStatusError, OSError, ValueError) as error:
             reply.error = f"{type(error).__name__}: {error}"
         finally:
@@ -113,9 +111,9 @@ class Calls:
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **({"ignore_eos": True} if self.settings.ignore_eos else {}),
+            "ignore_eos": True,
         }
-        return Call(self.client, self.settings, model, prompt_tokens, output_tokens, orjson.dumps(body))
+        return Call(self.client, model, prompt_tokens, output_tokens, orjson.dumps(body))
 
 
 async def open_loop(calls: Sequence[Call], arrivals_s: Sequence[float], replies: list[Reply]) -> None:
@@ -205,7 +203,7 @@ class _Answer:
             return "no usage came, although stream_options asked for it"
         self._record.prompt_tokens = int(self._usage["prompt_tokens"])
         self._record.completion_tokens = int(self._usage["completion_tokens"])
-        if call.settings.ignore_eos and self._record.completion_tokens != call.output_tokens:
+        if self._record.completion_tokens != call.output_tokens:
             return f"usage says {self._record.completion_tokens} tokens came, {call.output_tokens} were asked for"
         if self._record.prompt_tokens != call.prompt_tokens:
             return f"usage says {self._record.prompt_tokens} prompt tokens, {call.prompt_tokens} were sent"

@@ -25,7 +25,7 @@ from weft.benchmarks.http.generator import LoadSettings
 from weft.benchmarks.http.own_server import Served, own_server
 from weft.benchmarks.http.serve import Load
 from weft.benchmarks.qwen_shape import MODEL_ABOUT, VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, SHOWN, AddOption, positive, spread, take_turns
+from weft.benchmarks.report import DEFAULT_CACHE, AddOption, positive, spread, spread_rows, take_turns
 from weft.benchmarks.workloads import TimedRequest
 from weft.errors import ConfigError, WeftError
 
@@ -94,15 +94,7 @@ def make_result(runs: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, Any
             "all": share("gap over HTTP", "computed"),
         },
     }
-    return {
-        "load": {"model": MODEL_ABOUT},
-        **found,
-        "table": [
-            {"": f"{name}, {unit}", **{key: each[key] for key in SHOWN}}
-            for unit, figures in found.items()
-            for name, each in figures.items()
-        ],
-    }
+    return {"load": {"model": MODEL_ABOUT}, **found, "table": spread_rows(found)}
 
 
 def add_options(add: AddOption) -> None:

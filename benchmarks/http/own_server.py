@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from weft.benchmarks.report import AddOption
 from weft.client import Client
 from weft.config import environment
 from weft.errors import ConfigError, WeftError
-from weft.server.server_process import PROGRAM, ServerProcess, server_process
+from weft.server.server_process import PROGRAM, server_process
 
 BASE_NAME = "base"
 TENANT = "benchmark"
@@ -138,7 +138,9 @@ def plain_server(
     Raises:
         WeftError: The server does not start.
     """
-    plain, options = _environment() | variables, _options(model, settings)
+    plain = {name: value for name, value in environment().items() if not name.startswith("WEFT_")} | variables
+    own = [f"--set={setting}" for setting in settings]
+    options = ["--model", str(model), "--served-model-name", BASE_NAME, *own]
     with (
         tempfile.TemporaryDirectory(prefix="weft-") as own_folder,
         server_process(0, folder or Path(own_folder), options, plain, program) as server,  # any port: several may run
@@ -149,31 +151,38 @@ def plain_server(
 
 
 @contextlib.contextmanager
+def cluster(
+    model: str | Path, settings: Sequence[str], num_replicas: int, program: str = PROGRAM
+) -> Iterator[tuple[list[OwnServer], list[OwnServer]]]:
+    """Serve a model from replicas and two gateways over one registry until the block is left.
+
+    Args:
+        model: As of `plain_server`.
+        settings: Of the replicas.
+        num_replicas: How many there are.
+        program: The module that is run for each replica.
+
+    Returns:
+        The replicas, and the gateways.
+    """
+    shared = {"WEFT_ADMIN_KEY": secrets.token_hex(20), "WEFT_PEPPER": secrets.token_hex(20)}
+    with contextlib.ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-")))
+        stores = [f"registry.database_url=sqlite:///{root}/registry.sqlite", f"registry.blob_url={root}/blobs"]
+
+        def start(role: str, number: int, program: str, own: Sequence[str]) -> OwnServer:
+            given = [f"server.role={role}", *stores, *own]
+            return stack.enter_context(plain_server(model, given, root / f"{role}{number}", program, **shared))
+
+        replicas = [start("replica", number, program, settings) for number in range(num_replicas)]
+        yield replicas, [start("gateway", number, PROGRAM, ()) for number in range(2)]
+
+
+@contextlib.contextmanager
 def many_servers(model: str | Path, settings: Sequence[str], num_replicas: int) -> Iterator[OwnServer]:
-    """Serve a model from replicas behind two gateways until the block is left; arguments as of `plain_server`."""
-    shared = {**_environment(), "WEFT_PEPPER": secrets.token_hex(16), "WEFT_ADMIN_KEY": secrets.token_hex(16)}
-    with tempfile.TemporaryDirectory(prefix="weft-") as own_folder, contextlib.ExitStack() as stack:
-        place = Path(own_folder)
-        registry = [f"--database-url=sqlite:///{place}/registry.sqlite", f"--blob-url={place}/blobs"]
-
-        def start(name: str, *options: str) -> ServerProcess:
-            server = stack.enter_context(server_process(0, place / name, [*registry, *options], shared))
-            server.wait_ready(READY_WITHIN_S)
-            return server
-
-        for number in range(num_replicas):
-            start(f"replica{number}", "--role=replica", *_options(model, settings))
-        gateway, other = (start(name, "--role=gateway") for name in ("gateway", "other-gateway"))
-        with Client(gateway.url, gateway.admin_key()) as admin:
-            yield OwnServer(admin, admin.engine()["ready"], gateway.pid, f"{other.url}/v1")
-
-
-def _options(model: str | Path, settings: Sequence[str]) -> list[str]:
-    return ["--model", str(model), "--served-model-name", BASE_NAME, *(f"--set={setting}" for setting in settings)]
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in environment().items() if not name.startswith("WEFT_")}
+    """One gateway of a `cluster`, which knows the other."""
+    with cluster(model, settings, num_replicas) as (_, (gateway, other)):
+        yield replace(gateway, other_url=other.url)
 
 
 @contextlib.contextmanager

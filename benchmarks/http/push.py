@@ -22,7 +22,7 @@ from typing import Any
 from weft.benchmarks.http.generator import Calls, Reply, check_replies, closed_loop
 from weft.benchmarks.http.own_server import OwnServer, plain_server, read_adapter, variant
 from weft.benchmarks.qwen_shape import make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, SHOWN, AddOption, goal, positive, spread
+from weft.benchmarks.report import DEFAULT_CACHE, AddOption, goal, positive, spread, spread_rows
 from weft.client import Client
 from weft.errors import ConfigError, WeftError
 
@@ -54,18 +54,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with plain_server(options.model, options.set) as server:
         phases, sizes, num_load = asyncio.run(_measure(options, server))
     figures = {name: {part: spread([run[part] for run in runs]) for part in runs[0]} for name, runs in phases.items()}
-    table = [
-        {"": name, "part": part, **{each: found[each] for each in SHOWN}}
-        for name, parts in figures.items()
-        for part, found in parts.items()
-    ]
     goals = [
         goal(f"{name}: push to first token, ms", figures[name]["total_ms"]["median"], MAX_MS[name]) for name in figures
     ]
     growth = {name: sizes[1][name] - sizes[0][name] for name in sizes[0]}
     goals.append(goal("growth over the last pushes, MiB", growth["rss_mib"], MAX_GROWTH_MIB))
     goals.append(goal("open files more than before", growth["open_files"], MAX_MORE_FILES))
-    return {"phases": figures, "sizes": sizes, "load_requests": num_load, "table": table, "goals": goals}
+    found = {"phases": figures, "sizes": sizes, "load_requests": num_load}
+    return {**found, "table": spread_rows(figures), "goals": goals}
 
 
 async def _measure(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import random
 import sys
 from collections import Counter
@@ -26,13 +25,13 @@ import uvloop
 from weft.benchmarks.http.generator import Calls, LoadSettings, Reply, closed_loop, open_loop
 from weft.benchmarks.http.http_stream import EventClient
 from weft.benchmarks.http.own_server import Served, own_server, server_names
-from weft.benchmarks.metrics import Objective, summarise
+from weft.benchmarks.metrics import summarise
 from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
 from weft.benchmarks.report import DEFAULT_CACHE, AddOption, positive
-from weft.benchmarks.workloads import PATTERNS, TimedRequest, assign_adapters, gamma_arrivals
+from weft.benchmarks.workloads import PATTERNS, TimedRequest, assign_adapters, poisson_arrivals
 from weft.errors import ConfigError
 
-RATES = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s", "goodput_requests_per_s", "within_objective")
+RATES = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s")
 _SHOWN_ERRORS = 5
 
 
@@ -83,12 +82,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         ConfigError: The options contradict each other.
         WeftError: The server does not start.
     """
-    objective = Objective(ttft_s=options.slo_ttft_ms / 1e3, tpot_s=options.slo_tpot_ms / 1e3)
     with target(options) as served:
         load = make_load(options, len(served.models))
         records = uvloop.run(load.send(served, options.warmup))
     errors = Counter(record.error for record in records if record.error).most_common()
-    summary = summarise(records, objective)
+    summary = summarise(records)
     print(", ".join(f"{name} {summary[name]:,.4g}" for name in RATES), file=sys.stderr)
     return {
         "adapters": dict(Counter(record.model for record in records).most_common()),
@@ -138,16 +136,13 @@ def make_load(options: argparse.Namespace, num_models: int) -> Load:
     ranges = (_range(options.input_tokens, "input-tokens"), _range(options.output_tokens, "output-tokens"))
     count, rate, seed = options.requests, options.rate, options.seed
     adapters, draw = assign_adapters(options.popularity, count, num_models, seed), random.Random(seed)
-    arrivals = gamma_arrivals(count, rate, options.cv, seed) if rate else [0.0] * count
-    settings = LoadSettings(
-        vocab_size=options.vocab_size, ignore_eos=options.ignore_eos, timeout_s=options.timeout_s, seed=seed
-    )
+    arrivals = poisson_arrivals(count, rate, seed) if rate else [0.0] * count
     return Load(
         [
             TimedRequest(arrival_s, adapter, *(draw.randrange(*bounds) for bounds in ranges))
             for arrival_s, adapter in zip(arrivals, adapters, strict=True)
         ],
-        settings,
+        LoadSettings(vocab_size=options.vocab_size, seed=seed),
         None if rate else options.concurrency,
     )
 
@@ -182,19 +177,14 @@ def add_server_options(add: AddOption, requests: int = 64, concurrency: int = 32
     add("--requests", type=positive, default=requests)
     add("--concurrency", type=positive, default=concurrency, help="requests in flight (closed loop)")
     add("--rate", type=_rate, default=None, help="requests per second (open loop)")
-    add("--cv", type=float, default=1.0, help="variation of the gaps in an open loop; 1 Poisson, 0 even")
     add("--popularity", default="uniform", help=", ".join(PATTERNS))
     add("--input-tokens", default="64", help="prompt tokens: a number or low:high")
     add("--output-tokens", default="64", help="output tokens: a number or low:high")
     add("--vocab-size", type=positive, default=512, help="prompt ids are drawn below this")
-    add("--no-ignore-eos", dest="ignore_eos", action="store_false", help="for servers without ignore_eos")
-    add("--timeout-s", type=float, default=600.0)
     add("--seed", type=int, default=0)
 
 
 def add_options(add: AddOption) -> None:
     """Add its options."""
     add_server_options(add)
-    add("--slo-ttft-ms", type=float, default=math.inf)
-    add("--slo-tpot-ms", type=float, default=math.inf)
     add("--warmup", type=int, default=0, help="requests sent before, not measured")

@@ -34,17 +34,16 @@ class SteppedEngine(EngineClient):
         """As many tokens as the request allows."""
         outputs = self._running[request.request_id] = Inbox()
         outputs.put(_token(request.request_id))
-        num_tokens, is_over = 0, False
+        num_tokens = 0
         try:
-            while not is_over:
+            while True:
                 for output in await outputs.take():
                     num_tokens += len(output.token_ids)
                     if num_tokens == request.params.max_tokens:
                         output.finish_reason = "length"
-                    is_over = output.finish_reason is not None
                     yield output
-                    if is_over:
-                        break
+                    if output.finish_reason is not None:
+                        return
         finally:
             del self._running[request.request_id]
 

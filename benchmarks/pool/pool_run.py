@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import bisect
 import contextlib
-import functools
 import statistics
 import time
 from collections import Counter
@@ -18,27 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from weft.adapters.ref import AdapterRef
 from weft.benchmarks.engine.own_engine import OwnEngine, own_engine
 from weft.benchmarks.engine.stored import greedy_request
 from weft.benchmarks.metrics import RequestRecord
-from weft.benchmarks.pool.pool_shape import DTYPE, NUM_FILES, VOCAB_SIZE, PoolShape
+from weft.benchmarks.pool.pool_shape import NUM_FILES, VOCAB_SIZE, PoolShape
 from weft.benchmarks.report import DEFAULT_CACHE, AddOption, N, take_turns
 from weft.benchmarks.workloads import TimedRequest
 from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from weft.engine.build import EngineParts, build_engine
-from weft.engine.execution.costs import StartMeasures
-from weft.engine.model.spec import read_spec
-from weft.engine.model.weights import load_decoder
 from weft.engine.request import GenerationRequest
 from weft.engine.status import EngineStatus, StepStats
 from weft.errors import WeftError
-from weft.memory.arena import Arena, PageCopier
-from weft.memory.eviction import PageCosts
-from weft.memory.host_slab import HostSlab
-from weft.memory.pool import PagePool
 
 IDLE_S = 0.001
 """Longest wait for a load while there is nothing to compute."""
@@ -47,7 +38,6 @@ STATUS_STEPS = 128
 COUNTED = ("loads", "evictions", "preemptions")
 _LOWEST_ID = 16
 """Ids below are often special tokens."""
-_COST_PAGES = 64
 Admit = Callable[[int, int, float, bool], int]
 """How many requests are handed to the engine now, of those that are due. Arguments: how many are due and how many in
 flight, seconds since the oldest was due, and whether no more will come."""
@@ -228,9 +218,7 @@ def pool_engine(
     num_adapters: int,
     memory: MemoryConfig,
     max_running: int,
-    *,
     build: Callable[..., EngineParts] = build_engine,
-    costs: PageCosts | None = None,
 ) -> Iterator[PoolEngine]:
     """Build an engine with adapters of a shape, and close it when the block is left.
 
@@ -240,7 +228,6 @@ def pool_engine(
         memory: Its pages.
         max_running: Requests in a step.
         build: Builds it.
-        costs: Seconds to get a page back; None takes what is measured once for all engines of a shape.
     """
     config = Config(
         model=ModelConfig(path=str(shape.model), device="cpu", dtype="float32", max_model_len=1024),
@@ -249,15 +236,5 @@ def pool_engine(
         scheduler=SchedulerConfig(max_running=max_running),
         registry=RegistryConfig(blob_url=str(shape.blobs)),
     )
-    with own_engine(config, build, costs or _measured_costs(shape)) as engine:
+    with own_engine(config, build) as engine:
         yield PoolEngine(engine, shape.adapters(num_adapters))
-
-
-@functools.cache
-def _measured_costs(shape: PoolShape) -> PageCosts:
-    cpu = torch.device("cpu")
-    decoder = load_decoder(shape.model, read_spec(shape.model), DTYPE, cpu, num_positions=1024)
-    arena = Arena(shape.geometry, _COST_PAGES, cpu, DTYPE)
-    slab = HostSlab(1, shape.geometry.page_bytes, pinned=False)
-    measures = StartMeasures(decoder, arena, PagePool(_COST_PAGES), max_tokens=1024)
-    return measures.costs(slab, PageCopier(arena))

@@ -25,7 +25,7 @@ from weft.benchmarks.report import SHOWN, AddOption, ratios, spread
 from weft.benchmarks.workloads import TimedRequest, slora_trace
 from weft.config import Config
 from weft.engine import build
-from weft.memory.eviction import Evictor, PageCosts, eviction_policy
+from weft.memory.eviction import Evictor, eviction_policy
 from weft.memory.pool import PagePool
 
 
@@ -46,7 +46,7 @@ LOADS = (
 )
 
 
-def build_split_engine(config: Config, *, notify: Callable[[], None], costs: PageCosts) -> build.EngineParts:
+def build_split_engine(config: Config, *, notify: Callable[[], None]) -> build.EngineParts:
     """Build the product's engine, but with one half of its pages for the KV cache and the other for adapters.
 
     Both halves lie in one arena, each with a pool and an evictor of its own; neither gives pages to the other. There is
@@ -69,7 +69,7 @@ def build_split_engine(config: Config, *, notify: Callable[[], None], costs: Pag
         reserve_pages = property(lambda _: 0, lambda *_: None)
 
     with patch.object(build, "PagePool", kv_half), patch.object(build, "Residency", HalfResidency):
-        return build.build_engine(config, notify=notify, costs=costs)
+        return build.build_engine(config, notify=notify)
 
 
 ENGINES: dict[str, Callable[..., build.EngineParts]] = {"unified": build.build_engine, "split": build_split_engine}

@@ -30,9 +30,9 @@ def test_no_column_of_a_table_in_a_file_is_cut(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["kernels", "--rows", "x"],
+        ["step", "--rows", "x"],
         ["step", "--rows", "0"],
-        ["kernels", "--rows", "1,,2"],
+        ["step", "--rows", "1,,2"],
         ["step", "--steps", "0"],
         ["step", "--weights", "int3"],
         ["overhead", "--requests", "0"],

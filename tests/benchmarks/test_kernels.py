@@ -1,69 +1,26 @@
-"""What the kernel benchmark calls and makes of its timings, on small shapes."""
+"""The operations that benchmarks time, and their floors, on small shapes; and how they are timed on a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from weft.adapters.lora.layout import adapter_pages
-from weft.benchmarks.engine import kernels
-from weft.benchmarks.engine.kernels import MIXES, KernelBench, Machine, Work, arena_pages, figures
+from weft.benchmarks.engine.kernels import KernelBench, Machine, Work, call_s
+from weft.benchmarks.gpu import kernels, setup
+from weft.benchmarks.gpu.case_log import DONE
 from weft.benchmarks.main import main
-from weft.benchmarks.model_shapes import MODELS, ModelShape
+from weft.benchmarks.model_shapes import ModelShape
 
 SMALL = ModelShape("small", num_layers=2, hidden=64, intermediate=160, num_heads=4, num_kv_heads=2)
 CPU = torch.device("cpu")
-
-
-def test_every_operation_is_timed_beside_its_floor(
-    measure: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(kernels, "MODELS", (SMALL,))
-    monkeypatch.setattr(kernels, "CALLS", 2)
-    monkeypatch.setattr(kernels, "PROMPT_TOKENS", 32)
-    monkeypatch.setattr(kernels, "measure_machine", lambda _: Machine(1e10, 1e11, 0.0))
-    operations = measure("kernels", "--model small --rows 2,8")["operations"]
-    assert all(found["us"] > 0 and found["floor_us"] > 0 for found in operations.values())
-    for name in (
-        "SiLU and product, 2 rows",
-        "attention, context 1024, 8 rows",
-        "LoRA gate_up, 8 rows, 8 of ranks 8 to 64",
-    ):
-        assert name in operations
-    assert "LoRA qkv, 2 rows, 8 of rank 8" not in operations, "there are not rows enough for all adapters"
-    assert capsys.readouterr().out.splitlines()[-1].startswith('{"benchmark": "kernels"')
-
-
-def test_int8_is_timed_beside_bfloat16_and_its_error_is_told(
-    measure: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(kernels, "MODELS", (SMALL,))
-    monkeypatch.setattr(kernels, "CALLS", 2)
-    monkeypatch.setattr(kernels, "measure_machine", lambda _: Machine(1e10, 1e11, 0.0))
-    result = measure("kernels", "--model small --rows 2 --contexts 300,1000 --kv-dtype int8")
-    wide, int8 = (result["operations"][f"attention, context 1000{kind}, 2 rows"] for kind in ("", " of int8"))
-    queries = 2 * 2 * 64 * 2
-    assert int8["floor_us"] == pytest.approx((2 * 1000 * 2 * 2 * (16 + 4) + queries) / 1e10 * 1e6)
-    assert wide["floor_us"] == pytest.approx((2 * 1000 * 2 * 2 * (16 * 2) + queries) / 1e10 * 1e6)
-    assert set(result["int8_errors"]) == {"300", "1000"}
-    assert all(0.003 < error < 0.03 for error in result["int8_errors"].values())
-    assert "attention to 1,000 tokens: int8 differs from bfloat16 by 0." in capsys.readouterr().err
-
-
-def test_a_context_that_the_pages_do_not_hold_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(kernels, "MODELS", (SMALL,))
-    longest = (arena_pages(SMALL) - 1) * SMALL.geometry().page_tokens
-    assert main("kernels", ["--model", "small", "--contexts", f"8,{longest + 1}"]) == 2
-    assert f"--contexts must be at most {longest}" in capsys.readouterr().err
+NUM_PAGES = 256
 
 
 def test_lora_reads_the_weights_of_the_adapters_of_its_rows() -> None:
-    bench = KernelBench(SMALL, CPU)
+    bench = KernelBench(SMALL, CPU, NUM_PAGES)
     qkv, out, gate_up, down = bench.lora((8, 16), rows=4)
     x, y = 4 * 64 * 2, 4 * 64 * 2
     assert out.num_bytes == (8 + 16) * (64 + 64) * 2 + x + 2 * y
@@ -74,7 +31,19 @@ def test_lora_reads_the_weights_of_the_adapters_of_its_rows() -> None:
 
 def test_adapters_that_the_pages_do_not_hold_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected adapters of fewer than \d+ pages, got \(64, 64, 64"):
-        KernelBench(SMALL, CPU).lora((64,) * 32, rows=32)
+        KernelBench(SMALL, CPU, NUM_PAGES).lora((64,) * 32, rows=32)
+
+
+def test_attention_reads_keys_and_values_as_they_are_stored() -> None:
+    wide, int8 = (KernelBench(SMALL, CPU, NUM_PAGES, kv_dtype).attention(2, 1000) for kv_dtype in ("auto", "int8"))
+    queries = 2 * 2 * 64 * 2
+    assert wide.num_bytes == 2 * 1000 * 2 * 2 * (16 * 2) + queries
+    assert int8.num_bytes == 2 * 1000 * 2 * 2 * (16 + 4) + queries
+    assert (wide.name, int8.name) == ("attention, context 1000", "attention, context 1000 of int8")
+    for work in (wide, int8):
+        found = work.run(1)
+        assert isinstance(found, torch.Tensor)
+        assert (found.shape, bool(found.isfinite().all())) == ((2, 4, 16), True)
 
 
 def test_the_floor_is_the_slowest_of_memory_arithmetic_and_launch() -> None:
@@ -82,34 +51,34 @@ def test_the_floor_is_the_slowest_of_memory_arithmetic_and_launch() -> None:
     assert machine.floor_s(Work("", print, 1e6)) == pytest.approx(1e-3)
     assert machine.floor_s(Work("", print, 1e3, 1e10)) == pytest.approx(1e-2)
     assert machine.floor_s(Work("", print, 1.0)) == 1e-6
-    found = figures([Work("nothing", lambda _: None, 1e6)], machine, " at all")["nothing at all"]
-    assert found["ratio"] == pytest.approx(found["us"] / 1e3)
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_the_arena_holds_the_adapters_of_every_mix(model: ModelShape) -> None:
-    pages = arena_pages(model)
-    base, geometry = model.base(), model.geometry()
-    largest = 32 * adapter_pages({(i, m): 16 for i in range(base.num_layers) for m in range(7)}, base, geometry)
-    assert largest < pages < 2 * max(largest, 512)
+def test_on_a_cpu_as_many_calls_warm_up_as_are_timed() -> None:
+    calls: list[int] = []
+    assert call_s(calls.append, CPU) > 0
+    assert calls == list(range(10))
 
 
-def test_each_mix_is_timed_before_the_next_takes_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks: list[int] = []
-    benches: list[KernelBench] = []
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_operations_of_a_cpu_are_timed_in_the_shape_of_a_model_that_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: str
+) -> None:
+    monkeypatch.setattr(setup, "QWEN", SMALL)
+    monkeypatch.setattr(setup, "MAX_TOKENS", 1 << 13)
+    monkeypatch.setattr(kernels, "MAX_TOKENS", 1 << 13)
+    monkeypatch.setattr(setup, "measure_machine", lambda _, num_bytes, side: Machine(float(num_bytes), float(side)))
+    options = f"kernels --cpu --kv-dtype {kv_dtype} --out {tmp_path} --only greedy|norm|8.rows,.context.1,024"
+    assert main("gpu", options.split()) == DONE
+    found = json.loads((tmp_path / f"kernels-cpu{'' if kv_dtype == 'auto' else '-int8'}.json").read_text())
+    assert (found["gpu"], found["machine"]["flops_per_s"]) == (None, 1536)
+    assert list(found["cases"]) == [
+        *("attention, 8 rows, context 1,024", "greedy sampling, 32 rows", "norm and SiLU, 32 rows")
+    ]
+    (part,) = found["cases"]["attention, 8 rows, context 1,024"]["parts"]
+    assert part["name"].endswith(" of int8") is (kv_dtype == "int8")
+    assert all(case["measured"] > 0 and case["floor"] > 0 for case in found["cases"].values())
 
-    def bench(*arguments: Any) -> KernelBench:
-        benches.append(KernelBench(*arguments))
-        return benches[0]
 
-    def note(works: Sequence[Work], *_: object) -> dict[str, dict[str, float]]:
-        if works[0].name.startswith("LoRA qkv"):
-            ranks.append(int(benches[0].tables.host_ranks[0, 0, 0]))
-        return {works[0].name: {"us": 1.0, "floor_us": 1.0, "ratio": 1.0}}
-
-    monkeypatch.setattr(kernels, "MODELS", (SMALL,))
-    monkeypatch.setattr(kernels, "measure_machine", lambda _: Machine(1e10, 1e11, 0.0))
-    monkeypatch.setattr(kernels, "KernelBench", bench)
-    monkeypatch.setattr(kernels, "figures", note)
-    assert main("kernels", ["--model", "small", "--rows", "32"]) == 0
-    assert ranks == [mix[0] for mix in MIXES.values()] == [16, 8, 8, 24, 16]
+def test_other_verbs_want_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("gpu", ["step", "--cpu", "--out", str(tmp_path)]) == 2
+    assert "--cpu is for kernels alone" in capsys.readouterr().err

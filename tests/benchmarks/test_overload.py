@@ -89,6 +89,7 @@ def make_phase() -> Phase:
             visit("impatient", served(20.0, 0.1)),
             visit("impatient", served(30.0, 11.0)),  # first token too late
             visit("impatient", served(31.0, 0.1, tpot_s=0.2)),  # too slow
+            visit("impatient", replace(served(32.0, 0.1), error="usage says 2 tokens came, 3 were asked for")),
             visit("honest", refused(20.0, b"3"), served(23.0, 0.1)),
             visit("honest", refused(20.0, b"3"), refused(23.0, b"3"), refused(26.0, None, took_s=0.2)),
             visit(QUIET, served(40.0, 0.5)),
@@ -102,11 +103,11 @@ def make_phase() -> Phase:
 def test_figures_of_a_phase() -> None:
     result = phase_result(OPTIONS, make_phase(), 1.0, 20.0)
     assert result["goodput"] == pytest.approx(3 / 50)
-    assert result["statuses"] == {"200": 7, "429": 4}
+    assert result["statuses"] == {"200": 8, "429": 4}
     assert result["with_retry_after"] == 0.75
     assert result["refusal_ms"]["p50"] == pytest.approx(20)
     assert result["refusal_ms"]["max"] == pytest.approx(200)
-    assert result["served"] == {"impatient": 1.0, "hammering": 0.0, "honest": 0.5, QUIET: 1.0}
+    assert result["served"] == {"impatient": 0.8, "hammering": 0.0, "honest": 0.5, QUIET: 1.0}
     assert result["true_within_twice"] == 0.5
     assert result["quiet_ttft_ms"]["max"] == pytest.approx(500)
     reached = {goal["goal"]: goal["ok"] for goal in make_goals(result)}

@@ -16,10 +16,8 @@ from weft.benchmarks.pool.pool_run import PoolEngine, pool_engine
 from weft.benchmarks.pool.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
 from weft.benchmarks.workloads import TimedRequest
 from weft.errors import WeftError
-from weft.memory.eviction import PageCosts
 
 NUM_FILES = 8
-COSTS = PageCosts(copy_s=1e-5, load_s=1e-4, token_s=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +42,7 @@ def make_engine(shape: PoolShape) -> Iterator[Callable[[int, int], PoolEngine]]:
 
         def make(room: int, count: int) -> PoolEngine:
             memory = shape.memory(room * shape.mean_pages + 16, 400)
-            engine = stack.enter_context(pool_engine(shape, count, memory, max_running=2, costs=COSTS))
+            engine = stack.enter_context(pool_engine(shape, count, memory, max_running=2))
             stack.callback(engine.core.check)
             return engine
 
@@ -95,7 +93,7 @@ def test_an_open_loop_submits_no_earlier_than_due(make_engine: Callable[[int, in
 def test_a_request_that_fails_is_an_error_and_not_a_sample(shape: PoolShape, tmp_path: Path) -> None:
     elsewhere = PoolShape(shape.model, tmp_path, shape.weights, shape.kind)
     with (
-        pool_engine(elsewhere, 1, elsewhere.memory(100, 100), max_running=2, costs=COSTS) as engine,
+        pool_engine(elsewhere, 1, elsewhere.memory(100, 100), max_running=2) as engine,
         pytest.raises(WeftError, match="failed: The adapter's weights"),
     ):
         engine.run([TimedRequest(0.0, 0, 3, 2)], in_flight=1)
@@ -133,7 +131,7 @@ def test_adapters_and_tokens_take_pages_in_the_proportions_of_real_models(
 
 def test_the_halves_of_a_split_pool_never_help_each_other_out(shape: PoolShape) -> None:
     memory = shape.memory(152, 400, prefix_cache=False)
-    with pool_engine(shape, 4, memory, 4, build=unified.build_split_engine, costs=COSTS) as engine:
+    with pool_engine(shape, 4, memory, 4, build=unified.build_split_engine) as engine:
         load = [TimedRequest(0.0, index % 4, 20, 12) for index in range(8)]
         run = engine.run(load, in_flight=4)
         engine.core.check()

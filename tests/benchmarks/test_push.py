@@ -25,7 +25,7 @@ def test_a_small_run_times_pushes_idle_and_loaded_and_reads_the_memory(measure: 
         ):
             assert total_ms >= 0.999 * (push_ms + ttft_ms), "the push, then the request"
     assert result["load_requests"] >= 2
-    assert [(row[""], row["part"]) for row in result["table"]] == [
+    assert [(row[""], row["figure"]) for row in result["table"]] == [
         (phase, f"{part}_ms") for phase in ("idle", "loaded") for part in ("push", "ttft", "total", "ttft_again")
     ]
     first, last = result["sizes"]

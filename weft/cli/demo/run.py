@@ -19,7 +19,7 @@ from rich.text import Text
 from weft import demo
 from weft.cli.demo import FOLDER
 from weft.cli.demo.round import ADAPTERS, BASE_NAME, Round, holds_everybody, play
-from weft.cli.demo.traffic import DURATION_S, KEY_NAME, MAX_AT_ONCE, UsageCheck, check_usage, plan, replay
+from weft.cli.demo.traffic import DURATION_S, KEY_NAME, MAX_AT_ONCE, plan, replay, usage_differences
 from weft.client import Client
 from weft.errors import WeftError
 from weft.server.server_process import server_process
@@ -126,35 +126,16 @@ def send_traffic(console: Console, url: str, admin_key: str, data_dir: Path) -> 
     )
     try:
         traffic = asyncio.run(replay(url, admin_key))
-        check = check_usage(url, admin_key, traffic)
+        differences = usage_differences(url, admin_key, traffic)
     except WeftError as error:
         console.print(f"The demo traffic ended early: {error.message}", style="red", soft_wrap=True)
         return
     ends = ", ".join(f"{number} {end}" for end, number in Counter(told.end for told in traffic.told).most_common())
     console.print(f"Demo traffic is done: {len(traffic.told)} requests ({ends}).", soft_wrap=True)
-    for difference in check.differences:
+    for difference in differences:
         console.print(f"Its usage does not agree: {difference}.", style="red", soft_wrap=True)
-    if not check.differences:
-        console.print(describe_check(check), soft_wrap=True)
-
-
-def describe_check(check: UsageCheck) -> str:
-    """What was compared, where all agrees."""
-    totals = check.totals
-    lines = [
-        f"Usage of the demo traffic: {totals['requests']} requests, {totals['prompt_tokens']:,} prompt tokens "
-        f"({totals['cached_tokens']:,} cached), {totals['completion_tokens']:,} completion tokens.",
-        "To the token: API totals = sum of the CSV = sum of the events; and the events of the "
-        f"{check.num_whole} answers that were read to their end = what these answers said.",
-    ]
-    if check.num_left:
-        lines.append(
-            f"The {check.num_left} clients that left early had read {check.left_read:,} completion tokens and are "
-            f"billed {check.left_billed:,}: all that was computed for them, never less than they read."
-        )
-    if check.num_failed:
-        lines.append(f"{check.num_failed} requests were refused or ended by an error: there is nothing to compare.")
-    return "\n".join(lines)
+    if not differences:
+        console.print("Its usage agrees to the token: API, CSV, events, and what its answers said.", soft_wrap=True)
 
 
 def curl_line(url: str, key: str, model: str) -> str:

@@ -210,28 +210,12 @@ async def _send(http: httpx.AsyncClient, key: str, request_id: str, planned: Pla
     return Told(request_id=request_id, end=end, is_whole=is_whole, tokens=tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UsageCheck:
-    """The result of comparing the usage with what clients were told."""
-
-    totals: Mapping[str, int]
-    """Totals of `GET /v1/usage`."""
-    num_whole: int
-    """Answers read to their end. Each must have one event, with exactly the tokens of its usage block."""
-    num_left: int
-    """Requests whose client left early. Each must have one event, of at least the tokens that were read."""
-    left_billed: int
-    """Completion tokens in the events of clients that left."""
-    left_read: int
-    """Completion tokens that these clients had read."""
-    num_failed: int
-    """Requests that were refused or failed; their events, if any, are in the totals."""
-    differences: tuple[str, ...]
-    """One sentence for each difference; empty if all agree."""
-
-
-def check_usage(url: str, admin_key: str, traffic: Traffic, wait_s: float = WAIT_S) -> UsageCheck:
+def usage_differences(url: str, admin_key: str, traffic: Traffic, wait_s: float = WAIT_S) -> list[str]:
     """Compare the usage of the traffic's keys: totals, CSV, events, and what the clients were told.
+
+    Each answer that was read to its end must have one event, with exactly the tokens that it told; each whose client
+    left early one event, of at least the tokens that were read. Events of requests that were refused or failed, if
+    there are any, are in the totals.
 
     Args:
         url: The server that the traffic was sent to, without /v1.
@@ -239,37 +223,29 @@ def check_usage(url: str, admin_key: str, traffic: Traffic, wait_s: float = WAIT
         traffic: What was sent.
         wait_s: Longest wait for the event of each request.
 
+    Returns:
+        One sentence for each difference; none if all agree.
+
     Raises:
         WeftError: The server refused a question, or does not answer.
     """
     asked: dict[str, Any] = {"key": [*traffic.key_ids], "start": traffic.since.isoformat()}
-    whole = [told for told in traffic.told if told.is_whole]
-    left = [told for told in traffic.told if told.end == LEFT]
+    billed = [told for told in traffic.told if told.is_whole or told.end == LEFT]
     with Client(url, admin_key) as client:
-        events = _events(client, asked, {told.request_id for told in (*whole, *left)}, wait_s)
-        totals = client.usage(**asked)["totals"]
+        events = _events(client, asked, {told.request_id for told in billed}, wait_s)
+        totals = _sum([client.usage(**asked)["totals"]])
         table = csv.DictReader(io.StringIO("".join(client.usage_csv(**asked, group_by="tenant,adapter,status"))))
         from_csv = _sum(list(table))
     by_id = {event["request_id"]: event for event in events}
     of_events = _sum([{**event, "requests": 1} for event in events])
-    sums = _sum([totals])
     differences = [
-        f"{name}: {found}, but the API's totals: {sums}"
+        f"{name}: {found}, but the API's totals: {totals}"
         for name, found in (("sum of the CSV", from_csv), ("sum of the events", of_events))
-        if found != sums
+        if found != totals
     ]
     if len(by_id) != len(events):
         differences.append(f"{len(events)} events for {len(by_id)} requests")
-    differences += [sentence for told in (*whole, *left) for sentence in _differences(told, by_id.get(told.request_id))]
-    return UsageCheck(
-        totals=sums,
-        num_whole=len(whole),
-        num_left=len(left),
-        left_billed=sum(by_id[told.request_id]["completion_tokens"] for told in left if told.request_id in by_id),
-        left_read=sum(told.tokens["completion_tokens"] for told in left),
-        num_failed=len(traffic.told) - len(whole) - len(left),
-        differences=tuple(differences),
-    )
+    return differences + [each for told in billed for each in _differences(told, by_id.get(told.request_id))]
 
 
 def _events(client: Client, asked: Mapping[str, Any], awaited: set[str], wait_s: float) -> list[dict[str, Any]]:

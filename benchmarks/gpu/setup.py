@@ -62,6 +62,11 @@ class Setup:
         return tiny if self.is_tiny else full
 
     @property
+    def has_goals(self) -> bool:
+        """Whether the goals count: they are those of a GPU, and the toy tries them out."""
+        return self.is_tiny or self.device.type == "cuda"
+
+    @property
     def model(self) -> ModelShape:
         """The shape of all operations and steps."""
         real = MODELS[0] if self.device.type == "cuda" else QWEN

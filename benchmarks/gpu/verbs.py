@@ -15,8 +15,7 @@ Each case prints a line and goes to DIR/VERB.json at once. A verb stops before t
 --seconds, with exit status 3; run again, it goes on where it stopped. A case that fails is kept with its error and does
 not stop the others; then, and where a goal is missed, the exit status is 1. With --eager, decode steps are not replayed
 as CUDA graphs, and the file is DIR/VERB-eager.json. --tiny runs toy sizes on a CPU, to try the verbs out. With --cpu,
-`kernels` times the operations of a CPU in the shape of Qwen2.5-0.5B, into DIR/kernels-cpu.json; the goals remain those
-of a GPU.
+`kernels` times the operations of a CPU in the shape of Qwen2.5-0.5B, into DIR/kernels-cpu.json, without goals.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import orjson
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -17,8 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from weft.config import GatewayConfig
 from weft.registry.registry import Registry
 from weft.server.auth.callers import require_admin
-from weft.server.auth.middleware import AuthMiddleware
-from weft.server.boundary import Boundary
+from weft.server.boundary import outer_layers
 from weft.server.cluster.forwarding import no_replica
 from weft.server.cluster.gateway import Gateway
 from weft.server.cluster.links import Links
@@ -28,8 +26,6 @@ from weft.server.cluster.router import Router
 from weft.server.cluster.wire import cluster_token
 from weft.server.drain import Drain
 from weft.server.listen import metrics_app
-
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class GatewayApps(NamedTuple):
@@ -51,31 +47,19 @@ async def open_gateway(config: GatewayConfig, registry: Registry, drain: Drain, 
     links = Links(registry.servers, router, token)
     stack.push_async_callback(links.close)
     await links.start()
-    metrics = GatewayMetrics(links, router)
-    metrics.gateway = gateway = Gateway(config.server, registry, links, router, token, drain)
-    app: ASGIApp = OwnRoutes(gateway, registry, links, router, metrics, drain)
-    app = AuthMiddleware(app, keys=registry if config.server.auth == "on" else None)
-    app = Boundary(app, drain=drain, answered=metrics.answered)
-    if origins := config.server.allowed_origins:
-        app = CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"])
-
-    async def page() -> Response:
-        return _page(metrics)
-
-    return GatewayApps(app, metrics_app(page))
+    gateway = Gateway(config.server, registry, links, router, token, drain)
+    metrics = GatewayMetrics(gateway)
+    app: ASGIApp = OwnRoutes(gateway, metrics)
+    for layer, arguments, options in reversed(outer_layers(config.server, registry, drain, metrics.answered)):
+        app = layer(app, *arguments, **options)
+    return GatewayApps(app, metrics_app(metrics.page))
 
 
 class OwnRoutes:
     """Answers what is about this gateway itself."""
 
-    def __init__(
-        self, gateway: Gateway, registry: Registry, links: Links, router: Router, metrics: GatewayMetrics, drain: Drain
-    ) -> None:
+    def __init__(self, gateway: Gateway, metrics: GatewayMetrics) -> None:
         self._gateway = gateway
-        self._drain = drain
-        self._registry = registry
-        self._links = links
-        self._router = router
         self._metrics = metrics
         self._routes = {
             "/health": self._health,
@@ -96,37 +80,34 @@ class OwnRoutes:
         return _json({"status": "ok"})
 
     async def _ready(self, _: Request) -> Response:
-        self._drain.check()
-        if not any(report.state == "ready" for report in self._links.reports.values()):
+        self._gateway.drain.check()
+        if not any(report.state == "ready" for report in self._gateway.links.reports.values()):
             raise no_replica()
         return _json({"status": "ready"})
 
     async def _show_metrics(self, request: Request) -> Response:
         await require_admin(request)
-        return _page(self._metrics)
+        return await self._metrics.page()
 
     async def _show_servers(self, request: Request) -> Response:
         """All servers by the registry, and how this gateway sees the replicas."""
         await require_admin(request)
-        seen = {load.name: load for load in self._router.snapshot().replicas}
+        seen = {load.name: load for load in self._gateway.router.snapshot().replicas}
         servers = [
             {**asdict(server), **(self._seen(server.name, seen) if server.role == "replica" else {})}
-            for server in await self._registry.servers.listed()
+            for server in await self._gateway.registry.servers.listed()
         ]
         return _json({"object": "list", "data": servers})
 
     def _seen(self, name: str, by_router: dict[str, ReplicaLoad]) -> dict[str, Any]:
-        report = self._links.reports.get(name)
+        links = self._gateway.links
+        report = links.reports.get(name)
         if report is None:
             return {"state": "lost"}
         told = {field: getattr(report, field) for field in ("state", "backlog_s", "rate", "running", "waiting")}
-        adapters = {"device": 0, "host": 0, **Counter(self._links.tiers[name].values())}
+        adapters = {"device": 0, "host": 0, **Counter(links.tiers[name].values())}
         load = by_router.get(name)
         return {**told, "adapters": adapters, "in_flight": load.in_flight if load else 0}
-
-
-def _page(metrics: GatewayMetrics) -> Response:
-    return Response(metrics.render(), headers={"content-type": METRICS_TYPE})
 
 
 def _json(content: dict[str, Any]) -> Response:

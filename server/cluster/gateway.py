@@ -88,18 +88,18 @@ class Gateway:
         """Requests sent to another replica than the first."""
         self.num_lost = 0
         """Answers that ended early because their replica was lost."""
+        self.registry = registry
+        self.links = links
+        self.router = router
+        self.drain = drain
         self._max_body_bytes = config.max_body_bytes
-        self._registry = registry
-        self._links = links
-        self._router = router
         self._forwarding = Forwarding(links, router, token, drain)
-        self._drain = drain
         self._pace = Pace()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with what a replica answers."""
         exchange = Exchange()
-        with self._drain.running(exchange.cut):
+        with self.drain.running(exchange.cut):
             if scope["method"] == "POST" and scope["path"] in GENERATING:
                 await self._generate(Request(scope, receive), exchange, send)
             else:
@@ -120,12 +120,12 @@ class Gateway:
         session, sticky = fields.sticky or request.headers.get(SESSION_HEADER), secrets.token_hex(16)
         if session:  # any text, so not itself in a header
             sticky = hashlib.blake2b(session.encode(), digest_size=16, key=(tenant_id or "").encode()).hexdigest()
-        ledger_id = self._registry.usage.mint_id()
+        ledger_id = self.registry.usage.mint_id()
         adapter: AdapterIdentity | None = None
         version: AdapterVersion | None = None
         with suppress(WeftError):  # the replica says what is wrong
             if identity.role == "admin" and (named := request.query_params.get("tenant")) is not None:
-                row = await self._registry.tenants.get_tenant(named)
+                row = await self.registry.tenants.get_tenant(named)
                 tenant_id, tenant = row.id, row.name
             adapter, version = await self._resolve(tenant_id, fields, sticky)
         target = Target(
@@ -154,30 +154,30 @@ class Gateway:
     ) -> tuple[AdapterIdentity | None, AdapterVersion | None]:
         """The adapter version that a request names; nothing for the base, and for what is no adapter of the tenant."""
         named, at, by = (fields.adapter_id or fields.model or "").partition("@")
-        if not named or any(named == server.model for server in self._links.listed):
+        if not named or any(named == server.model for server in self.links.listed):
             return None, None
         selector = named.rpartition(":")[2] + at + by
         if tenant_id is None:  # an admin, who writes the owner in front
-            tenant_id = (await self._registry.tenants.get_tenant(selector.partition("/")[0])).id
-        return await self._registry.adapters.resolve(tenant_id, selector, sticky)
+            tenant_id = (await self.registry.tenants.get_tenant(selector.partition("/")[0])).id
+        return await self.registry.adapters.resolve(tenant_id, selector, sticky)
 
     async def _try_replicas(self, asked: Asked, exchange: Exchange, send: Send) -> None:
         whole: WholeAnswer | None = None
         error: WeftError = no_replica()
         while len(asked.tried) < MAX_TRIES:
-            replica = next(iter(self._router.order(asked.target, asked.tried)), None)
-            if replica is None or (asked.tried and not self._router.may_retry()):
+            replica = next(iter(self.router.order(asked.target, asked.tried)), None)
+            if replica is None or (asked.tried and not self.router.may_retry()):
                 break
             self.num_retried += len(asked.tried) == 1
             asked.tried.append(replica.name)
-            self._router.sent(replica.name, asked.target)
+            self.router.sent(replica.name, asked.target)
             try:
                 whole = await self._ask(asked, replica, exchange, send)
             except ReplicaLostError as lost:
                 error = lost
                 continue
             finally:
-                self._router.ended(replica.name, asked.target)
+                self.router.ended(replica.name, asked.target)
             if whole is None:
                 return
             if whole.status != 503:
@@ -199,24 +199,24 @@ class Gateway:
             ReplicaLostError: The replica is gone, and the client got nothing.
         """
         frames, has_begun, payload = Frames(), False, b""
-        share = self._router.weight_share(asked.target.tenant, replica.name)
+        share = self.router.weight_share(asked.target.tenant, replica.name)
         headers = [*asked.headers, (WEIGHT_SHARE, f"{share:.6f}")]
         try:
-            with exchange.running(), self._links.using(replica.name, exchange.lose):
+            with exchange.running(), self.links.using(replica.name, exchange.lose):
                 url = url_of(replica, asked.request)
-                async with self._links.session.post(url, data=asked.body, headers=headers) as answer:
+                async with self.links.session.post(url, data=asked.body, headers=headers) as answer:
                     told = headers_for_client(answer)
                     start = {"type": "http.response.start", "status": answer.status, "headers": told}
                     if not answer.content_type.startswith("text/event-stream"):
                         body = await answer.read()
                         if LENGTH in answer.headers:  # else the HTTP layer of the replica answered by itself
                             body = frames.take(body)
-                        self._router.answered(replica.name)
+                        self.router.answered(replica.name)
                         return WholeAnswer(answer.status, told, body)
                     async for data in answer.content.iter_any():
                         if payload := frames.take(data):
                             if not has_begun:
-                                self._router.answered(replica.name)
+                                self.router.answered(replica.name)
                                 has_begun = True
                                 await send(start)
                             await send({"type": "http.response.body", "body": payload, "more_body": True})
@@ -224,7 +224,7 @@ class Gateway:
                     await send({"type": "http.response.body", "body": b""})
                     return None
         except BROKEN as error:
-            self._router.failed(replica.name)
+            self.router.failed(replica.name)
             if not has_begun:
                 raise ReplicaLostError from error
             self.num_lost += 1
@@ -240,7 +240,7 @@ class Gateway:
         """Record what the client got of an answer whose replica was lost; what fails is logged."""
         adapter, version = asked.adapter, asked.version
         try:
-            await self._registry.usage.record(
+            await self.registry.usage.record(
                 UsageEvent(
                     id=asked.ledger_id,
                     at=datetime.now(UTC),

@@ -16,12 +16,11 @@ from yarl import URL
 
 from weft.errors import CapacityError, DrainingError, NotFoundError, ReplicaLostError
 from weft.registry.records import Identity
-from weft.server.cluster.exchange import Exchange
 from weft.server.cluster.links import Links
 from weft.server.cluster.loads import Replica
 from weft.server.cluster.router import Router, Target
 from weft.server.cluster.wire import CLUSTER, INTERNAL, LENGTH
-from weft.server.drain import Drain
+from weft.server.drain import Drain, Exchange
 from weft.server.threads import cancel_all
 
 MAX_TRIES = 3

@@ -22,7 +22,6 @@ from weft.config import ServerConfig
 from weft.errors import DrainingError, ReplicaLostError, WeftError
 from weft.registry.records import AdapterIdentity, AdapterVersion, Identity, UsageEvent
 from weft.registry.registry import Registry
-from weft.server.cluster.exchange import Exchange
 from weft.server.cluster.forwarding import (
     BROKEN,
     MAX_TRIES,
@@ -38,7 +37,7 @@ from weft.server.cluster.loads import Replica
 from weft.server.cluster.route_fields import RouteFields, read_fields
 from weft.server.cluster.router import Router, Target
 from weft.server.cluster.wire import LEDGER_ID, LENGTH, STICKY, WEIGHT_SHARE, Frames
-from weft.server.drain import Drain
+from weft.server.drain import Drain, Exchange
 from weft.server.errors import as_anthropic, error_body
 from weft.server.hop import SESSION_HEADER, Counts
 from weft.server.http import sse

@@ -8,9 +8,8 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-import orjson
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.config import GatewayConfig
@@ -77,13 +76,13 @@ class OwnRoutes:
             await (await own(Request(scope)))(scope, receive, send)
 
     async def _health(self, _: Request) -> Response:
-        return _json({"status": "ok"})
+        return JSONResponse({"status": "ok"})
 
     async def _ready(self, _: Request) -> Response:
         self._gateway.drain.check()
         if not any(report.state == "ready" for report in self._gateway.links.reports.values()):
             raise no_replica()
-        return _json({"status": "ready"})
+        return JSONResponse({"status": "ready"})
 
     async def _show_metrics(self, request: Request) -> Response:
         await require_admin(request)
@@ -97,7 +96,7 @@ class OwnRoutes:
             {**asdict(server), **(self._seen(server.name, seen) if server.role == "replica" else {})}
             for server in await self._gateway.registry.servers.listed()
         ]
-        return _json({"object": "list", "data": servers})
+        return JSONResponse({"object": "list", "data": servers})
 
     def _seen(self, name: str, by_router: dict[str, ReplicaLoad]) -> dict[str, Any]:
         links = self._gateway.links
@@ -108,7 +107,3 @@ class OwnRoutes:
         adapters = {"device": 0, "host": 0, **Counter(links.tiers[name].values())}
         load = by_router.get(name)
         return {**told, "adapters": adapters, "in_flight": load.in_flight if load else 0}
-
-
-def _json(content: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 
 import aiohttp
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Receive, Send
 from yarl import URL
 
@@ -36,20 +36,6 @@ _HOP_BY_HOP = frozenset(
 _NOT_ASKED = _HOP_BY_HOP | INTERNAL | {"x-request-id"}
 _NOT_ANSWERED = _HOP_BY_HOP | INTERNAL | {"x-request-id", "date", "server"}
 BROKEN = (aiohttp.ClientError, ReplicaLostError, TimeoutError, OSError)
-
-
-@dataclass(frozen=True, slots=True)
-class WholeAnswer:
-    """An answer that is no stream, which the client has not got yet: another replica may give a better one."""
-
-    status: int
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
-
-    async def send(self, send: Send) -> None:
-        """Give it to the client."""
-        await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
-        await send({"type": "http.response.body", "body": self.body})
 
 
 class Forwarding:
@@ -94,9 +80,9 @@ class Forwarding:
         """Send a request without a body to all replicas; answers with the worst of their answers."""
         headers = [(name, value) for name, value in self.headers_for_replica(request) if name != "content-length"]
 
-        async def ask(replica: Replica) -> WholeAnswer:
+        async def ask(replica: Replica) -> Response:
             async with self._links.session.post(url_of(replica, request), headers=headers) as answer:
-                return WholeAnswer(answer.status, headers_for_client(answer), await answer.read())
+                return whole(answer, await answer.read())
 
         try:
             answers = await asyncio.gather(*map(ask, replicas))
@@ -104,7 +90,7 @@ class Forwarding:
             raise ReplicaLostError("A replica is gone, others go on; send the request again.") from error
         if not answers:
             raise no_replica()
-        await max(answers, key=lambda answer: answer.status).send(send)
+        await max(answers, key=lambda answer: answer.status_code)(request.scope, request.receive, send)
 
     async def _forward(self, request: Request, replica: Replica, exchange: Exchange, send: Send) -> None:
         has_body = "content-length" in request.headers or "transfer-encoding" in request.headers
@@ -187,6 +173,13 @@ def headers_for_client(answer: aiohttp.ClientResponse) -> list[tuple[bytes, byte
     length = next((value for name, value in kept if name == LENGTH.encode()), None)
     headers = [(name, value) for name, value in kept if name.decode("latin-1") not in _NOT_ANSWERED]
     return [*headers, (b"content-length", length)] if length is not None else headers
+
+
+def whole(answer: aiohttp.ClientResponse, body: bytes) -> Response:
+    """An answer that is no stream, which the client has not got yet: another replica may give a better one."""
+    response = Response(body, answer.status)
+    response.raw_headers = headers_for_client(answer)
+    return response
 
 
 def no_replica() -> CapacityError:

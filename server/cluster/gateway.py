@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 
 import structlog
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from weft.config import ServerConfig
@@ -26,11 +29,11 @@ from weft.server.cluster.forwarding import (
     BROKEN,
     MAX_TRIES,
     Forwarding,
-    WholeAnswer,
     headers_for_client,
     no_replica,
     url_of,
     watch,
+    whole,
 )
 from weft.server.cluster.links import Links
 from weft.server.cluster.loads import Replica
@@ -50,20 +53,17 @@ MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", RESPONSES, MESSAGES})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Asked:
     """A request for a generation, and what the gateway knows of it."""
 
     request: Request
     body: bytes
     headers: list[tuple[str, str]]
-    tenant_id: str | None
-    tenant: str | None
-    adapter: AdapterIdentity | None
-    version: AdapterVersion | None
     target: Target
+    event: Callable[..., UsageEvent]
+    """Makes its usage event of what is known at its end."""
     started_s: float
-    ledger_id: str
     tried: list[str] = field(default_factory=list)
     """Names of the replicas that were asked."""
 
@@ -135,18 +135,21 @@ class Gateway:
             held_by=version.held_by if version else None,
             copies=max(1, adapter.pinned_copies) if adapter else 1,
         )
-        return Asked(
-            request=request,
-            body=body,
-            headers=[*self._forwarding.headers_for_replica(request), (STICKY, sticky), (LEDGER_ID, ledger_id)],
+        event = partial(
+            UsageEvent,
+            id=ledger_id,
             tenant_id=tenant_id,
             tenant=tenant,
-            adapter=adapter,
-            version=version,
-            target=target,
-            started_s=asyncio.get_running_loop().time(),
-            ledger_id=ledger_id,
+            key_id=identity.key_id,
+            adapter_id=adapter.id if adapter else None,
+            adapter=adapter.name_for(tenant_id) if adapter else None,
+            adapter_version=version.version if version else None,
+            adapter_digest=version.digest if version else None,
+            request_id=str(request.state.request_id),
+            endpoint=request.url.path,
         )
+        headers = [*self._forwarding.headers_for_replica(request), (STICKY, sticky), (LEDGER_ID, ledger_id)]
+        return Asked(request, body, headers, target, event, asyncio.get_running_loop().time())
 
     async def _resolve(
         self, tenant_id: str | None, fields: RouteFields, sticky: str
@@ -161,7 +164,7 @@ class Gateway:
         return await self.registry.adapters.resolve(tenant_id, selector, sticky)
 
     async def _try_replicas(self, asked: Asked, exchange: Exchange, send: Send) -> None:
-        whole: WholeAnswer | None = None
+        best: Response | None = None
         error: WeftError = no_replica()
         while len(asked.tried) < MAX_TRIES:
             replica = next(iter(self.router.order(asked.target, asked.tried)), None)
@@ -171,24 +174,24 @@ class Gateway:
             asked.tried.append(replica.name)
             self.router.sent(replica.name, asked.target)
             try:
-                whole = await self._ask(asked, replica, exchange, send)
+                best = await self._ask(asked, replica, exchange, send)
             except ReplicaLostError as lost:
                 error = lost
                 continue
             finally:
                 self.router.ended(replica.name, asked.target)
-            if whole is None:
+            if best is None:
                 return
-            if whole.status != 503:
+            if best.status_code != 503:
                 break
-        if whole is not None:
-            await whole.send(send)
+        if best is not None:
+            await best(asked.request.scope, asked.request.receive, send)
             return
         if asked.tried:  # of what replicas have computed, the client got nothing
             await asyncio.shield(self._bill(asked, Counts(0, 0, 0)))
         raise error
 
-    async def _ask(self, asked: Asked, replica: Replica, exchange: Exchange, send: Send) -> WholeAnswer | None:
+    async def _ask(self, asked: Asked, replica: Replica, exchange: Exchange, send: Send) -> Response | None:
         """Have a replica answer.
 
         Returns:
@@ -204,20 +207,19 @@ class Gateway:
             with exchange.running(), self.links.using(replica.name, exchange.lose):
                 url = url_of(replica, asked.request)
                 async with self.links.session.post(url, data=asked.body, headers=headers) as answer:
-                    told = headers_for_client(answer)
-                    start = {"type": "http.response.start", "status": answer.status, "headers": told}
                     if not answer.content_type.startswith("text/event-stream"):
                         body = await answer.read()
                         if LENGTH in answer.headers:  # else the HTTP layer of the replica answered by itself
                             body = frames.take(body)
                         self.router.answered(replica.name)
-                        return WholeAnswer(answer.status, told, body)
+                        return whole(answer, body)
+                    start = {"status": answer.status, "headers": headers_for_client(answer)}
                     async for data in answer.content.iter_any():
                         if payload := frames.take(data):
                             if not has_begun:
                                 self.router.answered(replica.name)
                                 has_begun = True
-                                await send(start)
+                                await send({"type": "http.response.start", **start})
                             await send({"type": "http.response.body", "body": payload, "more_body": True})
                             payload = b""
                     await send({"type": "http.response.body", "body": b""})
@@ -237,34 +239,18 @@ class Gateway:
 
     async def _bill(self, asked: Asked, counts: Counts) -> None:
         """Record what the client got of an answer whose replica was lost; what fails is logged."""
-        adapter, version = asked.adapter, asked.version
+        event = asked.event(
+            at=datetime.now(UTC),
+            status="error",
+            prompt_tokens=counts.prompt,
+            cached_tokens=counts.cached,
+            completion_tokens=counts.completion,
+            duration_s=asyncio.get_running_loop().time() - asked.started_s,
+        )
         try:
-            await self.registry.usage.record(
-                UsageEvent(
-                    id=asked.ledger_id,
-                    at=datetime.now(UTC),
-                    tenant_id=asked.tenant_id,
-                    tenant=asked.tenant,
-                    key_id=asked.request.state.identity.key_id,
-                    adapter_id=adapter.id if adapter else None,
-                    adapter=adapter.name_for(asked.tenant_id) if adapter else None,
-                    adapter_version=version.version if version else None,
-                    adapter_digest=version.digest if version else None,
-                    request_id=str(asked.request.state.request_id),
-                    endpoint=asked.request.url.path,
-                    service_class="interactive",
-                    status="error",
-                    prompt_tokens=counts.prompt,
-                    cached_tokens=counts.cached,
-                    completion_tokens=counts.completion,
-                    queue_s=None,
-                    ttft_s=None,
-                    duration_s=asyncio.get_running_loop().time() - asked.started_s,
-                    adapter_state=None,
-                )
-            )
+            await self.registry.usage.record(event)
         except WeftError as error:
-            log.exception("usage_not_recorded", ledger_id=asked.ledger_id, code=error.code)
+            log.exception("usage_not_recorded", ledger_id=event.id, code=error.code)
 
 
 async def _end_early(request: Request, payload: bytes, error: WeftError, send: Send) -> None:

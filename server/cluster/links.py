@@ -41,8 +41,8 @@ class Links:
         self._servers = servers
         self._router = router
         self._headers = {CLUSTER: token}
-        self._listed: dict[str, Server] = {}
-        self._followers: dict[tuple[str, str, str], asyncio.Task[None]] = {}
+        self._followed: dict[str, tuple[Server, asyncio.Task[None]]] = {}
+        """By name: its row, and what reads its reports."""
         self._cuts: dict[str, set[Callable[[], None]]] = {}
         self._lister: asyncio.Task[None] | None = None
         self.session = aiohttp.ClientSession(
@@ -60,13 +60,14 @@ class Links:
 
     async def close(self) -> None:
         """End all connections."""
-        await cancel_all([*self._followers.values(), *([self._lister] if self._lister else [])])
+        readers = [reader for _, reader in self._followed.values()]
+        await cancel_all([*readers, *([self._lister] if self._lister else [])])
         await self.session.close()
 
     @property
     def listed(self) -> list[Server]:
-        """The replicas that the registry lists."""
-        return list(self._listed.values())
+        """The replicas that the registry lists, and those that are connected all the same."""
+        return [server for server, _ in self._followed.values()]
 
     @contextmanager
     def using(self, name: str, cut: Callable[[], None]) -> Iterator[None]:
@@ -87,20 +88,20 @@ class Links:
 
     def _follow(self, listed: list[Server]) -> None:
         """Connect to the replicas that are new, and let those go that are not listed and not connected any more."""
-        places = {(server.name, server.boot_id, server.url): server for server in listed}
-        names = {server.name for server in listed}
-        for place, task in list(self._followers.items()):
-            is_needed = place[0] in self.reports and place[0] not in names
-            if place not in places and not is_needed:
-                task.cancel()
-                del self._followers[place]
-                self._lose(place[0])
-        for place, server in places.items():
-            if place not in self._followers:
-                self._followers[place] = asyncio.create_task(self._keep_reading(server), name=f"weft-{server.name}")
-        followed = {name for name, _, _ in self._followers}
-        self._listed = {name: server for name, server in self._listed.items() if name in followed}
-        self._listed |= {server.name: server for server in listed}
+        newest = {server.name: server for server in listed}
+        for name, (server, reader) in list(self._followed.items()):
+            found = newest.get(name)
+            is_same = found is not None and (found.boot_id, found.url) == (server.boot_id, server.url)
+            if not is_same and (found is not None or name not in self.reports):
+                reader.cancel()
+                del self._followed[name]
+                self._lose(name)
+        for name, server in newest.items():
+            if name in self._followed:
+                reader = self._followed[name][1]
+            else:
+                reader = asyncio.create_task(self._keep_reading(server), name=f"weft-{name}")
+            self._followed[name] = server, reader
         self._tell_router()
 
     def _tell_router(self) -> None:
@@ -111,7 +112,7 @@ class Links:
                 url=server.url,
                 is_ready=(report := self.reports.get(server.name)) is not None and report.state == "ready",
             )
-            for server in self._listed.values()
+            for server in self.listed
         )
 
     async def _keep_reading(self, server: Server) -> None:

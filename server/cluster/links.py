@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import aiohttp
 import msgspec
 import structlog
+from aiohttp.http import HttpProcessingError
 
 from weft.errors import CapacityError
 from weft.registry.servers import Server, Servers
@@ -26,7 +27,8 @@ LIST_S = 1.0
 """Seconds between two looks at the registry's list."""
 RECONNECT_S = 0.25
 CONNECT_S = 2.0
-MAX_LINE = 16 << 20
+MAX_LINE = 8 << 20
+"""A replica whose report has a line of twice as many bytes is lost."""
 _decode = msgspec.json.Decoder(Report).decode
 
 
@@ -119,7 +121,7 @@ class Links:
         while True:
             try:
                 await self._read(server)
-            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            except (aiohttp.ClientError, HttpProcessingError, TimeoutError, OSError, ValueError) as error:
                 if server.name in self.reports:
                     log.warning("replica_lost", name=server.name, url=server.url, error=repr(error))
             self._lose(server.name)
@@ -128,7 +130,7 @@ class Links:
     async def _read(self, server: Server) -> None:
         tiers: dict[str, str] = {}
         url, silence = server.url + STATE_PATH, aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=SILENT_S)
-        async with self.session.get(url, headers=self._headers, timeout=silence) as answer:
+        async with self.session.get(url, headers=self._headers, timeout=silence, read_bufsize=MAX_LINE) as answer:
             if answer.status != 200:
                 log.error(
                     "replica_refuses",
@@ -138,13 +140,8 @@ class Links:
                 )
                 await asyncio.sleep(LIST_S)
                 return
-            rest = b""
-            async for data in answer.content.iter_any():
-                *lines, rest = (rest + data).split(b"\n")
-                if len(rest) > MAX_LINE:
-                    raise msgspec.DecodeError("a line without an end")
-                for line in lines:
-                    self._take(server, _decode(line), tiers)
+            async for line in answer.content:
+                self._take(server, _decode(line), tiers)
 
     def _take(self, server: Server, report: Report, tiers: dict[str, str]) -> None:
         if report.boot_id != server.boot_id:

@@ -15,12 +15,11 @@ import msgspec
 import structlog
 from aiohttp.http import HttpProcessingError
 
-from weft.errors import CapacityError
 from weft.registry.servers import Server, Servers
 from weft.server.cluster.loads import Replica
 from weft.server.cluster.router import Router
 from weft.server.cluster.wire import CLUSTER, SILENT_S, STATE_PATH, Report
-from weft.server.threads import cancel_all
+from weft.server.threads import cancel_all, repeat
 
 log = structlog.get_logger("weft.server")
 LIST_S = 1.0
@@ -57,8 +56,8 @@ class Links:
 
     async def start(self) -> None:
         """Read the list, and follow it from then on; raises CapacityError if the database cannot answer."""
-        self._follow(await self._servers.listed("replica"))
-        self._lister = asyncio.create_task(self._list(), name="weft-replicas")
+        await self._look()
+        self._lister = asyncio.create_task(repeat(self._look, LIST_S, "servers_not_listed"), name="weft-replicas")
 
     async def close(self) -> None:
         """End all connections."""
@@ -80,17 +79,9 @@ class Links:
         finally:
             self._cuts[name].discard(cut)
 
-    async def _list(self) -> None:
-        while True:
-            await asyncio.sleep(LIST_S)
-            try:
-                self._follow(await self._servers.listed("replica"))
-            except CapacityError:
-                log.warning("servers_not_listed")  # those known go on
-
-    def _follow(self, listed: list[Server]) -> None:
+    async def _look(self) -> None:
         """Connect to the replicas that are new, and let those go that are not listed and not connected any more."""
-        newest = {server.name: server for server in listed}
+        newest = {server.name: server for server in await self._servers.listed("replica")}
         for name, (server, reader) in list(self._followed.items()):
             found = newest.get(name)
             is_same = found is not None and (found.boot_id, found.url) == (server.boot_id, server.url)

@@ -41,12 +41,10 @@ async def open_gateway(config: GatewayConfig, registry: Registry, drain: Drain, 
     Raises:
         CapacityError: The database cannot answer.
     """
-    token = cluster_token(registry.key_ring)
-    router = Router(time.monotonic)
-    links = Links(registry.servers, router, token)
+    links = Links(registry.servers, Router(time.monotonic), cluster_token(registry.key_ring))
     stack.push_async_callback(links.close)
     await links.start()
-    gateway = Gateway(config.server, registry, links, router, token, drain)
+    gateway = Gateway(config.server, registry, links, drain)
     metrics = GatewayMetrics(gateway)
     app: ASGIApp = OwnRoutes(gateway, metrics)
     for layer, arguments, options in reversed(outer_layers(config.server, registry, drain, metrics.answered)):
@@ -91,7 +89,7 @@ class OwnRoutes:
     async def _show_servers(self, request: Request) -> Response:
         """All servers by the registry, and how this gateway sees the replicas."""
         await require_admin(request)
-        seen = {load.name: load for load in self._gateway.router.snapshot().replicas}
+        seen = {load.name: load for load in self._gateway.links.router.snapshot().replicas}
         servers = [
             {**asdict(server), **(self._seen(server.name, seen) if server.role == "replica" else {})}
             for server in await self._gateway.registry.servers.listed()

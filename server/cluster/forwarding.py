@@ -18,7 +18,7 @@ from weft.errors import CapacityError, DrainingError, NotFoundError, ReplicaLost
 from weft.registry.records import Identity
 from weft.server.cluster.links import Links
 from weft.server.cluster.loads import Replica
-from weft.server.cluster.router import Router, Target
+from weft.server.cluster.router import Target
 from weft.server.cluster.wire import CLUSTER, INTERNAL, LENGTH
 from weft.server.drain import Drain, Exchange
 from weft.server.threads import cancel_all
@@ -42,16 +42,12 @@ class Forwarding:
     """Passes requests on as they are. Thread: the event loop's.
 
     Args:
-        links: The replicas.
-        router: Chooses among them.
-        token: Shows replicas that a gateway asks.
+        links: The replicas, and what chooses among them.
         drain: Ends what has no end of its own.
     """
 
-    def __init__(self, links: Links, router: Router, token: str, drain: Drain) -> None:
+    def __init__(self, links: Links, drain: Drain) -> None:
         self._links = links
-        self._router = router
-        self._token = token
         self._drain = drain
 
     async def pass_on(self, request: Request, exchange: Exchange, send: Send) -> None:
@@ -59,7 +55,7 @@ class Forwarding:
         identity: Identity | None = getattr(request.state, "identity", None)
         tenant = (identity.tenant if identity else None) or ""
         target = Target(adapter=None, units=0.0, tenant=tenant, affinity=tenant.encode())
-        order = self._router.order(target)
+        order = self._links.router.order(target)
         if (named := request.query_params.get("server")) is not None:
             order = [replica for replica in order if replica.name == named]
             if not order:
@@ -71,7 +67,7 @@ class Forwarding:
             try:
                 await self._forward(request, replica, exchange, send)
             except aiohttp.ClientConnectorError:  # nothing of the body was read
-                self._router.failed(replica.name)
+                self._links.router.failed(replica.name)
             else:
                 return
         raise no_replica()
@@ -140,7 +136,7 @@ class Forwarding:
     def headers_for_replica(self, request: Request) -> list[tuple[str, str]]:
         """The client's headers for a replica, with proof that they come from a gateway."""
         kept = [(name, value) for name, value in request.headers.items() if name not in _NOT_ASKED]
-        return [*kept, (CLUSTER, self._token), ("x-request-id", str(request.state.request_id))]
+        return [*kept, (CLUSTER, self._links.token), ("x-request-id", str(request.state.request_id))]
 
 
 def watch(receive: Receive, exchange: Exchange) -> asyncio.Task[None]:

@@ -38,7 +38,7 @@ from weft.server.cluster.forwarding import (
 from weft.server.cluster.links import Links
 from weft.server.cluster.loads import Replica
 from weft.server.cluster.route_fields import RouteFields, read_fields
-from weft.server.cluster.router import Router, Target
+from weft.server.cluster.router import Target
 from weft.server.cluster.wire import LEDGER_ID, LENGTH, STICKY, WEIGHT_SHARE, Frames
 from weft.server.drain import Drain, Exchange
 from weft.server.errors import as_anthropic, error_body
@@ -74,25 +74,20 @@ class Gateway:
     Args:
         config: Bounds of bodies.
         registry: Says which adapter a name means, and takes the usage of cut answers.
-        links: The replicas.
-        router: Chooses among them.
-        token: Shows replicas that a gateway asks.
+        links: The replicas, and what chooses among them.
         drain: Counts requests that run.
     """
 
-    def __init__(
-        self, config: ServerConfig, registry: Registry, links: Links, router: Router, token: str, drain: Drain
-    ) -> None:
+    def __init__(self, config: ServerConfig, registry: Registry, links: Links, drain: Drain) -> None:
         self.num_retried = 0
         """Requests sent to another replica than the first."""
         self.num_lost = 0
         """Answers that ended early because their replica was lost."""
         self.registry = registry
         self.links = links
-        self.router = router
         self.drain = drain
         self._max_body_bytes = config.max_body_bytes
-        self._forwarding = Forwarding(links, router, token, drain)
+        self._forwarding = Forwarding(links, drain)
         self._pace = Pace()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -167,19 +162,19 @@ class Gateway:
         best: Response | None = None
         error: WeftError = no_replica()
         while len(asked.tried) < MAX_TRIES:
-            replica = next(iter(self.router.order(asked.target, asked.tried)), None)
-            if replica is None or (asked.tried and not self.router.may_retry()):
+            replica = next(iter(self.links.router.order(asked.target, asked.tried)), None)
+            if replica is None or (asked.tried and not self.links.router.may_retry()):
                 break
             self.num_retried += len(asked.tried) == 1
             asked.tried.append(replica.name)
-            self.router.sent(replica.name, asked.target)
+            self.links.router.sent(replica.name, asked.target)
             try:
                 best = await self._ask(asked, replica, exchange, send)
             except ReplicaLostError as lost:
                 error = lost
                 continue
             finally:
-                self.router.ended(replica.name, asked.target)
+                self.links.router.ended(replica.name, asked.target)
             if best is None:
                 return
             if best.status_code != 503:
@@ -201,7 +196,7 @@ class Gateway:
             ReplicaLostError: The replica is gone, and the client got nothing.
         """
         frames, has_begun, payload = Frames(), False, b""
-        share = self.router.weight_share(asked.target.tenant, replica.name)
+        share = self.links.router.weight_share(asked.target.tenant, replica.name)
         headers = [*asked.headers, (WEIGHT_SHARE, f"{share:.6f}")]
         try:
             with exchange.running(), self.links.using(replica.name, exchange.lose):
@@ -211,13 +206,13 @@ class Gateway:
                         body = await answer.read()
                         if LENGTH in answer.headers:  # else the HTTP layer of the replica answered by itself
                             body = frames.take(body)
-                        self.router.answered(replica.name)
+                        self.links.router.answered(replica.name)
                         return whole(answer, body)
                     start = {"status": answer.status, "headers": headers_for_client(answer)}
                     async for data in answer.content.iter_any():
                         if payload := frames.take(data):
                             if not has_begun:
-                                self.router.answered(replica.name)
+                                self.links.router.answered(replica.name)
                                 has_begun = True
                                 await send({"type": "http.response.start", **start})
                             await send({"type": "http.response.body", "body": payload, "more_body": True})
@@ -225,7 +220,7 @@ class Gateway:
                     await send({"type": "http.response.body", "body": b""})
                     return None
         except BROKEN as error:
-            self.router.failed(replica.name)
+            self.links.router.failed(replica.name)
             if not has_begun:
                 raise ReplicaLostError from error
             self.num_lost += 1

@@ -40,8 +40,9 @@ class Links:
         self.tiers: dict[str, dict[str, str]] = {}
         """Tier by digest of the adapters near each replica that is connected, by its name."""
         self._servers = servers
-        self._router = router
-        self._headers = {CLUSTER: token}
+        self.router = router
+        self.token = token
+        """Shows replicas that a gateway asks."""
         self._followed: dict[str, tuple[Server, asyncio.Task[None]]] = {}
         """By name: its row, and what reads its reports."""
         self._cuts: dict[str, set[Callable[[], None]]] = {}
@@ -98,7 +99,7 @@ class Links:
         self._tell_router()
 
     def _tell_router(self) -> None:
-        self._router.set_replicas(
+        self.router.set_replicas(
             Replica(
                 name=server.name,
                 boot_id=server.boot_id,
@@ -121,7 +122,9 @@ class Links:
     async def _read(self, server: Server) -> None:
         tiers: dict[str, str] = {}
         url, silence = server.url + STATE_PATH, aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=SILENT_S)
-        async with self.session.get(url, headers=self._headers, timeout=silence, read_bufsize=MAX_LINE) as answer:
+        async with self.session.get(
+            url, headers={CLUSTER: self.token}, timeout=silence, read_bufsize=MAX_LINE
+        ) as answer:
             if answer.status != 200:
                 log.error(
                     "replica_refuses",
@@ -146,7 +149,7 @@ class Links:
         self.reports[server.name], self.tiers[server.name] = report, tiers
         if before is None or before.state != report.state:
             self._tell_router()
-        self._router.report(server.name, server.boot_id, backlog_s=report.backlog_s, rate=report.rate, tiers=tiers)
+        self.router.report(server.name, server.boot_id, backlog_s=report.backlog_s, rate=report.rate, tiers=tiers)
 
     def _lose(self, name: str) -> None:
         if self.reports.pop(name, None) is not None:

@@ -1,6 +1,7 @@
 """Graceful shutdown: new work is refused, running work may finish within a limit, then it is cut.
 
-Knows no HTTP: each piece of work is registered with a function that cuts it.
+Knows no HTTP: each piece of work is registered with a function that cuts it. Gateways cut their exchanges with replicas
+in the same way when a client or a replica is gone.
 """
 
 from __future__ import annotations

@@ -80,8 +80,6 @@ class LeaseAsk:
     """Per minute only: what requests took and did not use, with the last answer before they took it."""
     needs: Sequence[int]
     """Of requests that wait, in their order: each is fulfilled or not."""
-    growth: int
-    """What answers that go on need next; also a part of it helps."""
     ahead: int
     """What requests probably need next."""
 
@@ -191,7 +189,6 @@ def _answer(ask: LeaseAsk, others: int, bucket: LimitBucketRow | None, billed: i
         room = left + ask.spare
         for need in ask.needs:
             granted += need if granted + need <= room else 0
-        granted += max(0, min(ask.growth, room - granted))
         granted += max(0, min(ask.ahead, (room - granted) // AHEAD_SHARE))
         granted = max(0, min(granted - ask.spare, left))
     return LeaseAnswer(granted, used + granted, at, returned, billed)

@@ -36,13 +36,13 @@ class Server:
     """Another one after each start."""
     url: str
     """Where gateways reach it."""
-    state: State
-    model: str
-    """Name of the base for clients; empty for a gateway."""
-    base: str
-    """Digest of the base's shape; empty for a gateway."""
     version: str
     """Of Weft."""
+    state: State = "ready"
+    model: str = ""
+    """Name of the base for clients; empty for a gateway."""
+    base: str = ""
+    """Digest of the base's shape; empty for a gateway."""
 
 
 class Servers(Transactions):

@@ -5,15 +5,13 @@ from __future__ import annotations
 from functools import cache, partial
 
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 
 from weft.server import errors
 from weft.server.adapters import push as routes_push
 from weft.server.adapters import routes as routes_adapters
 from weft.server.auth import browser as routes_session
-from weft.server.auth.middleware import AuthMiddleware
 from weft.server.batches import routes as routes_batches
-from weft.server.boundary import Boundary
+from weft.server.boundary import outer_layers
 from weft.server.generation import models, tokens
 from weft.server.generation import routes as routes_generation
 from weft.server.http.dashboard import add_dashboard
@@ -55,18 +53,12 @@ def create_app(services: Services) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        middleware=outer_layers(services.config.server, services.registry, services.drain, services.metrics.answered),
     )
     app.state.services = services
     for router in ROUTERS:
         app.include_router(router)
     add_dashboard(app)
     errors.install(app)
-    app.add_middleware(AuthMiddleware, keys=services.registry if services.config.server.auth == "on" else None)
-    app.add_middleware(Boundary, drain=services.drain, answered=services.metrics.answered)
-    if origins := services.config.server.allowed_origins:
-        # Without credentials, so no cookie: a page of another origin needs a key of its own.
-        app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
-        )
     app.openapi = cache(partial(openapi_page, app))  # type: ignore[method-assign]
     return app

@@ -1,4 +1,4 @@
-"""The outermost ASGI layer but CORS: request ids, the answer while shutting down, and the catch of unexpected errors.
+"""The outermost ASGI layers: CORS, request ids, the answer while shutting down, the last catch, and authentication.
 
 A request's part of its caller's limits is made and ended here, so it is given back however the request ends.
 """
@@ -11,10 +11,15 @@ from collections.abc import Callable
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weft.config import ServerConfig
 from weft.errors import WeftError
+from weft.registry.registry import Registry
+from weft.server.auth.middleware import AuthMiddleware
 from weft.server.drain import Drain
 from weft.server.errors import error_response
 from weft.server.http.dashboard import PUBLIC_PATHS
@@ -25,6 +30,23 @@ OPEN_WHILE_DRAINING = PUBLIC_PATHS | {"/metrics"}
 _DEFAULTS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 """Answers to a browser's session must not stay in its cache or in a proxy's."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+def outer_layers(
+    config: ServerConfig, registry: Registry, drain: Drain, answered: Callable[[int], None]
+) -> list[Middleware]:
+    """What is around the routes of every role, outermost first: CORS, then `Boundary`, then authentication."""
+    layers = [
+        Middleware(Boundary, drain=drain, answered=answered),
+        Middleware(AuthMiddleware, keys=registry if config.auth == "on" else None),
+    ]
+    if origins := config.allowed_origins:
+        # Without credentials, so no cookie: a page of another origin needs a key of its own.
+        cors = Middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
+        )
+        layers.insert(0, cors)
+    return layers
 
 
 class Boundary:

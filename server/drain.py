@@ -1,6 +1,7 @@
 """Graceful shutdown: new work is refused, running work may finish within a limit, then it is cut.
 
-Knows no HTTP: each piece of work is registered with a function that cuts it.
+Knows no HTTP: each piece of work is registered with a function that cuts it. Gateways cut their exchanges with replicas
+in the same way when a client or a replica is gone.
 """
 
 from __future__ import annotations
@@ -9,11 +10,51 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from weft.errors import DrainingError
+from weft.errors import DrainingError, ReplicaLostError
 
 Cut = Callable[[DrainingError], None]
 SETTLE_S = 2.0
 """Seconds that cut requests have to send their error."""
+
+
+class Exchange:
+    """Work that can be ended from outside: on a request, or with one replica after the other."""
+
+    def __init__(self) -> None:
+        self._cut_by: BaseException | None = None
+        self._is_lost = False
+        self._task: asyncio.Task[object] | None = None
+
+    def cut(self, error: BaseException) -> None:
+        """End the work with this error, with any replica; the first error counts."""
+        if self._cut_by is None:
+            self._cut_by = error
+            self._interrupt()
+
+    def lose(self) -> None:
+        """End the work with the present replica by ReplicaLostError."""
+        self._is_lost = True
+        self._interrupt()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A block that `cut` and `lose` end."""
+        if self._cut_by is not None:
+            raise self._cut_by
+        self._task, self._is_lost = asyncio.current_task(), False
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._task is None or not (self._is_lost or self._cut_by):
+                raise
+            self._task.uncancel()
+            raise (self._cut_by or ReplicaLostError()) from None
+        finally:
+            self._task = None
+
+    def _interrupt(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
 
 
 class Drain:
@@ -67,22 +108,9 @@ class Drain:
         Raises:
             DrainingError: The server is shutting down, now or before the block's end.
         """
-        task = asyncio.current_task()
-        ended: list[DrainingError] = []
-
-        def cut(error: DrainingError) -> None:
-            if task is not None:
-                ended.append(error)
-                task.cancel()
-
-        with self.running(cut):
-            try:
-                yield
-            except asyncio.CancelledError:
-                if not ended or task is None:
-                    raise
-                task.uncancel()
-                raise ended[0] from None
+        exchange = Exchange()
+        with self.running(exchange.cut), exchange.running():
+            yield
 
     async def drain(self, limit_s: float) -> int:
         """Refuse new work, wait up to `limit_s` seconds for what runs, then cut it; returns how many were cut."""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
+import structlog
+
+from weft.errors import CapacityError
+
+log = structlog.get_logger("weft.server")
 ArgumentsT = ParamSpec("ArgumentsT")
 ResultT = TypeVar("ResultT")
 
@@ -20,6 +25,16 @@ async def in_thread(
     except asyncio.CancelledError:
         await asyncio.wait([running])
         raise
+
+
+async def repeat(step: Callable[[], Awaitable[None]], pause_s: float, failure: str) -> None:
+    """Do a step for ever. Where the database does not answer, log it as `failure`: the next time makes up for it."""
+    while True:
+        try:
+            await step()
+        except CapacityError as error:
+            log.warning(failure, error=error.message)
+        await asyncio.sleep(pause_s)
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -10,7 +10,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,20 +48,10 @@ class Bucket:
         bucket: Its name.
         prefix: Folder in the bucket; may be empty. Keys are relative to it.
         allow_http: Let the endpoint be one without TLS.
-        request_s: Limit of each request, in seconds.
-        clock: Seconds that never jump.
     """
 
-    def __init__(
-        self,
-        bucket: str,
-        prefix: str,
-        *,
-        allow_http: bool = False,
-        request_s: float = REQUEST_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        limit = timedelta(seconds=request_s)
+    def __init__(self, bucket: str, prefix: str, *, allow_http: bool = False) -> None:
+        limit = timedelta(seconds=REQUEST_S)
         try:
             self._store = S3Store(
                 bucket,
@@ -69,7 +59,7 @@ class Bucket:
                 disable_bulk_delete=True,  # not every S3 has it
                 client_options={
                     "allow_http": allow_http,
-                    "connect_timeout": timedelta(seconds=min(CONNECT_S, request_s)),
+                    "connect_timeout": timedelta(seconds=CONNECT_S),
                     "timeout": limit,
                 },
                 retry_config={"max_retries": RETRIES, "retry_timeout": limit},
@@ -81,7 +71,6 @@ class Bucket:
                 param="registry.blob_url",
             ) from error
         self.name = f"s3://{bucket}/{prefix}".rstrip("/")
-        self._clock = clock
         self._down_until = 0.0
 
     def put(self, key: str, content: bytes | bytearray | Path) -> None:
@@ -148,7 +137,7 @@ class Bucket:
     @contextlib.contextmanager
     def _asking(self, *, is_there: bool = True, is_probe: bool = False) -> Iterator[None]:
         """Turn what obstore raises into our errors. Its words stay out of them and of the log: they quote requests."""
-        if not is_probe and self._clock() < self._down_until:
+        if not is_probe and time.monotonic() < self._down_until:
             raise self.unavailable()
         try:
             yield
@@ -160,7 +149,7 @@ class Bucket:
             if is_probe and is_answer:
                 raise self._refused(reason) from None
             if not is_answer:
-                self._down_until = self._clock() + DOWN_S
+                self._down_until = time.monotonic() + DOWN_S
             raise self.unavailable() from None
 
     def _refused(self, reason: str) -> ConfigError:

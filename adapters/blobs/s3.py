@@ -39,20 +39,20 @@ class S3Writer(local.BlobWriter):
 
     def prepare(self) -> None:
         """Send the bytes to S3, which confirms them; a blob that is there already is replaced."""
-        self._s3.put(self)
         self._sent = self.sha256()
+        self._s3.bucket.put(_key(self._sent), self.path)
 
     def commit(self) -> str:
         """Make sure that S3 has the blob, and keep the file as a copy."""
         # What was sent before may have been deleted meanwhile, as a blob that no version refers to.
-        if self._sent != self.sha256() or not self._s3.holds(self):
+        if self._sent != (digest := self.sha256()) or self._s3.bucket.size(_key(digest)) != self.size:
             self.prepare()
         self._s3.make_room(self.size)
         return super().commit()
 
 
 class S3Blobs:
-    """A `BlobStore` in a bucket. Thread-safe; several servers may share the bucket, one machine's processes the cache.
+    """Blobs in a bucket. Thread-safe; several servers may share the bucket, one machine's processes the cache.
 
     Args:
         bucket: Where objects lie.
@@ -119,16 +119,13 @@ class S3Blobs:
         self.bucket.size("probe/reach")
 
     def probe(self) -> None:
-        """Store, read and delete a few bytes."""
+        """Store, read and delete a few bytes.
+
+        Raises:
+            ConfigError: S3 refuses, and why.
+            CapacityError: It cannot be reached now (code storage.unavailable).
+        """
         self.bucket.probe("sha256")
-
-    def put(self, writer: local.BlobWriter) -> None:
-        """Store a writer's bytes, in parts if there are many. Returns once S3 confirmed all of them."""
-        self.bucket.put(_key(writer.sha256()), writer.path)
-
-    def holds(self, writer: local.BlobWriter) -> bool:
-        """Whether there is an object of the digest and size of a writer's bytes."""
-        return self.bucket.size(_key(writer.sha256())) == writer.size
 
     def make_room(self, num_bytes: int) -> None:
         """Remove copies, those used longest ago first, until as many bytes more may lie in the cache."""

@@ -2,64 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
-from weft.adapters.blobs.local import PIECE_BYTES, BlobReader, BlobWriter, LocalBlobs
+from weft.adapters.blobs.local import PIECE_BYTES, LocalBlobs
 from weft.config import GIB, RegistryConfig, environment
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weft.adapters.blobs.bucket import Bucket
+    from weft.adapters.blobs.s3 import S3Blobs
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 """Variables that may name a server other than Amazon's."""
+BlobStore: TypeAlias = "LocalBlobs | S3Blobs"
+"""Blobs by SHA-256: durable once committed, hashed on every read. Thread-safe and safe among processes.
 
-
-class BlobStore(Protocol):
-    """Blobs by SHA-256: durable once committed, hashed on every read. Thread-safe and safe among processes.
-
-    Methods that take a digest raise ValueError when it is not 64 lower-case hex digits, and CapacityError
-    (storage.unavailable) where the blobs are behind a network that fails.
-    """
-
-    @property
-    def bucket(self) -> Bucket | None:
-        """Where the blobs' objects lie; None where blobs lie in a folder."""
-
-    def create(self) -> BlobWriter:
-        """Start a new blob; raises CapacityError when the disk is full (code storage.full)."""
-
-    def open(self, sha256: str, pause: Callable[[], None] = ...) -> AbstractContextManager[BlobReader]:
-        """Open a blob for reading it once, from its beginning; `pause` is called after each piece of a millisecond.
-
-        Raises AdapterUnavailableError when it is missing (adapter_blob_missing) or corrupt (adapter_blob_corrupt).
-        """
-
-    def peek(self, sha256: str, num_bytes: int) -> tuple[bytes, int]:
-        """The first bytes of a blob, not checked against its digest, and the size of all of it; raises as `open`."""
-
-    def delete(self, sha256: str) -> bool:
-        """Remove a blob for good. Returns whether it was there."""
-
-    def digests(self) -> Iterator[str]:
-        """Digests of stored blobs, except those so young that another server may be about to publish a version."""
-
-    def sweep(self, max_age_s: float) -> int:
-        """Remove temporary files of crashed writers, of more than this age in seconds. Returns how many."""
-
-    def reach(self) -> None:
-        """Return if the store answers; raises CapacityError (storage.unavailable) where it does not."""
-
-    def probe(self) -> None:
-        """Store, read and delete a few bytes.
-
-        Raises:
-            ConfigError: The store refuses, and why.
-            CapacityError: It cannot be reached now (code storage.unavailable), or it is full (storage.full).
-        """
+Methods that take a digest raise ValueError when it is not 64 lower-case hex digits, and CapacityError
+(storage.unavailable) where the blobs are behind a network that fails.
+"""
 
 
 def open_blobs(registry: RegistryConfig, data_dir: Path) -> BlobStore:

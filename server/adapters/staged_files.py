@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from weft.adapters.blobs.local import PIECE_BYTES, full_disk_is_capacity, write_all
 from weft.adapters.blobs.store import BlobStore
@@ -36,50 +36,6 @@ _PIECE = re.compile(r"uploads/upl_[0-9a-f]{26}/([a-z_.]+)/(\d{16})-[0-9a-f]{16}"
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class FileWriter(Protocol):
-    """Adds bytes to one file. Its methods wait for a disk or a network. After an error it can only be closed."""
-
-    def open(self, offset: int | None) -> None:
-        """Begin at `offset`, where the file ends; None empties it first.
-
-        Raises:
-            ConflictError: It does not end there, came in too many small pieces, or was deleted; codes
-                upload.offset_mismatch, upload.too_many_pieces, upload.ended.
-            BusyError: Another server writes it; code upload.busy.
-            CapacityError: The disk is full, or the store is away; codes storage.full, storage.unavailable.
-        """
-
-    def write(self, chunk: bytearray) -> None:
-        """Append bytes; raises CapacityError as `open` does."""
-
-    def close(self) -> None:
-        """Make all bytes durable; raises CapacityError as `open` does. Does nothing where `open` failed."""
-
-
-class StagedFiles(Protocol):
-    """Files of uploads, by the upload's id and the file's name. Thread-safe and safe among servers."""
-
-    def sizes(self, upload_id: str) -> dict[str, int]:
-        """How many bytes of each file were received."""
-
-    def writer(self, upload_id: str, name: str) -> FileWriter:
-        """For adding to a file; nothing is opened yet."""
-
-    def read(self, upload_id: str, name: str) -> Iterator[bytes]:
-        """A file's bytes in pieces.
-
-        Raises:
-            FileNotFoundError: It is not there, or was deleted meanwhile.
-            BusyError: A server writes it; code upload.busy.
-        """
-
-    def delete(self, upload_id: str, *names: str) -> None:
-        """Remove these files, or without names all of the upload; what is not there is no error."""
-
-    def ids(self) -> list[str]:
-        """Uploads of which something lies there."""
-
-
 def open_staged(config: Config, blobs: BlobStore) -> StagedFiles:
     """Staged files beside the blobs; with the default folder of blobs, in a folder of the data folder."""
     if blobs.bucket is not None:
@@ -88,7 +44,10 @@ def open_staged(config: Config, blobs: BlobStore) -> StagedFiles:
 
 
 class StagedFolder:
-    """`StagedFiles` in a folder: one folder per upload, with names of our own."""
+    """Files of uploads, by the upload's id and the file's name, in a folder: one folder per upload.
+
+    Thread-safe and safe among servers.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
@@ -103,12 +62,17 @@ class StagedFolder:
                 sizes[name] = os.fstat(file.fileno()).st_size
         return sizes
 
-    def writer(self, upload_id: str, name: str) -> FileWriter:
+    def writer(self, upload_id: str, name: str) -> FolderWriter:
         """For adding to a file; nothing is opened yet."""
-        return _FolderWriter(self._root / _checked(upload_id) / name)
+        return FolderWriter(self._root / _checked(upload_id) / name)
 
     def read(self, upload_id: str, name: str) -> Iterator[bytes]:
-        """A file's bytes in pieces of `PIECE_BYTES`."""
+        """A file's bytes in pieces of `PIECE_BYTES`.
+
+        Raises:
+            FileNotFoundError: It is not there, or was deleted meanwhile.
+            BusyError: A server writes it; code upload.busy.
+        """
         with self._open(upload_id, name) as file:
             _lock(file.fileno(), fcntl.LOCK_SH)
             while piece := file.read(PIECE_BYTES):
@@ -131,15 +95,21 @@ class StagedFolder:
         return os.fdopen(os.open(self._root / _checked(upload_id) / name, os.O_RDONLY | _FLAGS), "rb")
 
 
-class _FolderWriter:
-    """`FileWriter` of a file in a folder."""
+class FolderWriter:
+    """Adds bytes to one file in a folder. Its methods wait for the disk. After an error it can only be closed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd = -1
 
     def open(self, offset: int | None) -> None:
-        """Open and lock the file."""
+        """Open and lock the file, and begin at `offset`, where it ends; None empties it first.
+
+        Raises:
+            ConflictError: It does not end there, or was deleted; codes upload.offset_mismatch, upload.ended.
+            BusyError: Another server writes it; code upload.busy.
+            CapacityError: The disk is full, or cannot be used; codes storage.full, storage.unavailable.
+        """
         with full_disk_is_capacity():
             try:
                 self._path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -153,11 +123,11 @@ class _FolderWriter:
             _check_offset(offset, os.fstat(self._fd).st_size)
 
     def write(self, chunk: bytearray) -> None:
-        """Append bytes."""
+        """Append bytes; raises CapacityError as `open` does."""
         write_all(self._fd, chunk)
 
     def close(self) -> None:
-        """Make the bytes durable, and let others write."""
+        """Make the bytes durable, and let others write; raises CapacityError as `open` does."""
         if self._fd < 0:
             return
         try:
@@ -169,7 +139,7 @@ class _FolderWriter:
 
 
 class StagedObjects:
-    """`StagedFiles` in a bucket: an object `uploads/<upload>/<file>/<offset>-<random>` per piece."""
+    """The same in a bucket: an object `uploads/<upload>/<file>/<offset>-<random>` per piece."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -178,9 +148,9 @@ class StagedObjects:
         """How many bytes of each file follow each other from its beginning."""
         return {name: _chain(pieces)[1] for name, pieces in self._pieces(upload_id).items()}
 
-    def writer(self, upload_id: str, name: str) -> FileWriter:
+    def writer(self, upload_id: str, name: str) -> ObjectWriter:
         """For adding to a file; nothing is asked yet."""
-        return _ObjectWriter(
+        return ObjectWriter(
             self._bucket, f"uploads/{_checked(upload_id)}/{name}", lambda: self._pieces(upload_id)[name]
         )
 
@@ -213,8 +183,11 @@ class _Piece(NamedTuple):
     key: str
 
 
-class _ObjectWriter:
-    """`FileWriter` of a file in a bucket: sends what came as one object when it is large enough, and at the end."""
+class ObjectWriter:
+    """`FolderWriter` for a bucket: sends what came as one object when it is large enough, and at the end.
+
+    Every method raises CapacityError (storage.unavailable) while S3 is away.
+    """
 
     def __init__(self, bucket: Bucket, folder: str, pieces: Callable[[], list[_Piece]]) -> None:
         self._bucket = bucket
@@ -224,7 +197,12 @@ class _ObjectWriter:
         self._pending = bytearray()
 
     def open(self, offset: int | None) -> None:
-        """Look where the file ends, or delete what is there."""
+        """Look where the file ends, or delete what is there.
+
+        Raises:
+            ConflictError: It does not end at `offset`, or came in too many small pieces; codes
+                upload.offset_mismatch, upload.too_many_pieces.
+        """
         pieces = self._pieces()
         if offset is None:
             self._bucket.delete([piece.key for piece in pieces])
@@ -249,6 +227,9 @@ class _ObjectWriter:
             self._bucket.put(key, self._pending)
             self._offset += len(self._pending)
             self._pending = bytearray()
+
+
+StagedFiles: TypeAlias = StagedFolder | StagedObjects
 
 
 def _chain(pieces: list[_Piece]) -> tuple[list[tuple[_Piece, int]], int]:

@@ -6,16 +6,13 @@ the registry, and all compute the same order of replicas for an adapter.
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 
-import structlog
-
-from weft.errors import CapacityError
 from weft.server.cluster.loads import ranked
 from weft.server.pins import sync_pins
 from weft.server.services import Services
+from weft.server.threads import repeat
 
-log = structlog.get_logger("weft.server")
 LOOK_S = 0.5
 """Seconds between two looks; a change is followed within a second."""
 
@@ -36,12 +33,7 @@ class Duties:
     async def follow(self, services: Services) -> None:
         """Look for changes, for ever."""
         self._name = services.server_name
-        while True:
-            try:
-                await self._look(services)
-            except CapacityError as error:
-                log.warning("changes_not_followed", error=error.message)  # the next look does it
-            await asyncio.sleep(LOOK_S)
+        await repeat(partial(self._look, services), LOOK_S, "changes_not_followed")
 
     async def _look(self, services: Services) -> None:
         registry = services.registry

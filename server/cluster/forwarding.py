@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 
 import aiohttp
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Receive, Send
 from yarl import URL
 
 from weft.errors import CapacityError, DrainingError, NotFoundError, ReplicaLostError
 from weft.registry.records import Identity
-from weft.server.cluster.exchange import Exchange
 from weft.server.cluster.links import Links
 from weft.server.cluster.loads import Replica
-from weft.server.cluster.router import Router, Target
+from weft.server.cluster.router import Target
 from weft.server.cluster.wire import CLUSTER, INTERNAL, LENGTH
-from weft.server.drain import Drain
+from weft.server.drain import Drain, Exchange
 from weft.server.threads import cancel_all
 
 MAX_TRIES = 3
@@ -39,34 +38,16 @@ _NOT_ANSWERED = _HOP_BY_HOP | INTERNAL | {"x-request-id", "date", "server"}
 BROKEN = (aiohttp.ClientError, ReplicaLostError, TimeoutError, OSError)
 
 
-@dataclass(frozen=True, slots=True)
-class WholeAnswer:
-    """An answer that is no stream, which the client has not got yet: another replica may give a better one."""
-
-    status: int
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
-
-    async def send(self, send: Send) -> None:
-        """Give it to the client."""
-        await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
-        await send({"type": "http.response.body", "body": self.body})
-
-
 class Forwarding:
     """Passes requests on as they are. Thread: the event loop's.
 
     Args:
-        links: The replicas.
-        router: Chooses among them.
-        token: Shows replicas that a gateway asks.
+        links: The replicas, and what chooses among them.
         drain: Ends what has no end of its own.
     """
 
-    def __init__(self, links: Links, router: Router, token: str, drain: Drain) -> None:
+    def __init__(self, links: Links, drain: Drain) -> None:
         self._links = links
-        self._router = router
-        self._token = token
         self._drain = drain
 
     async def pass_on(self, request: Request, exchange: Exchange, send: Send) -> None:
@@ -74,7 +55,7 @@ class Forwarding:
         identity: Identity | None = getattr(request.state, "identity", None)
         tenant = (identity.tenant if identity else None) or ""
         target = Target(adapter=None, units=0.0, tenant=tenant, affinity=tenant.encode())
-        order = self._router.order(target)
+        order = self._links.router.order(target)
         if (named := request.query_params.get("server")) is not None:
             order = [replica for replica in order if replica.name == named]
             if not order:
@@ -86,7 +67,7 @@ class Forwarding:
             try:
                 await self._forward(request, replica, exchange, send)
             except aiohttp.ClientConnectorError:  # nothing of the body was read
-                self._router.failed(replica.name)
+                self._links.router.failed(replica.name)
             else:
                 return
         raise no_replica()
@@ -95,9 +76,9 @@ class Forwarding:
         """Send a request without a body to all replicas; answers with the worst of their answers."""
         headers = [(name, value) for name, value in self.headers_for_replica(request) if name != "content-length"]
 
-        async def ask(replica: Replica) -> WholeAnswer:
+        async def ask(replica: Replica) -> Response:
             async with self._links.session.post(url_of(replica, request), headers=headers) as answer:
-                return WholeAnswer(answer.status, headers_for_client(answer), await answer.read())
+                return whole(answer, await answer.read())
 
         try:
             answers = await asyncio.gather(*map(ask, replicas))
@@ -105,7 +86,7 @@ class Forwarding:
             raise ReplicaLostError("A replica is gone, others go on; send the request again.") from error
         if not answers:
             raise no_replica()
-        await max(answers, key=lambda answer: answer.status).send(send)
+        await max(answers, key=lambda answer: answer.status_code)(request.scope, request.receive, send)
 
     async def _forward(self, request: Request, replica: Replica, exchange: Exchange, send: Send) -> None:
         has_body = "content-length" in request.headers or "transfer-encoding" in request.headers
@@ -155,7 +136,7 @@ class Forwarding:
     def headers_for_replica(self, request: Request) -> list[tuple[str, str]]:
         """The client's headers for a replica, with proof that they come from a gateway."""
         kept = [(name, value) for name, value in request.headers.items() if name not in _NOT_ASKED]
-        return [*kept, (CLUSTER, self._token), ("x-request-id", str(request.state.request_id))]
+        return [*kept, (CLUSTER, self._links.token), ("x-request-id", str(request.state.request_id))]
 
 
 def watch(receive: Receive, exchange: Exchange) -> asyncio.Task[None]:
@@ -188,6 +169,13 @@ def headers_for_client(answer: aiohttp.ClientResponse) -> list[tuple[bytes, byte
     length = next((value for name, value in kept if name == LENGTH.encode()), None)
     headers = [(name, value) for name, value in kept if name.decode("latin-1") not in _NOT_ANSWERED]
     return [*headers, (b"content-length", length)] if length is not None else headers
+
+
+def whole(answer: aiohttp.ClientResponse, body: bytes) -> Response:
+    """An answer that is no stream, which the client has not got yet: another replica may give a better one."""
+    response = Response(body, answer.status)
+    response.raw_headers = headers_for_client(answer)
+    return response
 
 
 def no_replica() -> CapacityError:

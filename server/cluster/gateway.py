@@ -10,35 +10,37 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 
 import structlog
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from weft.config import ServerConfig
 from weft.errors import DrainingError, ReplicaLostError, WeftError
 from weft.registry.records import AdapterIdentity, AdapterVersion, Identity, UsageEvent
 from weft.registry.registry import Registry
-from weft.server.cluster.exchange import Exchange
 from weft.server.cluster.forwarding import (
     BROKEN,
     MAX_TRIES,
     Forwarding,
-    WholeAnswer,
     headers_for_client,
     no_replica,
     url_of,
     watch,
+    whole,
 )
 from weft.server.cluster.links import Links
 from weft.server.cluster.loads import Replica
 from weft.server.cluster.route_fields import RouteFields, read_fields
-from weft.server.cluster.router import Router, Target
+from weft.server.cluster.router import Target
 from weft.server.cluster.wire import LEDGER_ID, LENGTH, STICKY, WEIGHT_SHARE, Frames
-from weft.server.drain import Drain
+from weft.server.drain import Drain, Exchange
 from weft.server.errors import as_anthropic, error_body
 from weft.server.hop import SESSION_HEADER, Counts
 from weft.server.http import sse
@@ -51,20 +53,17 @@ MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", RESPONSES, MESSAGES})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Asked:
     """A request for a generation, and what the gateway knows of it."""
 
     request: Request
     body: bytes
     headers: list[tuple[str, str]]
-    tenant_id: str | None
-    tenant: str | None
-    adapter: AdapterIdentity | None
-    version: AdapterVersion | None
     target: Target
+    event: Callable[..., UsageEvent]
+    """Makes its usage event of what is known at its end."""
     started_s: float
-    ledger_id: str
     tried: list[str] = field(default_factory=list)
     """Names of the replicas that were asked."""
 
@@ -75,31 +74,26 @@ class Gateway:
     Args:
         config: Bounds of bodies.
         registry: Says which adapter a name means, and takes the usage of cut answers.
-        links: The replicas.
-        router: Chooses among them.
-        token: Shows replicas that a gateway asks.
+        links: The replicas, and what chooses among them.
         drain: Counts requests that run.
     """
 
-    def __init__(
-        self, config: ServerConfig, registry: Registry, links: Links, router: Router, token: str, drain: Drain
-    ) -> None:
+    def __init__(self, config: ServerConfig, registry: Registry, links: Links, drain: Drain) -> None:
         self.num_retried = 0
         """Requests sent to another replica than the first."""
         self.num_lost = 0
         """Answers that ended early because their replica was lost."""
+        self.registry = registry
+        self.links = links
+        self.drain = drain
         self._max_body_bytes = config.max_body_bytes
-        self._registry = registry
-        self._links = links
-        self._router = router
-        self._forwarding = Forwarding(links, router, token, drain)
-        self._drain = drain
+        self._forwarding = Forwarding(links, drain)
         self._pace = Pace()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with what a replica answers."""
         exchange = Exchange()
-        with self._drain.running(exchange.cut):
+        with self.drain.running(exchange.cut):
             if scope["method"] == "POST" and scope["path"] in GENERATING:
                 await self._generate(Request(scope, receive), exchange, send)
             else:
@@ -120,12 +114,12 @@ class Gateway:
         session, sticky = fields.sticky or request.headers.get(SESSION_HEADER), secrets.token_hex(16)
         if session:  # any text, so not itself in a header
             sticky = hashlib.blake2b(session.encode(), digest_size=16, key=(tenant_id or "").encode()).hexdigest()
-        ledger_id = self._registry.usage.mint_id()
+        ledger_id = self.registry.usage.mint_id()
         adapter: AdapterIdentity | None = None
         version: AdapterVersion | None = None
         with suppress(WeftError):  # the replica says what is wrong
             if identity.role == "admin" and (named := request.query_params.get("tenant")) is not None:
-                row = await self._registry.tenants.get_tenant(named)
+                row = await self.registry.tenants.get_tenant(named)
                 tenant_id, tenant = row.id, row.name
             adapter, version = await self._resolve(tenant_id, fields, sticky)
         target = Target(
@@ -136,60 +130,63 @@ class Gateway:
             held_by=version.held_by if version else None,
             copies=max(1, adapter.pinned_copies) if adapter else 1,
         )
-        return Asked(
-            request=request,
-            body=body,
-            headers=[*self._forwarding.headers_for_replica(request), (STICKY, sticky), (LEDGER_ID, ledger_id)],
+        event = partial(
+            UsageEvent,
+            id=ledger_id,
             tenant_id=tenant_id,
             tenant=tenant,
-            adapter=adapter,
-            version=version,
-            target=target,
-            started_s=asyncio.get_running_loop().time(),
-            ledger_id=ledger_id,
+            key_id=identity.key_id,
+            adapter_id=adapter.id if adapter else None,
+            adapter=adapter.name_for(tenant_id) if adapter else None,
+            adapter_version=version.version if version else None,
+            adapter_digest=version.digest if version else None,
+            request_id=str(request.state.request_id),
+            endpoint=request.url.path,
         )
+        headers = [*self._forwarding.headers_for_replica(request), (STICKY, sticky), (LEDGER_ID, ledger_id)]
+        return Asked(request, body, headers, target, event, asyncio.get_running_loop().time())
 
     async def _resolve(
         self, tenant_id: str | None, fields: RouteFields, sticky: str
     ) -> tuple[AdapterIdentity | None, AdapterVersion | None]:
         """The adapter version that a request names; nothing for the base, and for what is no adapter of the tenant."""
         named, at, by = (fields.adapter_id or fields.model or "").partition("@")
-        if not named or any(named == server.model for server in self._links.listed):
+        if not named or any(named == server.model for server in self.links.listed):
             return None, None
         selector = named.rpartition(":")[2] + at + by
         if tenant_id is None:  # an admin, who writes the owner in front
-            tenant_id = (await self._registry.tenants.get_tenant(selector.partition("/")[0])).id
-        return await self._registry.adapters.resolve(tenant_id, selector, sticky)
+            tenant_id = (await self.registry.tenants.get_tenant(selector.partition("/")[0])).id
+        return await self.registry.adapters.resolve(tenant_id, selector, sticky)
 
     async def _try_replicas(self, asked: Asked, exchange: Exchange, send: Send) -> None:
-        whole: WholeAnswer | None = None
+        best: Response | None = None
         error: WeftError = no_replica()
         while len(asked.tried) < MAX_TRIES:
-            replica = next(iter(self._router.order(asked.target, asked.tried)), None)
-            if replica is None or (asked.tried and not self._router.may_retry()):
+            replica = next(iter(self.links.router.order(asked.target, asked.tried)), None)
+            if replica is None or (asked.tried and not self.links.router.may_retry()):
                 break
             self.num_retried += len(asked.tried) == 1
             asked.tried.append(replica.name)
-            self._router.sent(replica.name, asked.target)
+            self.links.router.sent(replica.name, asked.target)
             try:
-                whole = await self._ask(asked, replica, exchange, send)
+                best = await self._ask(asked, replica, exchange, send)
             except ReplicaLostError as lost:
                 error = lost
                 continue
             finally:
-                self._router.ended(replica.name, asked.target)
-            if whole is None:
+                self.links.router.ended(replica.name, asked.target)
+            if best is None:
                 return
-            if whole.status != 503:
+            if best.status_code != 503:
                 break
-        if whole is not None:
-            await whole.send(send)
+        if best is not None:
+            await best(asked.request.scope, asked.request.receive, send)
             return
         if asked.tried:  # of what replicas have computed, the client got nothing
             await asyncio.shield(self._bill(asked, Counts(0, 0, 0)))
         raise error
 
-    async def _ask(self, asked: Asked, replica: Replica, exchange: Exchange, send: Send) -> WholeAnswer | None:
+    async def _ask(self, asked: Asked, replica: Replica, exchange: Exchange, send: Send) -> Response | None:
         """Have a replica answer.
 
         Returns:
@@ -199,32 +196,31 @@ class Gateway:
             ReplicaLostError: The replica is gone, and the client got nothing.
         """
         frames, has_begun, payload = Frames(), False, b""
-        share = self._router.weight_share(asked.target.tenant, replica.name)
+        share = self.links.router.weight_share(asked.target.tenant, replica.name)
         headers = [*asked.headers, (WEIGHT_SHARE, f"{share:.6f}")]
         try:
-            with exchange.running(), self._links.using(replica.name, exchange.lose):
+            with exchange.running(), self.links.using(replica.name, exchange.lose):
                 url = url_of(replica, asked.request)
-                async with self._links.session.post(url, data=asked.body, headers=headers) as answer:
-                    told = headers_for_client(answer)
-                    start = {"type": "http.response.start", "status": answer.status, "headers": told}
+                async with self.links.session.post(url, data=asked.body, headers=headers) as answer:
                     if not answer.content_type.startswith("text/event-stream"):
                         body = await answer.read()
                         if LENGTH in answer.headers:  # else the HTTP layer of the replica answered by itself
                             body = frames.take(body)
-                        self._router.answered(replica.name)
-                        return WholeAnswer(answer.status, told, body)
+                        self.links.router.answered(replica.name)
+                        return whole(answer, body)
+                    start = {"status": answer.status, "headers": headers_for_client(answer)}
                     async for data in answer.content.iter_any():
                         if payload := frames.take(data):
                             if not has_begun:
-                                self._router.answered(replica.name)
+                                self.links.router.answered(replica.name)
                                 has_begun = True
-                                await send(start)
+                                await send({"type": "http.response.start", **start})
                             await send({"type": "http.response.body", "body": payload, "more_body": True})
                             payload = b""
                     await send({"type": "http.response.body", "body": b""})
                     return None
         except BROKEN as error:
-            self._router.failed(replica.name)
+            self.links.router.failed(replica.name)
             if not has_begun:
                 raise ReplicaLostError from error
             self.num_lost += 1
@@ -238,34 +234,18 @@ class Gateway:
 
     async def _bill(self, asked: Asked, counts: Counts) -> None:
         """Record what the client got of an answer whose replica was lost; what fails is logged."""
-        adapter, version = asked.adapter, asked.version
+        event = asked.event(
+            at=datetime.now(UTC),
+            status="error",
+            prompt_tokens=counts.prompt,
+            cached_tokens=counts.cached,
+            completion_tokens=counts.completion,
+            duration_s=asyncio.get_running_loop().time() - asked.started_s,
+        )
         try:
-            await self._registry.usage.record(
-                UsageEvent(
-                    id=asked.ledger_id,
-                    at=datetime.now(UTC),
-                    tenant_id=asked.tenant_id,
-                    tenant=asked.tenant,
-                    key_id=asked.request.state.identity.key_id,
-                    adapter_id=adapter.id if adapter else None,
-                    adapter=adapter.name_for(asked.tenant_id) if adapter else None,
-                    adapter_version=version.version if version else None,
-                    adapter_digest=version.digest if version else None,
-                    request_id=str(asked.request.state.request_id),
-                    endpoint=asked.request.url.path,
-                    service_class="interactive",
-                    status="error",
-                    prompt_tokens=counts.prompt,
-                    cached_tokens=counts.cached,
-                    completion_tokens=counts.completion,
-                    queue_s=None,
-                    ttft_s=None,
-                    duration_s=asyncio.get_running_loop().time() - asked.started_s,
-                    adapter_state=None,
-                )
-            )
+            await self.registry.usage.record(event)
         except WeftError as error:
-            log.exception("usage_not_recorded", ledger_id=asked.ledger_id, code=error.code)
+            log.exception("usage_not_recorded", ledger_id=event.id, code=error.code)
 
 
 async def _end_early(request: Request, payload: bytes, error: WeftError, send: Send) -> None:

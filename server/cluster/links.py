@@ -13,20 +13,21 @@ from contextlib import contextmanager
 import aiohttp
 import msgspec
 import structlog
+from aiohttp.http import HttpProcessingError
 
-from weft.errors import CapacityError
 from weft.registry.servers import Server, Servers
 from weft.server.cluster.loads import Replica
 from weft.server.cluster.router import Router
 from weft.server.cluster.wire import CLUSTER, SILENT_S, STATE_PATH, Report
-from weft.server.threads import cancel_all
+from weft.server.threads import cancel_all, repeat
 
 log = structlog.get_logger("weft.server")
 LIST_S = 1.0
 """Seconds between two looks at the registry's list."""
 RECONNECT_S = 0.25
 CONNECT_S = 2.0
-MAX_LINE = 16 << 20
+MAX_LINE = 8 << 20
+"""A replica whose report has a line of twice as many bytes is lost."""
 _decode = msgspec.json.Decoder(Report).decode
 
 
@@ -39,10 +40,11 @@ class Links:
         self.tiers: dict[str, dict[str, str]] = {}
         """Tier by digest of the adapters near each replica that is connected, by its name."""
         self._servers = servers
-        self._router = router
-        self._headers = {CLUSTER: token}
-        self._listed: dict[str, Server] = {}
-        self._followers: dict[tuple[str, str, str], asyncio.Task[None]] = {}
+        self.router = router
+        self.token = token
+        """Shows replicas that a gateway asks."""
+        self._followed: dict[str, tuple[Server, asyncio.Task[None]]] = {}
+        """By name: its row, and what reads its reports."""
         self._cuts: dict[str, set[Callable[[], None]]] = {}
         self._lister: asyncio.Task[None] | None = None
         self.session = aiohttp.ClientSession(
@@ -55,18 +57,19 @@ class Links:
 
     async def start(self) -> None:
         """Read the list, and follow it from then on; raises CapacityError if the database cannot answer."""
-        self._follow(await self._servers.listed("replica"))
-        self._lister = asyncio.create_task(self._list(), name="weft-replicas")
+        await self._look()
+        self._lister = asyncio.create_task(repeat(self._look, LIST_S, "servers_not_listed"), name="weft-replicas")
 
     async def close(self) -> None:
         """End all connections."""
-        await cancel_all([*self._followers.values(), *([self._lister] if self._lister else [])])
+        readers = [reader for _, reader in self._followed.values()]
+        await cancel_all([*readers, *([self._lister] if self._lister else [])])
         await self.session.close()
 
     @property
     def listed(self) -> list[Server]:
-        """The replicas that the registry lists."""
-        return list(self._listed.values())
+        """The replicas that the registry lists, and those that are connected all the same."""
+        return [server for server, _ in self._followed.values()]
 
     @contextmanager
     def using(self, name: str, cut: Callable[[], None]) -> Iterator[None]:
@@ -77,48 +80,40 @@ class Links:
         finally:
             self._cuts[name].discard(cut)
 
-    async def _list(self) -> None:
-        while True:
-            await asyncio.sleep(LIST_S)
-            try:
-                self._follow(await self._servers.listed("replica"))
-            except CapacityError:
-                log.warning("servers_not_listed")  # those known go on
-
-    def _follow(self, listed: list[Server]) -> None:
+    async def _look(self) -> None:
         """Connect to the replicas that are new, and let those go that are not listed and not connected any more."""
-        places = {(server.name, server.boot_id, server.url): server for server in listed}
-        names = {server.name for server in listed}
-        for place, task in list(self._followers.items()):
-            is_needed = place[0] in self.reports and place[0] not in names
-            if place not in places and not is_needed:
-                task.cancel()
-                del self._followers[place]
-                self._lose(place[0])
-        for place, server in places.items():
-            if place not in self._followers:
-                self._followers[place] = asyncio.create_task(self._keep_reading(server), name=f"weft-{server.name}")
-        followed = {name for name, _, _ in self._followers}
-        self._listed = {name: server for name, server in self._listed.items() if name in followed}
-        self._listed |= {server.name: server for server in listed}
+        newest = {server.name: server for server in await self._servers.listed("replica")}
+        for name, (server, reader) in list(self._followed.items()):
+            found = newest.get(name)
+            is_same = found is not None and (found.boot_id, found.url) == (server.boot_id, server.url)
+            if not is_same and (found is not None or name not in self.reports):
+                reader.cancel()
+                del self._followed[name]
+                self._lose(name)
+        for name, server in newest.items():
+            if name in self._followed:
+                reader = self._followed[name][1]
+            else:
+                reader = asyncio.create_task(self._keep_reading(server), name=f"weft-{name}")
+            self._followed[name] = server, reader
         self._tell_router()
 
     def _tell_router(self) -> None:
-        self._router.set_replicas(
+        self.router.set_replicas(
             Replica(
                 name=server.name,
                 boot_id=server.boot_id,
                 url=server.url,
                 is_ready=(report := self.reports.get(server.name)) is not None and report.state == "ready",
             )
-            for server in self._listed.values()
+            for server in self.listed
         )
 
     async def _keep_reading(self, server: Server) -> None:
         while True:
             try:
                 await self._read(server)
-            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            except (aiohttp.ClientError, HttpProcessingError, TimeoutError, OSError, ValueError) as error:
                 if server.name in self.reports:
                     log.warning("replica_lost", name=server.name, url=server.url, error=repr(error))
             self._lose(server.name)
@@ -127,7 +122,9 @@ class Links:
     async def _read(self, server: Server) -> None:
         tiers: dict[str, str] = {}
         url, silence = server.url + STATE_PATH, aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=SILENT_S)
-        async with self.session.get(url, headers=self._headers, timeout=silence) as answer:
+        async with self.session.get(
+            url, headers={CLUSTER: self.token}, timeout=silence, read_bufsize=MAX_LINE
+        ) as answer:
             if answer.status != 200:
                 log.error(
                     "replica_refuses",
@@ -137,13 +134,8 @@ class Links:
                 )
                 await asyncio.sleep(LIST_S)
                 return
-            rest = b""
-            async for data in answer.content.iter_any():
-                *lines, rest = (rest + data).split(b"\n")
-                if len(rest) > MAX_LINE:
-                    raise msgspec.DecodeError("a line without an end")
-                for line in lines:
-                    self._take(server, _decode(line), tiers)
+            async for line in answer.content:
+                self._take(server, _decode(line), tiers)
 
     def _take(self, server: Server, report: Report, tiers: dict[str, str]) -> None:
         if report.boot_id != server.boot_id:
@@ -157,7 +149,7 @@ class Links:
         self.reports[server.name], self.tiers[server.name] = report, tiers
         if before is None or before.state != report.state:
             self._tell_router()
-        self._router.report(server.name, server.boot_id, backlog_s=report.backlog_s, rate=report.rate, tiers=tiers)
+        self.router.report(server.name, server.boot_id, backlog_s=report.backlog_s, rate=report.rate, tiers=tiers)
 
     def _lose(self, name: str) -> None:
         if self.reports.pop(name, None) is not None:

@@ -10,7 +10,7 @@ import structlog
 from weft.errors import CapacityError
 from weft.registry.servers import BEAT_S, Server, Servers
 from weft.server.cluster.wire import REPORT_S
-from weft.server.threads import cancel_all
+from weft.server.threads import cancel_all, repeat
 
 log = structlog.get_logger("weft.server")
 NOTICE_S = 4 * REPORT_S
@@ -27,13 +27,17 @@ class Membership:
 
     async def start(self) -> None:
         """List the server; raises CapacityError if the database cannot answer."""
-        await self._servers.announce(self.server)
-        self._beating = asyncio.create_task(self._beat(), name="weft-beat")
+        await self._announce()
+        self._beating = asyncio.create_task(repeat(self._announce, BEAT_S, "beat_failed"), name="weft-beat")
 
     async def drain(self) -> None:
         """Say that this server takes no new requests soon, and wait until gateways know."""
         self.server = replace(self.server, state="draining")
-        await asyncio.gather(self._announce(), asyncio.sleep(NOTICE_S))
+        try:
+            await self._announce()
+        except CapacityError as error:
+            log.warning("beat_failed", error=error.message)  # gateways hear it over their connections
+        await asyncio.sleep(NOTICE_S)
 
     async def stop(self) -> None:
         """Take the server off the list."""
@@ -43,13 +47,5 @@ class Membership:
         except CapacityError:
             log.warning("server_still_listed", name=self.server.name)  # its row ages
 
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(BEAT_S)
-            await self._announce()
-
     async def _announce(self) -> None:
-        try:
-            await self._servers.announce(self.server)
-        except CapacityError:
-            log.warning("beat_failed", name=self.server.name)  # gateways keep what they know
+        await self._servers.announce(self.server)

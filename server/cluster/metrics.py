@@ -7,20 +7,19 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.responses import Response
 
 import weft
 from weft.server.cluster.gateway import Gateway
-from weft.server.cluster.links import Links
-from weft.server.cluster.router import Router
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class GatewayMetrics(Collector):
     """What a gateway counts. Thread: the event loop's."""
 
-    def __init__(self, links: Links, router: Router) -> None:
-        self.gateway: Gateway | None = None
-        self._links = links
-        self._router = router
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
         self._registry = CollectorRegistry()
         disable_created_metrics()  # type: ignore[no-untyped-call]
         about = "Answers to HTTP requests by class; replicas count the same answers, without the label role."
@@ -36,19 +35,18 @@ class GatewayMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """What is read when Prometheus asks."""
-        if self.gateway is not None:
-            about = "Requests sent to another replica than the first."
-            yield CounterMetricFamily("weft_gateway_retries", about, self.gateway.num_retried)
-            about = "Answers that ended early because their replica was lost."
-            yield CounterMetricFamily("weft_gateway_lost_answers", about, self.gateway.num_lost)
+        about = "Requests sent to another replica than the first."
+        yield CounterMetricFamily("weft_gateway_retries", about, self._gateway.num_retried)
+        about = "Answers that ended early because their replica was lost."
+        yield CounterMetricFamily("weft_gateway_lost_answers", about, self._gateway.num_lost)
         ready = GaugeMetricFamily("weft_replica_ready", "Whether a replica takes requests.", labels=["replica", "url"])
         backlog = GaugeMetricFamily("weft_replica_backlog_seconds", "Work that waits in a replica.", labels=["replica"])
-        for server in self._links.listed:
-            report = self._links.reports.get(server.name)
+        for server in self._gateway.links.listed:
+            report = self._gateway.links.reports.get(server.name)
             ready.add_metric([server.name, server.url], report is not None and report.state == "ready")
             backlog.add_metric([server.name], report.backlog_s if report else 0.0)
         yield from (ready, backlog)
 
-    def render(self) -> bytes:
-        """The page."""
-        return generate_latest(self._registry)
+    async def page(self) -> Response:
+        """For Prometheus."""
+        return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE})

@@ -17,7 +17,6 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import weft
-from weft.adapters.ref import ResidentAdapter
 from weft.errors import ConfigError, EngineUnavailableError
 from weft.registry.servers import Server
 from weft.server.cluster.duties import Duties
@@ -60,10 +59,9 @@ async def join(
         role="replica",
         boot_id=services.ready.boot_id,
         url=config.advertised_url or url,
-        state="ready",
+        version=weft.__version__,
         model=services.served_name,
         base=services.ready.base.digest,
-        version=weft.__version__,
     )
     membership = Membership(services.registry.servers, server)
     await membership.start()
@@ -118,7 +116,7 @@ class Reports:
         )
 
     async def _tiers(self) -> dict[str, str]:
-        """Adapters of the engine by digest; asked once for all gateways."""
+        """Adapters of the engine that need no fetch, by digest; asked once for all gateways."""
         now_s = self._services.monotonic()
         if now_s - self._looked_s >= RESIDENTS_S:
             self._looked_s = now_s
@@ -126,13 +124,9 @@ class Reports:
                 status = await self._services.engine_status(REPORT_S)
             except EngineUnavailableError:
                 return self._residents
-            self._residents = {each.digest: each.tier for each in status.residents if _is_near(each)}
+            near = [resident for resident in status.residents if resident.tier in ("device", "host")]
+            self._residents = {resident.digest: resident.tier for resident in near}
         return self._residents
-
-
-def _is_near(resident: ResidentAdapter) -> bool:
-    """Whether an adapter needs no fetch."""
-    return resident.tier in ("device", "host")
 
 
 class FromGateways:

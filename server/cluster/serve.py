@@ -55,9 +55,6 @@ async def _serve_until(config: GatewayConfig, announce: Announce, shutdown: Shut
             role="gateway",
             boot_id=secrets.token_hex(8),
             url=server.advertised_url or url,
-            state="ready",
-            model="",
-            base="",
             version=weft.__version__,
         )
         membership = Membership(registry.servers, own)

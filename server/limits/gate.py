@@ -11,7 +11,7 @@ Shared-Memory Packet Switches" (1998).
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -164,7 +164,7 @@ class Gate:
         on_refusal: Callable[[str, str | None], None] = lambda _code, _name: None,
     ) -> None:
         self.prediction = Prediction(max_wait_s)
-        self.tenants: dict[str, TenantQueue] = {}
+        self.tenants = defaultdict[str, TenantQueue](TenantQueue)
         """Tenants with requests now or lately, by id."""
         self.num_waiting = 0
         """Engine requests without a first output."""
@@ -282,9 +282,7 @@ class Gate:
 
     def _enter(self, ask: Ask, now_s: float) -> TenantQueue:
         self._refresh(now_s)
-        tenant = self.tenants.get(ask.tenant)
-        if tenant is None:
-            tenant = self.tenants[ask.tenant] = TenantQueue()
+        tenant = self.tenants[ask.tenant]
         self._active_weight += ask.weight - (tenant.weight if tenant.is_active else 0.0)
         tenant.weight, tenant.is_active, tenant.last_s = ask.weight, True, now_s
         return tenant

@@ -127,20 +127,16 @@ class Account:
 class Accounts:
     """Accounts of tenants and keys, by id; idle ones are deleted when there are many. Thread: one event loop."""
 
-    def __init__(self, max_accounts: int = MAX_ACCOUNTS) -> None:
+    def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
-        self._max_accounts = self._sweep_at = max_accounts
-
-    def __len__(self) -> int:
-        """How many there are."""
-        return len(self._accounts)
+        self._sweep_at = MAX_ACCOUNTS
 
     def of(self, holder_id: str, now_s: float) -> Account:
         """The account of a tenant or key; made at first use."""
         if holder_id not in self._accounts:
             if len(self._accounts) >= self._sweep_at:
                 self._accounts = {key: kept for key, kept in self._accounts.items() if not kept.is_idle(now_s)}
-                self._sweep_at = max(self._max_accounts, 2 * len(self._accounts))
+                self._sweep_at = max(MAX_ACCOUNTS, 2 * len(self._accounts))
             self._accounts[holder_id] = self._new(holder_id)
         return self._accounts[holder_id]
 

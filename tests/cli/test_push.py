@@ -91,14 +91,14 @@ async def test_push_goes_on_after_a_broken_connection(api: Api, folder: Path, mo
     monkeypatch.setattr(client, "PAUSES_S", (0, *[0.2] * 7))
     key, size = await api.key("acme"), len(sound().weights)
     received: list[int] = []
-    opening = staged_files._FolderWriter.open
+    opening = staged_files.FolderWriter.open
 
     def seen(writer: Any, offset: int | None) -> None:
         if writer._path.name.endswith("safetensors"):
             received.append(offset or 0)
         opening(writer, offset)
 
-    monkeypatch.setattr(staged_files._FolderWriter, "open", seen)
+    monkeypatch.setattr(staged_files.FolderWriter, "open", seen)
     cuts = [size // 3, size // 3]
     async with api.listening() as url, breaking(url, cuts) as broken:
         pushed = await run("adapter", "push", str(folder), "--url", broken, "--key", key, "--json")

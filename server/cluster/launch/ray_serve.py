@@ -88,11 +88,8 @@ def app(plan: dict[str, Any]) -> Any:  # noqa: ANN401 - an Application of Ray Se
     """
     settings = plan.get("settings") or {}
     config = load_config({}, {**environment(), **settings})
-    replicas, cpus, gpus = (
-        plan.get("replicas") or 1,
-        plan.get("cpus") or config.model.threads or 1,
-        plan.get("gpus") or 0,
-    )
+    replicas, gpus = plan.get("replicas") or 1, plan.get("gpus") or 0
+    cpus = plan.get("cpus") or config.model.threads or 1
     scaled = {
         "min_replicas": replicas,
         "max_replicas": max(replicas, plan.get("max_replicas") or 0),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import obstore
@@ -45,8 +46,8 @@ def blobs(bucket: str, tmp_path: Path) -> S3Blobs:
     return s3_blobs_in(bucket, tmp_path / "cache")
 
 
-def s3_blobs_in(bucket: str, cache: Path, *, cache_bytes: int = 1 << 30, **options: Any) -> S3Blobs:
-    opened = Bucket(bucket, "team/a", allow_http=True, **options)
+def s3_blobs_in(bucket: str, cache: Path, *, cache_bytes: int = 1 << 30) -> S3Blobs:
+    opened = Bucket(bucket, "team/a", allow_http=True)
     return S3Blobs(opened, cache=LocalBlobs(cache), cache_bytes=cache_bytes)
 
 
@@ -271,7 +272,9 @@ def test_a_server_that_is_gone_is_told_and_not_asked_by_everybody(
         closed.bind(("127.0.0.1", 0))
         address = closed.getsockname()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{address[1]}")
-        blobs = s3_blobs_in(bucket, tmp_path / "cache", request_s=0.5, clock=lambda: now_s)
+        monkeypatch.setattr(buckets, "REQUEST_S", 0.5)
+        monkeypatch.setattr(buckets, "time", SimpleNamespace(monotonic=lambda: now_s))
+        blobs = s3_blobs_in(bucket, tmp_path / "cache")
         with pytest.raises(CapacityError) as caught:
             blobs.probe()
         assert (caught.value.code, caught.value.retry_after_s) == ("storage.unavailable", buckets.DOWN_S)
@@ -296,7 +299,9 @@ def test_nobody_waits_for_a_server_that_never_answers(
         silent.bind(("127.0.0.1", 0))
         silent.listen(16)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        blobs = s3_blobs_in(bucket, tmp_path / "cache", request_s=0.5)
+        monkeypatch.setattr(buckets, "REQUEST_S", 0.5)
+        monkeypatch.setattr(buckets, "CONNECT_S", 0.5)
+        blobs = s3_blobs_in(bucket, tmp_path / "cache")
         for ask in (
             lambda: read(blobs),
             lambda: store(blobs),

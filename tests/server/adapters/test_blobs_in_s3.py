@@ -16,7 +16,7 @@ from api_server import Api, Client, eventually
 from api_server import api as open_api
 from blob_io import store
 from s3_server import SECRET_KEY, S3Server
-from weft.adapters.blobs.local import BlobWriter
+from weft.adapters.blobs.bucket import Bucket
 from weft.adapters.blobs.s3 import S3Blobs
 from weft.cli import make_app
 from weft.config import Config, ModelConfig, RegistryConfig, ServerConfig
@@ -72,15 +72,15 @@ async def test_bytes_on_their_way_to_the_store_keep_no_other_upload_waiting(
     acme: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrived, released = threading.Event(), threading.Event()
-    real_put = S3Blobs.put
+    real_put = Bucket.put
 
-    def put(blobs: S3Blobs, writer: BlobWriter) -> None:
-        if writer.size > len(sound().weights):
+    def put(target: Bucket, key: str, content: Path) -> None:
+        if content.stat().st_size > len(sound().weights):
             arrived.set()
             assert released.wait(30)
-        real_put(blobs, writer)
+        real_put(target, key, content)
 
-    monkeypatch.setattr(S3Blobs, "put", put)
+    monkeypatch.setattr(Bucket, "put", put)
     slow = asyncio.create_task(upload(acme, "slow", sound(rank=16)))
     await eventually(arrived.is_set)
     assert (await upload(acme, "quick")).status_code == 201

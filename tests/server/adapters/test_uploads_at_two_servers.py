@@ -299,7 +299,7 @@ def test_a_folder_that_another_server_deletes_at_that_moment_is_an_ended_upload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
-    writer = staged_files._FolderWriter(tmp_path / UPLOAD / WEIGHTS)
+    writer = staged_files.FolderWriter(tmp_path / UPLOAD / WEIGHTS)
     with pytest.raises(ConflictError) as caught:
         writer.open(0)
     assert caught.value.code == "upload.ended"

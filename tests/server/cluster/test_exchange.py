@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from weft.errors import DrainingError, ReplicaLostError
-from weft.server.cluster.exchange import Exchange
+from weft.server.drain import Exchange
 
 pytestmark = pytest.mark.anyio
 DRAINING = DrainingError("The server is shutting down.")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from fake_cluster import FakeCluster, FakeGateway, Got, ScriptedReplica, scripted
 from weft.errors import CapacityError
 from weft.registry.servers import Servers
+from weft.server.cluster import links as links_module
 from weft.server.cluster.links import Links
 from weft.server.cluster.router import Router, Target
 from weft.server.cluster.wire import cluster_token
@@ -50,6 +52,31 @@ async def test_requests_of_a_lost_replica_are_cut_and_it_comes_back(cluster: Fak
         await replicas["one"].start(cluster.registry)
         await _until(lambda: _ready(router) == {"one", "two"})
         assert links.reports["one"].boot_id == "second"
+        await links.close()
+
+
+async def test_a_report_without_an_end_is_not_kept_in_memory(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links_module, "MAX_LINE", 1 << 16)
+    num_connections = 0
+
+    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\n\r\n")
+        with suppress(ConnectionError):
+            while True:
+                writer.write(b" " * (1 << 14))
+                await writer.drain()
+
+    links = Links(cluster.registry.servers, Router(time.monotonic), cluster_token(cluster.registry.key_ring))
+    async with await asyncio.start_server(babble, "127.0.0.1", 0) as server:
+        row = ScriptedReplica("one", "", idle).row(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        await cluster.registry.servers.announce(row)
+        await links.start()
+        await _until(lambda: num_connections >= 2)  # it left, and looks whether that has passed
         await links.close()
 
 

@@ -158,7 +158,6 @@ async def test_a_server_that_starts_again_has_its_old_part_back(two: Two) -> Non
         back=0,
         returns=(),
         needs=(),
-        growth=0,
         ahead=0,
     )
     await limit_leases.LimitLeases(registry.database, "srv_three").exchange([died])

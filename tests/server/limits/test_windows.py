@@ -17,6 +17,7 @@ from weft.errors import QuotaExceededError, RateLimitError
 from weft.registry.db.clock import month_after, month_of
 from weft.registry.limits import UNLIMITED, Limits
 from weft.server.errors import error_headers
+from weft.server.limits import windows
 from weft.server.limits.reservation import LimitReservation, Share
 from weft.server.limits.windows import Account, Accounts, Window
 
@@ -133,14 +134,15 @@ def test_months_are_those_of_utc(moment: str, first: str, following: str) -> Non
     assert month_after(month) == datetime.fromisoformat(following).replace(tzinfo=UTC)
 
 
-def test_accounts_of_those_who_left_are_forgotten_and_no_others() -> None:
-    accounts = Accounts(max_accounts=10)
+def test_accounts_of_those_who_left_are_forgotten_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "MAX_ACCOUNTS", 10)
+    accounts = Accounts()
     kept = accounts.of("key_kept", 0.0)
     kept.in_flight = 1
     for index in range(1000):
         accounts.of(f"key_{index}", float(index)).requests.take(index, 1)
     assert accounts.of("key_kept", 1000.0) is kept
-    assert len(accounts) < 250
+    assert len(accounts._accounts) < 250
     assert accounts.of("key_999", 1000.0).requests.total(1000.0) == 1
 
 

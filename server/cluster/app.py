@@ -88,7 +88,6 @@ class OwnRoutes:
     async def _show_servers(self, request: Request) -> Response:
         """All servers by the registry, and how this gateway sees the replicas."""
         await require_admin(request)
-        seen = {load.name: load for load in self._gateway.links.router.snapshot().replicas}
         servers = [
             {**asdict(server), **(self._seen(server.name) if server.role == "replica" else {})}
             for server in await self._gateway.registry.servers.listed()
@@ -102,4 +101,4 @@ class OwnRoutes:
             return {"state": "lost"}
         told = {field: getattr(report, field) for field in ("state", "backlog_s", "rate", "running", "waiting")}
         adapters = {"device": 0, "host": 0, **Counter(links.tiers[name].values())}
-        return {**told, "adapters": adapters, "in_flight": self._gateway.router.states[name].in_flight}
+        return {**told, "adapters": adapters, "in_flight": self._gateway.links.router.states[name].in_flight}

@@ -125,11 +125,7 @@ async def publish(
         AnsweredBeforeError: The same change was made before.
     """
     sha256, size = weights.sha256(), weights.size
-    validating = services.intake.validate_once(
-        # By tenant: the time it takes must not show what others upload.
-        (owner.tenant_id, draft.config, sha256),
-        lambda: services.validator.validate(draft.config, weights.path, sha256, size),
-    )
+    validating = services.validator.validate(draft.config, weights.path, sha256, size)
     # A push does not wait for the engine's step, after which it would say where adapters are.
     facts, residents = (await validating, {}) if life else await asyncio.gather(validating, residents_now(services))
     pages = await services.validator.pages(facts)

@@ -55,23 +55,6 @@ class Page(Generic[RecordT]):
         return cls(items=items, next=cursor(items[-1]) if len(found) > limit else None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    """A credential, without its secret."""
-
-    id: str
-    tenant_id: str
-    tenant: str
-    name: str | None
-    prefix: str
-    """The start of the secret, which shows people which key it is: `weft_3f9c0a...`."""
-    scopes: tuple[Scope, ...]
-    limits: Mapping[str, int]
-    expires_at: datetime | None
-    created_at: datetime
-    revoked_at: datetime | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Credential:
     """Which secret was shown, without it."""

@@ -125,21 +125,29 @@ def keyed_digest(pepper: bytes, secret: str) -> str:
 
 
 def read_pepper(data_dir: Path, pepper: str | None) -> bytes:
-    """The pepper that was given, or the one in `data_dir`, made (mode 0600) when missing.
-
-    The file appears complete or not at all, and is never replaced.
-    """
+    """The pepper that was given, or the one in `data_dir`, made when missing."""
     if pepper is not None:
         return pepper.encode()
-    path = data_dir / "pepper"
+    return bytes.fromhex(kept_secret(data_dir / "pepper", secrets.token_hex(32)))
+
+
+def kept_secret(path: Path, fresh: str) -> str:
+    """The secret in a file, which is made (mode 0600) with the content `fresh` when missing.
+
+    The file appears complete or not at all, and is never replaced.
+
+    Raises:
+        OSError: It cannot be read or made.
+        UnicodeDecodeError: It is not ASCII.
+    """
     if not path.exists():
-        with NamedTemporaryFile(dir=data_dir, prefix=".pepper.") as file:  # mode 0600
-            file.write(secrets.token_hex(32).encode())
+        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as file:  # mode 0600
+            file.write(fresh.encode())
             file.flush()
             os.fsync(file.fileno())
             with suppress(FileExistsError):
                 os.link(file.name, path)
-    return bytes.fromhex(path.read_text())
+    return path.read_text(encoding="ascii").strip()
 
 
 class Keys(Transactions):

@@ -42,7 +42,7 @@ class EngineFeed:
             is_over: Whether the stream is to end.
         """
         last: Snapshot | None = None
-        boot_id: str | None = None
+        boot_id: object = None
         loop, sent_s = asyncio.get_running_loop(), 0.0
         yield RETRY
         while not is_over():

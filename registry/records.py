@@ -222,19 +222,6 @@ splits its requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
-    """Another tenant may call an adapter."""
-
-    tenant_id: str
-    """The grantee."""
-    tenant: str
-    """The grantee's name."""
-    version: int | None
-    """None means every version."""
-    created_at: datetime
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Removed:
     """What no version of any tenant refers to any more after a delete."""
 

@@ -105,11 +105,6 @@ async def _delete_later(services: Services, weights: Iterable[str]) -> None:
     await delete_blobs(services, weights)
 
 
-async def end_removals(services: Services) -> None:
-    """Stop waiting for requests to end; the next start deletes what is left."""
-    await cancel_all(services.removals)
-
-
 class Sweeper:
     """Deletes leftovers every `SWEEP_S` seconds between `start` and `stop`.
 

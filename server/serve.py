@@ -34,7 +34,7 @@ from weft.server.auth.admin_key import VARIABLE, AdminKey, admin_key, check_shar
 from weft.server.auth.browser import sign_in_fragment
 from weft.server.batches.worker import BatchWorker
 from weft.server.drain import Drain
-from weft.server.garbage import Sweeper, end_removals
+from weft.server.garbage import Sweeper
 from weft.server.limits.gate import Gate
 from weft.server.limits.leases import open_leased_accounts
 from weft.server.limits.windows import Accounts
@@ -174,7 +174,7 @@ async def open_services(
         prices=prices,
         default_tenant=await _default_tenant(registry) if config.server.auth == "off" else None,
     )
-    stack.push_async_callback(end_removals, services)
+    stack.push_async_callback(cancel_all, services.removals)  # the next start deletes what is left
     sweeper = Sweeper(services)
     stack.push_async_callback(sweeper.stop)
     await sweeper.start()

@@ -46,7 +46,10 @@ def test_a_price_file_is_read_exactly(tmp_path: Path) -> None:
         (f"currency: EUR\nper_million_tokens: {{default: {DEFAULT}, acme: {DEFAULT}}}", "TENANT/ADAPTER"),
         (f"currency: EUR\nper_million_tokens: {{default: {DEFAULT}, a/B: {DEFAULT}}}", "TENANT/ADAPTER"),
         ("currency: EUR\nper_million_tokens: {default: {prompt: 1}}", "default.cached: Field required"),
-        ("currency: EUR\nper_million_tokens: {default: {prompt: 0.00001, cached: 0, completion: 0}}", "no more than 4 decimal places"),
+        (
+            "currency: EUR\nper_million_tokens: {default: {prompt: 0.00001, cached: 0, completion: 0}}",
+            "no more than 4 decimal places",
+        ),
         ("currency: EUR\nper_million_tokens: {default: {prompt: -1, cached: 0, completion: 0}}", "default.prompt"),
         ("currency: EUR\nper_million_tokens: {default: {prompt: true, cached: 0, completion: 0}}", "default.prompt"),
         ("currency: EUR\nper_million_tokens: {default: {prompt: .inf, cached: 0, completion: 0}}", "default.prompt"),

@@ -208,8 +208,6 @@ class Upload(UploadDraft):
     tenant_id: str
     tenant: str
     state: UploadState
-    has_weights: bool
-    """Whether a version of this tenant has these weights already."""
     result: Mapping[str, Any] | None
     """How it ended: the adapter's body, or the error."""
     created_at: datetime

@@ -51,8 +51,6 @@ from weft.server.usage.price_file import read_prices
 
 log = structlog.get_logger("weft.server")
 Announce = Callable[[str], None]
-IsDuty = Callable[[str, int], bool]
-"""Whether an adapter that is pinned to so many servers is to be pinned by this one, by its digest."""
 DEFAULT_TENANT = "default"
 WITNESS_S = 10.0
 """For so long after a replica starts again, gateways may say what clients got of the requests it was killed under."""
@@ -118,7 +116,7 @@ async def open_services(
     announce: Announce,
     stack: AsyncExitStack,
     drain: Drain,
-    is_duty: IsDuty = lambda *_: True,
+    is_duty: Callable[[str, int], bool] = lambda *_: True,
 ) -> Services:
     """Open registry, blobs, engine and tokenizer; `stack` closes them in reverse.
 
@@ -128,7 +126,7 @@ async def open_services(
         announce: Told how the start goes on.
         stack: Closes what was opened.
         drain: Counts the requests that run.
-        is_duty: Which pins are this server's.
+        is_duty: As of `Services`.
 
     Raises:
         ConfigError: A setting is wrong.
@@ -175,9 +173,7 @@ async def open_services(
         default_tenant=await _default_tenant(registry) if config.server.auth == "off" else None,
     )
     stack.push_async_callback(cancel_all, services.removals)  # the next start deletes what is left
-    sweeper = Sweeper(services)
-    stack.push_async_callback(sweeper.stop)
-    await sweeper.start()
+    stack.push_async_callback(cancel_all, [await Sweeper(services).start()])
     await sync_pins(services)
     worker = BatchWorker(services, name)
     stack.push_async_callback(worker.stop)

@@ -25,6 +25,7 @@ from weft.server import garbage as removal
 from weft.server.adapters.schemas import AdapterView, UploadList, UploadView
 from weft.server.garbage import Sweeper
 from weft.server.http.body import Pace
+from weft.server.threads import cancel_all
 
 pytestmark = pytest.mark.anyio
 GOOD = sound()
@@ -268,8 +269,7 @@ async def test_a_shutdown_cuts_a_file_and_keeps_what_came(api: Api, acme: Client
 async def test_the_sweeper_runs_by_itself_and_ends_cleanly(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(removal, "SWEEP_S", 0.01)
     blobs, lonely = LocalBlobs(api.services.config.blob_dir), "ab" * 32
-    sweeper = Sweeper(api.services)
-    await sweeper.start()
+    sweeping = await Sweeper(api.services).start()
     blobs.make_folders(lonely)
     blobs.path(lonely).write_bytes(b"x")
     await eventually(lambda: not api.files())
@@ -285,7 +285,7 @@ async def test_the_sweeper_runs_by_itself_and_ends_cleanly(api: Api, monkeypatch
     monkeypatch.setattr(api.services.registry.uploads, "forget_old", run)
     blobs.path(lonely).write_bytes(b"x")
     await eventually(lambda: not api.files())
-    await sweeper.stop()
+    await cancel_all([sweeping])
     blobs.path(lonely).write_bytes(b"x")
     await asyncio.sleep(0.1)
     assert len(api.files()) == 1

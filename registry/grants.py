@@ -12,7 +12,6 @@ from weft.registry.audit import ADMIN
 from weft.registry.cache import Transactions
 from weft.registry.db.models import AdapterRow, GrantRow, TenantRow, VersionRow
 from weft.registry.names import EVERY_VERSION, MAX_VERSION, check_integer, check_text, no_such
-from weft.registry.records import Grant, to_record
 
 MAX_GRANTS = 1000
 
@@ -20,7 +19,7 @@ MAX_GRANTS = 1000
 class Grants(Transactions):
     """The part of the registry that keeps grants."""
 
-    async def list_grants(self, tenant_id: str, name: str) -> tuple[Grant, ...]:
+    async def list_grants(self, tenant_id: str, name: str) -> tuple[GrantRow, ...]:
         """Grants of one of a tenant's adapters, by grantee and version.
 
         Raises:
@@ -31,7 +30,7 @@ class Grants(Transactions):
 
     async def grant_adapter(
         self, tenant_id: str, name: str, grantee: str, version: int | None = None, *, actor: str = ADMIN
-    ) -> tuple[Grant, bool]:
+    ) -> tuple[GrantRow, bool]:
         """Let the tenant with the id `grantee` call an adapter as `tenant/name`, or only one version of it.
 
         Returns:
@@ -61,7 +60,7 @@ class Grants(Transactions):
                 await session.flush()
             detail = {"grantee": other.name, "version": version}
             audit.add(session, self.clock(), actor, "adapter.grant", tenant=adapter.tenant, target=name, **detail)
-            return _grant(row), is_new
+            return row, is_new
 
     async def withdraw_grant(
         self, tenant_id: str, name: str, grantee: str, version: int | None = None, *, actor: str = ADMIN
@@ -83,9 +82,9 @@ class Grants(Transactions):
             audit.add(session, self.clock(), actor, "adapter.withdraw", tenant=adapter.tenant, target=name, **detail)
 
 
-async def _grants_of(session: AsyncSession, adapter: AdapterRow) -> tuple[Grant, ...]:
+async def _grants_of(session: AsyncSession, adapter: AdapterRow) -> tuple[GrantRow, ...]:
     of_adapter = select(GrantRow).where(GrantRow.adapter_id == adapter.id)
-    return tuple(map(_grant, await session.scalars(of_adapter.order_by(GrantRow.tenant, GrantRow.version))))
+    return tuple(await session.scalars(of_adapter.order_by(GrantRow.tenant, GrantRow.version)))
 
 
 async def _grantee(session: AsyncSession, tenant_id: str) -> TenantRow:
@@ -93,7 +92,3 @@ async def _grantee(session: AsyncSession, tenant_id: str) -> TenantRow:
     if found is None:
         raise no_such("tenant", tenant_id, param="tenant")
     return found
-
-
-def _grant(row: GrantRow) -> Grant:
-    return to_record(Grant, row, version=row.version or None)

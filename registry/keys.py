@@ -30,7 +30,7 @@ from weft.registry.db.database import Database
 from weft.registry.db.models import KeyRow, SessionRow, TenantRow
 from weft.registry.limits import KEY_LIMITS, Limits, checked_limits
 from weft.registry.names import check_text, no_such
-from weft.registry.records import SCOPES, Credential, Identity, Key, Scope, to_record
+from weft.registry.records import SCOPES, Credential, Identity, Scope
 from weft.registry.tenants import tenant_row
 
 MAX_SECRET = 512
@@ -125,21 +125,29 @@ def keyed_digest(pepper: bytes, secret: str) -> str:
 
 
 def read_pepper(data_dir: Path, pepper: str | None) -> bytes:
-    """The pepper that was given, or the one in `data_dir`, made (mode 0600) when missing.
-
-    The file appears complete or not at all, and is never replaced.
-    """
+    """The pepper that was given, or the one in `data_dir`, made when missing."""
     if pepper is not None:
         return pepper.encode()
-    path = data_dir / "pepper"
+    return bytes.fromhex(kept_secret(data_dir / "pepper", secrets.token_hex(32)))
+
+
+def kept_secret(path: Path, fresh: str) -> str:
+    """The secret in a file, which is made (mode 0600) with the content `fresh` when missing.
+
+    The file appears complete or not at all, and is never replaced.
+
+    Raises:
+        OSError: It cannot be read or made.
+        UnicodeDecodeError: It is not ASCII.
+    """
     if not path.exists():
-        with NamedTemporaryFile(dir=data_dir, prefix=".pepper.") as file:  # mode 0600
-            file.write(secrets.token_hex(32).encode())
+        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as file:  # mode 0600
+            file.write(fresh.encode())
             file.flush()
             os.fsync(file.fileno())
             with suppress(FileExistsError):
                 os.link(file.name, path)
-    return bytes.fromhex(path.read_text())
+    return path.read_text(encoding="ascii").strip()
 
 
 class Keys(Transactions):
@@ -164,7 +172,7 @@ class Keys(Transactions):
         scopes: Sequence[str] | None = None,
         expires_at: datetime | None = None,
         limits: Mapping[str, object] | None = None,
-    ) -> tuple[Key, str]:
+    ) -> tuple[KeyRow, str]:
         """Make a key for the tenant of this name; without scopes it has all.
 
         Returns:
@@ -183,7 +191,7 @@ class Keys(Transactions):
             session.add(row)
             await session.flush()
             audit.add(session, self.clock(), ADMIN, "key.create", tenant=tenant, target=row.id, **detail)
-            return _key(row), secret
+            return row, secret
 
     async def update_key(
         self,
@@ -193,7 +201,7 @@ class Keys(Transactions):
         limits: Mapping[str, object] | None = None,
         scopes: Sequence[str] | None = None,
         expires_at: datetime | None = None,
-    ) -> Key:
+    ) -> KeyRow:
         """Change what is not None, at once; `limits` replaces all limits of the key.
 
         Raises:
@@ -205,18 +213,18 @@ class Keys(Transactions):
             row.name = row.name if name is None else check_text(name, "name", 255)
             detail = {"name": name, **_set(row, self.clock(), scopes, expires_at, limits)}
             audit.add(session, self.clock(), ADMIN, "key.update", tenant=row.tenant, target=key_id, **detail)
-            return _key(row)
+            return row
 
-    async def get_key(self, key_id: str) -> Key:
+    async def get_key(self, key_id: str) -> KeyRow:
         """One key.
 
         Raises:
             NotFoundError: There is no such key, or it was revoked.
         """
         async with self.database.read() as session:
-            return _key(await _living(session, key_id))
+            return await _living(session, key_id)
 
-    async def list_keys(self, tenant: str, *, with_revoked: bool = False) -> tuple[Key, ...]:
+    async def list_keys(self, tenant: str, *, with_revoked: bool = False) -> tuple[KeyRow, ...]:
         """The keys of the tenant of this name, oldest first.
 
         Raises:
@@ -228,7 +236,7 @@ class Keys(Transactions):
         async with self.database.read() as session:
             owner = await tenant_row(session, tenant)
             rows = await session.scalars(wanted.where(KeyRow.tenant_id == owner.id))
-            return tuple(map(_key, rows))
+            return tuple(rows)
 
     async def revoke_key(self, key_id: str) -> None:
         """Revoke a key, at once.
@@ -241,7 +249,7 @@ class Keys(Transactions):
             row.revoked_at = self.clock()
             audit.add(session, self.clock(), ADMIN, "key.revoke", tenant=row.tenant, target=key_id)
 
-    async def rotate_key(self, key_id: str, grace_s: float = 0.0) -> tuple[Key, str]:
+    async def rotate_key(self, key_id: str, grace_s: float = 0.0) -> tuple[KeyRow, str]:
         """Give a key a new secret. The last one works for `grace_s` seconds more, earlier ones stop at once.
 
         Returns:
@@ -259,7 +267,7 @@ class Keys(Transactions):
                 row.previous_prefix = row.previous_digest = row.previous_until = None
             secret = _new_secret(self.key_ring, row)
             audit.add(session, self.clock(), ADMIN, "key.rotate", tenant=row.tenant, target=key_id, grace_s=grace_s)
-            return _key(row), secret
+            return row, secret
 
 
 async def _living(session: AsyncSession, key_id: str) -> KeyRow:
@@ -328,10 +336,6 @@ def _identity(row: KeyRow, owner: TenantRow, credential: Credential | None) -> I
         key_limits=Limits(**row.limits),
         credential=credential,
     )
-
-
-def _key(row: KeyRow) -> Key:
-    return to_record(Key, row, scopes=tuple(row.scopes))
 
 
 def session_ended() -> AuthenticationError:

@@ -33,6 +33,10 @@ MAX_ALIASES = 100
 MAX_SHARES = 8
 MAX_WEIGHT = 10_000
 
+NAME_RULE = (
+    "be 1 to 63 lower-case letters, digits, dots, underscores or hyphens, start and end with a letter or digit, and "
+    "not contain two dots in a row"
+)
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?")
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 _VERSION = re.compile(r"[1-9][0-9]{0,8}")
@@ -51,11 +55,7 @@ def check_name(text: str, param: str) -> str:
         InvalidRequestError: It cannot; the message states the rule.
     """
     if not isinstance(text, str) or not is_name(text):
-        raise InvalidRequestError(
-            f"{param} must be 1 to 63 lower-case letters, digits, dots, underscores or hyphens, "
-            "start and end with a letter or digit, and not contain two dots in a row.",
-            param=param,
-        )
+        raise InvalidRequestError(f"{param} must {NAME_RULE}.", param=param)
     return text
 
 

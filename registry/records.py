@@ -55,23 +55,6 @@ class Page(Generic[RecordT]):
         return cls(items=items, next=cursor(items[-1]) if len(found) > limit else None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    """A credential, without its secret."""
-
-    id: str
-    tenant_id: str
-    tenant: str
-    name: str | None
-    prefix: str
-    """The start of the secret, which shows people which key it is: `weft_3f9c0a...`."""
-    scopes: tuple[Scope, ...]
-    limits: Mapping[str, int]
-    expires_at: datetime | None
-    created_at: datetime
-    revoked_at: datetime | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Credential:
     """Which secret was shown, without it."""
@@ -225,8 +208,6 @@ class Upload(UploadDraft):
     tenant_id: str
     tenant: str
     state: UploadState
-    has_weights: bool
-    """Whether a version of this tenant has these weights already."""
     result: Mapping[str, Any] | None
     """How it ended: the adapter's body, or the error."""
     created_at: datetime
@@ -236,19 +217,6 @@ class Upload(UploadDraft):
 Resolution = tuple[AdapterIdentity, Sequence[tuple[AdapterVersion, int]]]
 """What a selector means to a caller: an adapter, and versions of it with their weights; one version, unless an alias
 splits its requests."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
-    """Another tenant may call an adapter."""
-
-    tenant_id: str
-    """The grantee."""
-    tenant: str
-    """The grantee's name."""
-    version: int | None
-    """None means every version."""
-    created_at: datetime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

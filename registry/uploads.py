@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import msgspec
-from sqlalchemy import delete, exists, func, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.errors import ConflictError, InvalidRequestError, NotFoundError
@@ -229,7 +229,7 @@ class Uploads(Transactions):
             )
             session.add(row)
             await session.flush()
-            made = answer(await _record(session, row))
+            made = answer(_record(row))
             if retry is not None:
                 await keep_answer(session, tenant_id, retry, made, now)
             await check_storage(session, tenant_id, now)
@@ -248,7 +248,7 @@ class Uploads(Transactions):
             NotFoundError: The tenant has none of this id, or it has expired.
         """
         async with self.database.read() as session:
-            return await _record(session, await _row(session, tenant_id, upload_id, self.clock()))
+            return _record(await _row(session, tenant_id, upload_id, self.clock()))
 
     async def list(self, tenant_id: str, after: str | None, limit: int) -> Page[Upload]:
         """A tenant's uploads, oldest first; those after the one with the id `after`."""
@@ -257,7 +257,7 @@ class Uploads(Transactions):
             own = own.where(UploadRow.id > check_text(after, "after", 64))
         async with self.database.read() as session:
             rows = (await session.scalars(own.order_by(UploadRow.id).limit(limit + 1))).all()
-            return Page.of([await _record(session, row) for row in rows], limit, lambda upload: upload.id)
+            return Page.of([_record(row) for row in rows], limit, lambda upload: upload.id)
 
     async def reject(self, tenant_id: str, upload_id: str, error: Mapping[str, Any]) -> None:
         """End an upload whose adapter was refused; `error` says why. Does nothing where it has ended already."""
@@ -306,14 +306,5 @@ async def _row(session: AsyncSession, tenant_id: str, upload_id: str, now: datet
     return row
 
 
-async def _record(session: AsyncSession, row: UploadRow) -> Upload:
-    files = {name: FileFacts(**facts) for name, facts in row.manifest.items()}
-    # Only the tenant's own versions count: with a digest alone nobody gets another tenant's adapter.
-    stored = exists().where(
-        VersionRow.adapter_id == AdapterRow.id,
-        AdapterRow.tenant_id == row.tenant_id,
-        VersionRow.held_by.is_(None),
-        VersionRow.weights_sha256 == files[WEIGHTS_FILE].sha256,
-        VersionRow.size_bytes == files[WEIGHTS_FILE].size,
-    )
-    return to_record(Upload, row, files=files, has_weights=bool(await session.scalar(select(stored))))
+def _record(row: UploadRow) -> Upload:
+    return to_record(Upload, row, files={name: FileFacts(**facts) for name, facts in row.manifest.items()})

@@ -11,7 +11,6 @@ from weft.errors import CapacityError, EngineUnavailableError, WeftError
 from weft.registry.records import Removed
 from weft.server.pins import sync_pins
 from weft.server.services import Services
-from weft.server.threads import cancel_all
 
 log = structlog.get_logger("weft.server")
 IN_USE_POLL_S = 0.5
@@ -105,13 +104,8 @@ async def _delete_later(services: Services, weights: Iterable[str]) -> None:
     await delete_blobs(services, weights)
 
 
-async def end_removals(services: Services) -> None:
-    """Stop waiting for requests to end; the next start deletes what is left."""
-    await cancel_all(services.removals)
-
-
 class Sweeper:
-    """Deletes leftovers every `SWEEP_S` seconds between `start` and `stop`.
+    """Deletes leftovers every `SWEEP_S` seconds.
 
     These are ephemeral versions whose time is over or whose weights went with an earlier life of this server, expired
     uploads with their files, files without an upload, abandoned temporary blobs, blobs that no
@@ -121,19 +115,13 @@ class Sweeper:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._task: asyncio.Task[None] | None = None
         self._unreferenced: set[str] = set()
         """Blobs that the last sweep found. Where other servers may use them, they are deleted at the second time."""
 
-    async def start(self) -> None:
-        """Sweep once, then go on in the background."""
+    async def start(self) -> asyncio.Task[None]:
+        """Sweep once, then go on in the task that this returns; the next start sweeps what is left when it ends."""
         await _quietly(self.sweep(is_start=True), "sweep_failed")
-        self._task = asyncio.create_task(self._go_on())
-
-    async def stop(self) -> None:
-        """Stop sweeping; the next start sweeps what is left."""
-        if self._task is not None:
-            await cancel_all([self._task])
+        return asyncio.create_task(self._go_on())
 
     async def sweep(self, is_start: bool = False) -> dict[str, int]:
         """Delete leftovers.

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -34,8 +34,9 @@ from weft.server.auth.admin_key import VARIABLE, AdminKey, admin_key, check_shar
 from weft.server.auth.browser import sign_in_fragment
 from weft.server.batches.worker import BatchWorker
 from weft.server.drain import Drain
-from weft.server.garbage import Sweeper, end_removals
+from weft.server.garbage import Sweeper
 from weft.server.limits.gate import Gate
+from weft.server.limits.leases import open_leased_accounts
 from weft.server.limits.windows import Accounts
 from weft.server.listen import ApiServer, Shutdown, bind, listen_beside, metrics_app, run_until_signal, url_of
 from weft.server.logs import configure_logs
@@ -50,10 +51,6 @@ from weft.server.usage.price_file import read_prices
 
 log = structlog.get_logger("weft.server")
 Announce = Callable[[str], None]
-IsDuty = Callable[[str, int], bool]
-"""Whether an adapter that is pinned to so many servers is to be pinned by this one, by its digest."""
-OpenAccounts = Callable[[Registry, str, AsyncExitStack], Awaitable[Accounts]]
-"""Makes the accounts of a server with this name; the stack closes them."""
 DEFAULT_TENANT = "default"
 WITNESS_S = 10.0
 """For so long after a replica starts again, gateways may say what clients got of the requests it was killed under."""
@@ -89,12 +86,9 @@ async def _serve_until(config: Config, announce: Announce, shutdown: Shutdown) -
         if config.server.role == "replica":  # its room is not entered otherwise
             from weft.server.cluster.duties import Duties
             from weft.server.cluster.replica import join
-            from weft.server.limits.leases import open_leased_accounts
 
-            duties, drain = Duties(), shutdown.drain
-            services = await open_services(
-                config, key, announce, stack, drain, open_leased_accounts, is_duty=duties.is_own
-            )
+            duties = Duties()
+            services = await open_services(config, key, announce, stack, shutdown.drain, duties.is_own)
             url = url_of(config.server.host, listener)
             app, membership = await join(create_app(services), services, url, stack, duties)
             shutdown.before_drain = membership.drain
@@ -116,19 +110,13 @@ async def _serve_until(config: Config, announce: Announce, shutdown: Shutdown) -
         await cancel_all(server.server_state.tasks)
 
 
-async def own_accounts(_registry: Registry, _name: str, _stack: AsyncExitStack) -> Accounts:
-    """Accounts of a server that is alone: it counts for itself."""
-    return Accounts()
-
-
 async def open_services(
     config: Config,
     key: AdminKey,
     announce: Announce,
     stack: AsyncExitStack,
     drain: Drain,
-    open_accounts: OpenAccounts = own_accounts,
-    is_duty: IsDuty = lambda *_: True,
+    is_duty: Callable[[str, int], bool] = lambda *_: True,
 ) -> Services:
     """Open registry, blobs, engine and tokenizer; `stack` closes them in reverse.
 
@@ -138,8 +126,7 @@ async def open_services(
         announce: Told how the start goes on.
         stack: Closes what was opened.
         drain: Counts the requests that run.
-        open_accounts: Makes the accounts of tenants and keys.
-        is_duty: Which pins are this server's.
+        is_duty: As of `Services`.
 
     Raises:
         ConfigError: A setting is wrong.
@@ -180,15 +167,13 @@ async def open_services(
         staged=await asyncio.to_thread(open_staged, config, blobs),
         server_name=name,
         is_duty=is_duty,
-        accounts=await open_accounts(registry, name, stack),
+        accounts=await open_leased_accounts(registry, name, stack) if is_replica else Accounts(),
         memory=MemoryBlobs(int(config.adapter.push_gib * GIB)),
         prices=prices,
         default_tenant=await _default_tenant(registry) if config.server.auth == "off" else None,
     )
-    stack.push_async_callback(end_removals, services)
-    sweeper = Sweeper(services)
-    stack.push_async_callback(sweeper.stop)
-    await sweeper.start()
+    stack.push_async_callback(cancel_all, services.removals)  # the next start deletes what is left
+    stack.push_async_callback(cancel_all, [await Sweeper(services).start()])
     await sync_pins(services)
     worker = BatchWorker(services, name)
     stack.push_async_callback(worker.stop)

@@ -75,17 +75,31 @@ def read_yaml(path: Path) -> dict[str, dict[str, object]]:
     Raises:
         ConfigError: The file cannot be read, or is not such a mapping.
     """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"Cannot read the settings file {path}: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The settings file {path} is not YAML: {error}") from error
+    content = parse_yaml(path, "settings file")
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(part, dict | None) for part in content.values()):
         raise ConfigError(f"The settings file {path} must map section names to mappings of settings.")
     return {str(section): dict(part or {}) for section, part in content.items()}
+
+
+def parse_yaml(path: Path, what: str, param: str | None = None) -> Any:  # noqa: ANN401 - what a file says
+    """The content of a YAML file.
+
+    Args:
+        path: The file.
+        what: What errors call it.
+        param: The setting that names it.
+
+    Raises:
+        ConfigError: It cannot be read, or is not YAML.
+    """
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"Cannot read the {what} {path}: {error.strerror}.", param=param) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The {what} {path} is not YAML: {error}", param=param) from error
 
 
 def parse_assignments(assignments: list[str]) -> dict[str, dict[str, object]]:

@@ -91,6 +91,7 @@ class KeyRow(Base):
     tenant: Mapped[str] = _tenant_name(tenant_id)
     name: Mapped[str | None] = mapped_column(sa.String(255))
     prefix: Mapped[str] = mapped_column(sa.String(32), unique=True)
+    """The start of the secret, which shows people which key it is: `weft_3f9c0a...`."""
     digest: Mapped[str] = mapped_column(sa.String(64))
     """HMAC-SHA256 of the whole secret, 64 hex digits."""
     scopes: Mapped[list[str]]

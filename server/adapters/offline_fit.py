@@ -1,24 +1,16 @@
-"""`weft fit` without a server: the memory that the settings leave for adapters, and what adapters on disk need of it.
-
-An adapter on disk is a folder as PEFT or mlx-lm writes it, or a weights file alone, such as a stored blob.
-"""
+"""`weft fit` without a server: the memory that the settings leave for adapters, and what folders of adapters need."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from weft.adapters.base_shape import BaseShape
-from weft.adapters.checkpoint.findings import Findings
 from weft.adapters.checkpoint.reader import read_checkpoint
-from weft.adapters.checkpoint.safetensors_header import check_header
-from weft.adapters.checkpoint.tensor_names import TensorNames
 from weft.adapters.lora.layout import adapter_pages
 from weft.adapters.ref import content_digest
 from weft.config import GIB, Config
@@ -95,12 +87,12 @@ def _free(device: torch.device, free_gib: float | None) -> FreeMemory:
     return FreeMemory(num_bytes, num_bytes if device.type == "cpu" else free_memory().host)
 
 
-def item_on_disk(name: str, config: Path | None, weights: Path, planned: PlannedRoom) -> AdapterFitItem:
+def item_on_disk(name: str, config: Path, weights: Path, planned: PlannedRoom) -> AdapterFitItem:
     """What an adapter on disk would take on the device; its values are not looked at.
 
     Args:
         name: What it is called.
-        config: Its `adapter_config.json`; None takes the ranks from the shapes of the weights.
+        config: Its `adapter_config.json`.
         weights: Its `adapter_model.safetensors`.
         planned: Base shape, page size and rank limit.
 
@@ -108,9 +100,8 @@ def item_on_disk(name: str, config: Path | None, weights: Path, planned: Planned
         AdapterError: It cannot be served with this base; carries all findings.
         OSError: A file cannot be read.
     """
-    raw = config.read_bytes() if config is not None else _config_by_shapes(weights, planned.base)
     max_rank, geometry = planned.config.adapter.max_rank, planned.room.geometry
-    found = read_checkpoint(raw, weights, planned.base, max_rank, scan_values=False)
+    found = read_checkpoint(config.read_bytes(), weights, planned.base, max_rank, scan_values=False)
     pages = adapter_pages(found.ranks, planned.base, geometry)
     with weights.open("rb") as file:
         digest = content_digest(found.spec, hashlib.file_digest(file, "sha256").hexdigest())
@@ -122,19 +113,3 @@ def item_on_disk(name: str, config: Path | None, weights: Path, planned: Planned
         pages=pages,
         waste=waste(found.parameters, pages, geometry),
     )
-
-
-def _config_by_shapes(weights: Path, base: BaseShape) -> bytes:
-    """A config with the ranks that the weights have. Its scaling is made up: it changes no size."""
-    names, refused = TensorNames(base), Findings()  # what is refused here is refused again by `read_checkpoint`
-    with weights.open("rb") as file:
-        tensors = refused.attempt(check_header, file, weights.stat().st_size, refused)
-    ranks = {}
-    for tensor in tensors or ():
-        name = refused.attempt(names.read, tensor.name)
-        if name is not None and name.place.part == "a" and len(tensor.shape) > 1:
-            place = name.place
-            ranks[f"{name.stem}.{place.layer}.{base.modules[place.module].path}"] = tensor.shape[name.rank_axis]
-    ((usual, _),) = Counter(ranks.values()).most_common(1) or [(1, 0)]
-    pattern = {path: rank for path, rank in ranks.items() if rank != usual}
-    return json.dumps({"peft_type": "LORA", "r": usual, "lora_alpha": usual, "rank_pattern": pattern}).encode()

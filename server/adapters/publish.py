@@ -18,7 +18,7 @@ from starlette.responses import Response
 from weft.adapters.blobs.local import BlobWriter
 from weft.errors import AdapterFormatError, NotFoundError, PayloadTooLargeError, TimeoutExceededError
 from weft.registry.limits import no_storage
-from weft.registry.names import is_name, no_such
+from weft.registry.names import NAME_RULE, is_name, no_such
 from weft.registry.records import Ephemeral, VersionFacts
 from weft.registry.uploads import Answer, Retry
 from weft.server.adapters.schemas import adapter_view, residents_now
@@ -88,9 +88,7 @@ def checked_name(services: Services, name: str) -> str:
         AdapterFormatError: Not a name, or the base model's; codes adapter.name_invalid, adapter.name_reserved.
     """
     if not is_name(name):
-        letters = "1 to 63 lower-case letters, digits, dots, underscores or hyphens"
-        ends = "start and end with a letter or digit, and not contain two dots in a row"
-        message = f"The adapter's name must be {letters}, {ends}."
+        message = f"The adapter's name must {NAME_RULE}."
         raise AdapterFormatError(message, code="adapter.name_invalid", param="name")
     if name == services.served_name:
         message = "This name is the base model's; choose another."
@@ -125,11 +123,7 @@ async def publish(
         AnsweredBeforeError: The same change was made before.
     """
     sha256, size = weights.sha256(), weights.size
-    validating = services.intake.validate_once(
-        # By tenant: the time it takes must not show what others upload.
-        (owner.tenant_id, draft.config, sha256),
-        lambda: services.validator.validate(draft.config, weights.path, sha256, size),
-    )
+    validating = services.validator.validate(draft.config, weights.path, sha256, size)
     # A push does not wait for the engine's step, after which it would say where adapters are.
     facts, residents = (await validating, {}) if life else await asyncio.gather(validating, residents_now(services))
     pages = await services.validator.pages(facts)

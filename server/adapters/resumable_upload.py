@@ -15,7 +15,6 @@ from starlette.requests import Request
 
 from weft import errors
 from weft.adapters.blobs.local import BlobWriter
-from weft.adapters.blobs.store import read_pieces
 from weft.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
 from weft.registry.records import CONFIG_FILE, WEIGHTS_FILE, FileFacts, Upload, UploadDraft
 from weft.registry.uploads import Answer, Retry
@@ -31,7 +30,7 @@ _RANGE = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16})")
 
 
 async def announce(services: Services, owner: TenantCaller, body: UploadBody, retry: Retry | None) -> Answer:
-    """Make an upload, of which nothing is there yet but weights that the tenant has stored before.
+    """Make an upload, of which nothing is there yet.
 
     Raises:
         AdapterFormatError: The name cannot be an adapter's.
@@ -141,9 +140,7 @@ def gather(services: Services, upload: Upload, weights: BlobWriter) -> bytes:
     """Copy the weights into `weights` and return the config, if both are what was announced."""
     staged, files = services.staged, upload.files
     config = b"".join(staged.read(upload.id, CONFIG_FILE))
-    is_staged = staged.sizes(upload.id)[WEIGHTS_FILE] == files[WEIGHTS_FILE].size
-    stored = files[WEIGHTS_FILE].sha256
-    for piece in staged.read(upload.id, WEIGHTS_FILE) if is_staged else read_pieces(services.blobs, stored):
+    for piece in staged.read(upload.id, WEIGHTS_FILE):
         weights.write(piece)
     found = {CONFIG_FILE: hashlib.sha256(config).hexdigest(), WEIGHTS_FILE: weights.sha256()}
     wrong = [name for name, file in files.items() if found[name] != file.sha256]

@@ -12,7 +12,7 @@ from weft.adapters.ref import AdapterTier, ResidentAdapter
 from weft.config import MAX_RANK_LIMIT
 from weft.errors import EngineUnavailableError, InvalidRequestError
 from weft.registry.names import MAX_DESCRIPTION
-from weft.registry.records import WEIGHTS_FILE, Adapter, AdapterUsage, AdapterVersion, Shares, Upload
+from weft.registry.records import Adapter, AdapterUsage, AdapterVersion, Shares, Upload
 from weft.server.http.bodies import ALL_LINEAR, MODULE_NAMES, AdapterUsageView, Body, Listing, Moment, View
 
 if TYPE_CHECKING:
@@ -379,8 +379,7 @@ def upload_view(upload: Upload, received: Mapping[str, int]) -> UploadView:
     """An upload's body; `received` has the bytes of each file that lie staged."""
     files = {}
     for name, file in upload.files.items():
-        has_it = name == WEIGHTS_FILE and upload.has_weights and received[name] != file.size
-        here = file.size if has_it or upload.state == "ready" else received[name]
+        here = file.size if upload.state == "ready" else received[name]
         files[name] = UploadFileView(size=file.size, sha256=file.sha256, received=here)
     same = {name: getattr(upload, name) for name in UploadView.model_fields if hasattr(upload, name)}
     missing = [name for name, file in files.items() if file.received != file.size]

@@ -5,19 +5,17 @@ A crash loses all of it, and nothing of it is needed after one. Thread: the even
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
 from weft.errors import BusyError, InvalidRequestError, RateLimitError
-from weft.registry.records import CONFIG_FILE, WEIGHTS_FILE, VersionFacts
+from weft.registry.records import CONFIG_FILE, WEIGHTS_FILE
 from weft.registry.uploads import Answer, AnsweredBeforeError, Retry, body_digest
 
 if TYPE_CHECKING:
@@ -90,30 +88,14 @@ def answered(answer: Answer, headers: dict[str, str] | None = None) -> Response:
     return Response(orjson.dumps(answer.body), answer.status, headers, "application/json")
 
 
-class SingleFlight:
-    """One result for all who ask for it at about the same time."""
-
-    def __init__(self) -> None:
-        self._lock = asyncio.Lock()
-        self._facts: VersionFacts | None = None
-
-    async def result(self, find: Callable[[], Awaitable[VersionFacts]]) -> VersionFacts:
-        """The first result found. If a try fails, only its caller gets the error, and the next caller tries."""
-        async with self._lock:
-            if self._facts is None:
-                self._facts = await find()
-            return self._facts
-
-
 class Intake:
-    """Uploads, validations and retries in progress."""
+    """Uploads and retries in progress."""
 
     def __init__(self) -> None:
         self.streams: Counter[str] = Counter()
         """Files that are coming, by tenant."""
         self.reserved: Counter[str] = Counter()
         """Bytes that are coming in uploads of one request, by tenant."""
-        self._validations: WeakValueDictionary[Hashable, SingleFlight] = WeakValueDictionary()
         self._taken: set[tuple[str, str, str]] = set()
 
     def retrying(self, caller: str, key: str | None) -> AbstractContextManager[None]:
@@ -148,10 +130,6 @@ class Intake:
             message = f"A tenant may send {STREAMS} files at once; wait for one to end."
             raise RateLimitError(message, retry_after_s=RETRY_S, code="upload.too_many")
         return _counted(self.streams, tenant_id, 1)
-
-    async def validate_once(self, content: Hashable, validate: Callable[[], Awaitable[VersionFacts]]) -> VersionFacts:
-        """The facts of an upload; identical uploads that come at once are validated once."""
-        return await self._validations.setdefault(content, SingleFlight()).result(validate)
 
     def reserving(self, tenant_id: str, num_bytes: int) -> AbstractContextManager[None]:
         """Count these bytes as coming."""

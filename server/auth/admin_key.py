@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import ConfigError
+from weft.registry.keys import kept_secret
 
 VARIABLE = "WEFT_ADMIN_KEY"
 FILE = "admin.key"
@@ -41,19 +41,13 @@ def admin_key(data_dir: Path, environ: Mapping[str, str]) -> AdminKey:
     given = environ.get(VARIABLE)
     if given is not None:
         return AdminKey(_checked(given, VARIABLE), False, None)
-    path = data_dir / FILE
+    path, fresh = data_dir / FILE, f"weft_admin_{secrets.token_urlsafe(32)}"
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.exists():
-            return AdminKey(_checked(path.read_text(encoding="ascii").strip(), str(path)), False, path)
-        secret = f"weft_admin_{secrets.token_urlsafe(32)}"
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secret + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        secret = _checked(kept_secret(path, f"{fresh}\n"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The admin key in {path} cannot be read or written: {error}.") from error
-    return AdminKey(secret, True, path)
+    return AdminKey(secret, secret == fresh, path)
 
 
 def given_pepper(environ: Mapping[str, str]) -> str | None:

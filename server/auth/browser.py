@@ -5,10 +5,10 @@ Pages of other sites or ports cannot use it, because the browser tells where a r
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from email.utils import format_datetime
 from typing import Literal
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request, Response
 from starlette.datastructures import Headers
@@ -30,11 +30,8 @@ SAFE_METHODS = frozenset({"GET", "HEAD"})
 
 def cookie_name(headers: Headers) -> str:
     """The cookie's name with the port: browsers share cookies among ports, and two servers must not overwrite one."""
-    try:
-        port = urlsplit(f"//{headers.get('host', '')}").port
-    except ValueError:
-        port = None
-    return f"{COOKIE}_{port}" if port else COOKIE
+    port = re.search(r":([0-9]{1,5})$", headers.get("host", ""))
+    return f"{COOKIE}_{port[1]}" if port else COOKIE
 
 
 def session_token(headers: Headers) -> str | None:
@@ -67,10 +64,7 @@ def session_cookie(scope: Scope, headers: Headers, token: str, ends: datetime | 
 
 
 def _host_of(origin: str) -> str | None:
-    try:
-        return urlsplit(origin).netloc or None
-    except ValueError:
-        return None
+    return origin.partition("://")[2] or None
 
 
 router = APIRouter(tags=["session"])

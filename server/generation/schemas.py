@@ -184,6 +184,7 @@ class GenerationBody(SamplingFields, VllmFields, GrammarFields):
     takes_nul = True
     ignored = unsupported_params.IGNORED
     neutral_values = unsupported_params.SHARED
+    hints = unsupported_params.HINTS
 
     model: str | None = Field(None, min_length=1, max_length=512)
     """The base's served name, or an adapter as `name`, `name@3`, `name@prod`, `name@sha256:...`, each also

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from weft.errors import InvalidRequestError, UnsupportedParameterError
+from weft.errors import InvalidRequestError
 from weft.server.generation.grammar import json_object_rule, json_rule
 from weft.server.http.bodies import Body
 
@@ -98,17 +98,6 @@ class GrammarFields(Body):
     """Hold the answer to JSON, or to a JSON schema."""
     structured_outputs: StructuredOutputs | None = None
     """Hold the answer to a schema, a pattern, one of some texts, or a grammar."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_the_newer_field(cls, body: Any) -> Any:  # noqa: ANN401 - what a client sent
-        for name, value in body.items() if isinstance(body, dict) else ():
-            if isinstance(name, str) and name.startswith("guided_") and value is not None:
-                field = name.removeprefix("guided_")
-                newer = f'"{field}": ...' if field in ("json", "regex", "choice", "grammar") else "..."
-                message = f"Weft does not support {name}. Send structured_outputs: {{{newer}}} instead."
-                raise UnsupportedParameterError(message, param=name)
-        return body
 
     @property
     def has_grammar(self) -> bool:

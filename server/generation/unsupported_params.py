@@ -15,14 +15,19 @@ IGNORED = frozenset({"metadata", "store", "service_tier", "prompt_cache_key", "s
 IGNORED_IN_MESSAGES = frozenset({"id", "metadata", "annotations", "cache_control", "provider_specific_fields"})
 """What clients keep with a message or one of its text parts for themselves; accepted with any value."""
 
+HINTS = {
+    f"guided_{name}": f"Weft does not support guided_{name}. Send structured_outputs with json, regex or the like."
+    for name in ("json", "regex", "choice", "grammar", "json_object", "decoding_backend", "whitespace_pattern")
+}
+"""What to do instead of sending some of them."""
+
 # These pass with null alone.
-_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _ENGINE = ("cache_salt", "kv_transfer_params", "vllm_xargs", "lora_path")
 _OPENAI = ("audio", "prediction", "verbosity", "web_search_options")
 
 TOKENIZE: Neutral = {"chat_template": (), "mm_processor_kwargs": ()}
 SHARED: Neutral = {
-    **dict.fromkeys((*_GUIDED, *_ENGINE), ()),
+    **dict.fromkeys((*HINTS, *_ENGINE), ()),
     "spaces_between_special_tokens": (True,),
     "logits_processors": ([],),
 }

@@ -51,8 +51,8 @@ class VllmFields(Body):
     bad_words: list[Word] = Field(default_factory=list, max_length=128)
     """Texts not to generate, each as it is tokenized at the start of a text and after a space. Other tokens that make
     up the same text are not ruled out."""
-    allowed_token_ids: list[Token] = Field(default_factory=list, max_length=MAX_ALLOWED_TOKENS)
-    """Choose among these tokens only; empty allows all."""
+    allowed_token_ids: list[Token] = Field(default_factory=list, min_length=1, max_length=MAX_ALLOWED_TOKENS)
+    """Choose among these tokens only; leave it out to allow all."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     include_stop_str_in_output: bool = False
@@ -68,10 +68,7 @@ class VllmFields(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _keep_some_tokens(cls, body: dict[str, object]) -> dict[str, object]:
-        if body.get("allowed_token_ids") == []:
-            message = "allowed_token_ids must have at least one token; leave it out to allow all."
-            raise InvalidRequestError(message, param="allowed_token_ids")
+    def _keep_some_of_the_prompt(cls, body: dict[str, object]) -> dict[str, object]:
         if body.get("truncate_prompt_tokens") == 0:
             message = "truncate_prompt_tokens must be -1 or at least 1, got 0."
             raise InvalidRequestError(message, param="truncate_prompt_tokens")

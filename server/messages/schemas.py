@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from weft.errors import InvalidRequestError
-from weft.server.generation.chat_schemas import MAX_MESSAGES
+from weft.server.generation.chat_schemas import MAX_MESSAGES, TextPart
 from weft.server.generation.items import kind_of, text_of, with_kinds
 from weft.server.generation.schemas import SamplingFields
 from weft.server.http.bodies import Body, View
@@ -17,13 +17,6 @@ from weft.server.http.bodies import Body, View
 BETWEEN = "\n\n"
 """Stands between two blocks of text."""
 _BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use"), "system": ("text",)}
-
-
-class TextPart(BaseModel):
-    """A block of text."""
-
-    type: Literal["text"]
-    text: str
 
 
 def _text(param: str) -> BeforeValidator:

@@ -1,4 +1,4 @@
-"""The engine's state as a stream of server-sent events; the engine is asked once for all listeners.
+"""The engine's state as a stream of server-sent events; listeners share the answers of the engine.
 
 A snapshot is an event without a name, sent when something in it has changed. `engine_error` carries an error's body and
 is sent while the engine or the database is away. `restart` comes before the first snapshot after the engine restarted.
@@ -8,9 +8,8 @@ While nothing changes, comments keep the connection open.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from typing import Any
 
 from weft.errors import CapacityError
 from weft.server.errors import error_body
@@ -24,91 +23,49 @@ RETRY = b"retry: 2000\n\n"
 ALWAYS_NEW = frozenset({"seq", "last_step_age_s"})
 """What differs in any two snapshots of an idle engine."""
 
-Snapshot = dict[str, Any]
-Ask = Callable[[], Awaitable[Snapshot]]
-
-
-class _Frame(NamedTuple):
-    event: bytes
-    boot_id: str | None
-    """None for an error."""
+Snapshot = Mapping[str, Any]
+Ask = Callable[[], Coroutine[Any, Any, Snapshot]]
 
 
 class EngineFeed:
-    """Asks for snapshots while there are listeners. A slow listener gets the newest only. Thread: the event loop's."""
+    """Asks for snapshots while there are listeners, at most once in `POLL_S` seconds. Thread: the event loop's."""
 
     def __init__(self) -> None:
-        self._num_listeners = 0
-        self._poller: asyncio.Task[None] | None = None
-        self._newest: _Frame | None = None
-        self._changed = asyncio.Event()
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether the engine is asked for snapshots: while there are listeners."""
-        return self._poller is not None
+        self._asked_s = float("-inf")
+        self._answer: asyncio.Task[Snapshot] | None = None
 
     async def events(self, ask: Ask, is_over: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
-        """Events from now on, beginning with the current snapshot.
+        """Events from now on, beginning with the current snapshot. A slow listener gets the newest only.
 
         Args:
             ask: Gives a snapshot; it must have a `boot_id`.
             is_over: Whether the stream is to end.
         """
-        shown: _Frame | None = None
-        boot_id: str | None = None
-        with self._listening(ask, is_over) as poller:
-            yield RETRY
-            while not poller.done():
-                newest, changed = self._newest, self._changed
-                if newest is None or newest is shown:
-                    try:
-                        async with asyncio.timeout(KEEP_ALIVE_S):
-                            await changed.wait()
-                    except TimeoutError:
-                        yield KEEP_ALIVE
-                    continue
-                shown = newest
-                is_reborn = newest.boot_id is not None and boot_id not in (None, newest.boot_id)
-                boot_id = newest.boot_id or boot_id
-                yield sse.event({"boot_id": boot_id}, "restart") + newest.event if is_reborn else newest.event
-            poller.result()
-
-    @contextmanager
-    def _listening(self, ask: Ask, is_over: Callable[[], bool]) -> Iterator[asyncio.Task[None]]:
-        """The polling task: started by the first listener, or the first after it failed; ended by the last one."""
-        if self._poller is None or self._poller.done():
-            self._newest = None
-            self._poller = asyncio.create_task(self._poll(ask, is_over))
-            self._poller.add_done_callback(lambda _: self._wake())
-        self._num_listeners += 1
-        try:
-            yield self._poller
-        finally:
-            self._num_listeners -= 1
-            if self._num_listeners == 0:
-                self._poller.cancel()
-                self._poller = None
-
-    async def _poll(self, ask: Ask, is_over: Callable[[], bool]) -> None:
-        loop = asyncio.get_running_loop()
         last: Snapshot | None = None
+        boot_id: object = None
+        loop, sent_s = asyncio.get_running_loop(), 0.0
+        yield RETRY
         while not is_over():
-            next_s = loop.time() + POLL_S
+            content: Snapshot
             try:
-                snapshot = await ask()
+                content, name = await self._newest(ask), ""
             except CapacityError as error:
-                told, boot_id = error_body(error), None
-                event = sse.event(told, "engine_error")
-            else:
-                told, boot_id = {name: snapshot[name] for name in snapshot.keys() - ALWAYS_NEW}, snapshot["boot_id"]
-                event = sse.event(snapshot)
+                content, name = error_body(error), "engine_error"
+            told = {key: content[key] for key in content.keys() - ALWAYS_NEW}
             if told != last:
-                last, self._newest = told, _Frame(event, boot_id)
-                self._wake()
-            await asyncio.sleep(max(next_s - loop.time(), 0.0))
+                last, sent_s = told, loop.time()
+                before, boot_id = boot_id, content.get("boot_id", boot_id)
+                if before not in (None, boot_id):
+                    yield sse.event({"boot_id": boot_id}, "restart")
+                yield sse.event(content, name)
+            elif loop.time() - sent_s >= KEEP_ALIVE_S:
+                sent_s = loop.time()
+                yield KEEP_ALIVE
+            await asyncio.sleep(POLL_S)
 
-    def _wake(self) -> None:
-        """Wake all listeners; for the next change they wait on a new event."""
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+    async def _newest(self, ask: Ask) -> Snapshot:
+        """The answer that is being given, or was asked for less than `POLL_S` seconds ago; else a new one."""
+        now_s = asyncio.get_running_loop().time()
+        if self._answer is None or (self._answer.done() and now_s - self._asked_s >= POLL_S):
+            self._asked_s, self._answer = now_s, asyncio.create_task(ask())
+        return await asyncio.shield(self._answer)  # others may wait for it

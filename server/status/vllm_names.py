@@ -63,13 +63,11 @@ class VllmNames(Collector):
         self._model_name = model_name
         self._max_adapters = max_adapters
         self._now = now
-        self._registry = CollectorRegistry()
         self._own = CollectorRegistry()
         self._status: EngineStatus | None = None
         self._names: Mapping[str, tuple[str, int]] = {}
         self._busy, self._busy_since_s = ("", ""), now()
         """Adapters that run and that wait, and since when these do."""
-        self._registry.register(self)
 
     def render(
         self, own: CollectorRegistry, status: EngineStatus | None, names: Mapping[str, tuple[str, int]]
@@ -82,10 +80,10 @@ class VllmNames(Collector):
             names: Names and ranks of adapters, by digest, the ones asked for last at the end.
         """
         self._own, self._status, self._names = own, status, names
-        return generate_latest(self._registry)
+        return generate_latest(self)
 
     def collect(self) -> Iterable[Metric]:
-        """All families; called by the registry."""
+        """All families."""
         own = {family.name: family for family in self._own.collect()}
         for alias in ALIASES:
             if alias.own in own:

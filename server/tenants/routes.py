@@ -11,8 +11,8 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 
 from weft.errors import NotFoundError
+from weft.registry.db.models import GrantRow
 from weft.registry.names import MAX_INTEGER
-from weft.registry.records import Grant
 from weft.server.auth.callers import Admin, AnyCaller, TenantCaller, TenantReader, TenantWriter
 from weft.server.garbage import remove_unreferenced
 from weft.server.http.bodies import HeldView, NamedView
@@ -173,8 +173,9 @@ async def withdraw_grant(
     await services.registry.grants.withdraw_grant(caller.tenant_id, name, other, version, actor=caller.actor)
 
 
-def _view(adapter: str, grant: Grant) -> schemas.GrantView:
-    return schemas.GrantView.model_validate({"adapter": adapter, **asdict(grant)})
+def _view(adapter: str, grant: GrantRow) -> schemas.GrantView:
+    shown = {name: getattr(grant, name) for name in ("tenant", "tenant_id", "created_at")}
+    return schemas.GrantView.model_validate({"adapter": adapter, "version": grant.version or None, **shown})
 
 
 async def _tenant_id(services: Services, caller: TenantCaller, named: str) -> str:

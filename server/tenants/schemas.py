@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from weft.errors import InvalidRequestError
 from weft.registry.limits import KEY_LIMITS, TENANT_LIMITS, WEIGHTS
@@ -117,25 +117,22 @@ TenantLimits = Annotated[dict[str, Any], WithJsonSchema(_limits_schema(TENANT_LI
 KeyLimits = Annotated[dict[str, Any], WithJsonSchema(_limits_schema(KEY_LIMITS))]
 
 
+def _in_utc(moment: datetime | None) -> datetime | None:
+    try:
+        return moment and moment.astimezone(UTC)
+    except OverflowError as error:
+        message = "expires_at must lie before the year 10000 in UTC."
+        raise InvalidRequestError(message, param="expires_at") from error
+
+
 class KeyFields(Body):
     """Fields of a key besides its tenant."""
 
     name: str | None = Field(None, max_length=512)
     limits: KeyLimits | None = None
     scopes: list[Scope] | None = Field(None, min_length=1, max_length=3)
-    expires_at: Annotated[datetime | None, Field(strict=False)] = None
+    expires_at: Annotated[AwareDatetime | None, Field(strict=False), AfterValidator(_in_utc)] = None
     """ISO-8601 with an offset."""
-
-    @model_validator(mode="after")
-    def _expiry_has_an_offset(self) -> KeyFields:
-        if self.expires_at is not None and self.expires_at.tzinfo is None:
-            raise InvalidRequestError("expires_at needs a UTC offset, for example a final Z.", param="expires_at")
-        try:
-            _ = self.expires_at and self.expires_at.astimezone(UTC)
-        except OverflowError as error:
-            message = "expires_at must lie before the year 10000 in UTC."
-            raise InvalidRequestError(message, param="expires_at") from error
-        return self
 
 
 class TenantBody(Body):

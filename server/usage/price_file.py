@@ -14,21 +14,39 @@ batch: 0.5
 from __future__ import annotations
 
 import dataclasses
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-import yaml
+from pydantic import BaseModel, Field, ValidationError
 
 from weft.errors import ConfigError
 from weft.registry.names import is_name
 from weft.registry.usage.prices import UNITS, Price, PriceTable
+from weft.server.settings import parse_yaml
 
+SETTING = "registry.price_file"
 PER_TOKEN = UNITS // 10**6
 MAX_PRICE = 10**6
 MAX_ENTRIES = 500
 """Each adds a case to the statements that sum up usage."""
-_KINDS = [field.name for field in dataclasses.fields(Price)]
+Amount = Annotated[Decimal, Field(ge=0, le=MAX_PRICE, decimal_places=4)]
+
+
+class PriceEntry(BaseModel, extra="forbid"):
+    """What a million tokens cost, by their kind."""
+
+    prompt: Amount
+    cached: Amount
+    completion: Amount
+
+
+class PriceFile(BaseModel, extra="forbid"):
+    """The whole file."""
+
+    currency: str = Field(pattern=r"^[^\W_]{1,16}$")
+    per_million_tokens: dict[str, PriceEntry] = Field(max_length=MAX_ENTRIES)
+    batch: Amount = Decimal(1)
 
 
 def read_prices(path: Path) -> PriceTable:
@@ -38,23 +56,19 @@ def read_prices(path: Path) -> PriceTable:
         ConfigError: The file cannot be read, or is not such a table; the message says where.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise _wrong(f"{path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise _wrong(f"{path} is not YAML") from error
-    needed = {"currency", "per_million_tokens"}
-    if not isinstance(content, dict) or not needed <= set(content) <= {*needed, "batch"}:
-        raise _wrong(f"{path} must have currency and per_million_tokens, may have batch, and nothing else")
-    currency, entries = content["currency"], content["per_million_tokens"]
-    if not isinstance(currency, str) or not 1 <= len(currency) <= 16 or not currency.isalnum():
-        raise _wrong("currency must be a short word such as EUR")
-    if not isinstance(entries, dict) or "default" not in entries or len(entries) > MAX_ENTRIES:
-        raise _wrong(f"per_million_tokens must have default, and at most {MAX_ENTRIES} entries")
-    prices = {str(name): _price(str(name), entry) for name, entry in entries.items()}
-    batch = Decimal(_units("batch", content.get("batch", 1))) / PER_TOKEN
-    if any(units * batch % 1 for price in prices.values() for units in dataclasses.astuple(price)):
-        raise _wrong(f"batch {batch} times a price has more than ten decimal places for a token: round one of them")
+        file = PriceFile.model_validate(parse_yaml(path, "price file", SETTING))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or str(path)
+        raise _wrong(f"{place}: {first['msg']}, got {first['input']!r}") from error
+    prices = {
+        name: Price(**{kind: int(amount * PER_TOKEN) for kind, amount in entry})
+        for name, entry in file.per_million_tokens.items()
+    }
+    if "default" not in prices:
+        raise _wrong("per_million_tokens must have default")
+    if any(units * file.batch % 1 for price in prices.values() for units in dataclasses.astuple(price)):
+        raise _wrong(f"batch {file.batch} times a price has more than ten decimal places for a token: round one")
     default, base = prices.pop("default"), prices.pop("base", None)
     tenants: dict[str, Price] = {}
     adapters: dict[tuple[str, str], Price] = {}
@@ -66,25 +80,10 @@ def read_prices(path: Path) -> PriceTable:
             tenants[tenant] = price
         else:
             adapters[tenant, adapter] = price
-    return PriceTable(currency=currency, default=default, base=base, tenants=tenants, adapters=adapters, batch=batch)
-
-
-def _price(name: str, entry: object) -> Price:
-    if not isinstance(entry, dict) or set(entry) != set(_KINDS):
-        raise _wrong(f"{name!r} must have exactly {', '.join(_KINDS)}")
-    return Price(**{kind: _units(f"{name}.{kind}", entry[kind]) for kind in _KINDS})
-
-
-def _units(name: str, value: Any) -> int:  # noqa: ANN401 - what a file says
-    try:
-        units = Decimal(str(value)) * PER_TOKEN
-        is_price = not isinstance(value, bool) and 0 <= units <= MAX_PRICE * PER_TOKEN and units == int(units)
-    except (InvalidOperation, ValueError, OverflowError):
-        is_price = False
-    if not is_price:
-        raise _wrong(f"{name} must be a number from 0 to {MAX_PRICE} with at most four decimal places, got {value!r}")
-    return int(units)
+    return PriceTable(
+        currency=file.currency, default=default, base=base, tenants=tenants, adapters=adapters, batch=file.batch
+    )
 
 
 def _wrong(what: str) -> ConfigError:
-    return ConfigError(f"registry.price_file: {what}.", param="registry.price_file")
+    return ConfigError(f"{SETTING}: {what}.", param=SETTING)

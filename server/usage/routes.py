@@ -6,7 +6,6 @@ import csv
 import io
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, ClassVar, Literal
 
@@ -15,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from weft.errors import InvalidRequestError
 from weft.registry import records
+from weft.registry.names import MAX_INTEGER
 from weft.registry.usage.buckets import zone_of
 from weft.registry.usage.latency import LATENCY_GROUPS
 from weft.registry.usage.prices import in_currency
@@ -139,11 +139,11 @@ async def get_organization_usage(
         bucket=params.bucket_width,
         group_by=params.groups,
         tenant_id=usage_scope(caller, params.tenant),
-        limit=MAX_ROWS,
+        limit=MAX_INTEGER - 1,
     )
     await services.registry.usage.flush()
     results: defaultdict[int, list[schemas.OrganizationUsageResult]] = defaultdict(list)
-    for row in await _all_rows(services, query):
+    for row in (await services.registry.usage.query(query)).rows:
         begin = int(row.start.timestamp()) // width * width
         results[begin].append(_result(services, query, row))
     buckets = [
@@ -189,15 +189,6 @@ def _cell(value: object) -> object:
     if isinstance(value, bool):
         return str(value).lower()
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
-
-
-async def _all_rows(services: Services, query: records.UsageQuery) -> list[records.UsageRow]:
-    report = await services.registry.usage.query(query)
-    rows = [*report.rows]
-    while report.next is not None:
-        report = await services.registry.usage.query(replace(query, after=report.next))
-        rows += report.rows
-    return rows
 
 
 def _result(services: Services, query: records.UsageQuery, row: records.UsageRow) -> schemas.OrganizationUsageResult:

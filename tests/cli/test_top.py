@@ -26,7 +26,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from api_cluster import gateway_before
-from api_server import ADMIN_KEY, BASE, SERVER, Api, eventually
+from api_server import ADMIN_KEY, BASE, SERVER, Api, at_rest, eventually
 from weft.adapters.ref import ResidentAdapter
 from weft.cli import make_app, top
 from weft.cli.top.frame import cells, frame, shares, tenant_rows, token_rates
@@ -171,7 +171,7 @@ async def test_an_engine_that_restarts_and_a_server_that_goes_are_told(
         num_asked = api.engine.num_asked
         await eventually(lambda: api.engine.num_asked > num_asked + 3)
         api.services.drain.is_draining = True  # ends the stream, as the end of the process would
-        await eventually(lambda: not api.services.engine_feed.is_asking)
+        await at_rest(lambda: api.engine.num_asked, 1.2)
     done = await watching
     assert done.exit_code == 1
     assert "0 running (0 base, 0 paused), 0 waiting; step 10.0 ms" in done.stdout

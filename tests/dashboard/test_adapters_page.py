@@ -70,7 +70,7 @@ def test_the_list_shows_the_figures_of_the_api(page: Page, atelier: httpx.Client
         expect(cell(page, key, "ttft")).to_have_text(re.compile(r"^\d.* m?s$"))
         expect(cell(page, key, "residency")).to_have_text(adapter["residency"])
     rows = page.locator("tr[data-key]")
-    expect(page.locator('[data-stat="Adapters"] .stat-value')).to_have_text(str(rows.count()))
+    expect(page.get_by_role("button", name=f"All {rows.count()}", exact=True)).to_be_visible()
     owners = set(rows.evaluate_all("rows => rows.map((row) => row.dataset.key.split('/')[0])"))
     assert owners == {"atelier"}
 
@@ -212,5 +212,8 @@ def test_description_pin_grant_and_deletion(
 
 def test_an_admin_without_a_tenant_is_asked_whose_it_is(page: Page) -> None:
     sign_in(page, ADMIN_KEY, "/adapters/shout")
-    page.get_by_role("link", name="harbour/shout").click()
+    page.get_by_role("link", name="Show the adapters of this name").click()
+    expect(page.get_by_label("Search")).to_have_value("shout")
+    page.get_by_role("link", name="shout", exact=True).click()
     expect(page.get_by_role("heading", level=1)).to_contain_text("shout")
+    expect(page.get_by_text("of harbour ·")).to_be_visible()

@@ -6,6 +6,7 @@ from registry_samples import facts, kept_statements, publish_version
 from weft.errors import InvalidRequestError, NotFoundError
 from weft.registry import grants
 from weft.registry.db.models import TenantRow
+from weft.registry.names import EVERY_VERSION
 from weft.registry.registry import Registry
 
 pytestmark = pytest.mark.anyio
@@ -28,8 +29,9 @@ async def test_a_granted_adapter_is_called_by_its_owners_name(
     await publish_version(registry, acme.id, "support", facts("a"))
     made = [await registry.grants.grant_adapter(acme.id, "support", other.id) for _ in range(2)]
     assert [is_new for _, is_new in made] == [True, False]
-    assert (made[0][0].tenant, made[0][0].tenant_id, made[0][0].version) == ("other", other.id, None)
-    assert await registry.grants.list_grants(acme.id, "support") == (made[0][0],)
+    assert (made[0][0].tenant, made[0][0].tenant_id, made[0][0].version) == ("other", other.id, EVERY_VERSION)
+    (listed_grant,) = await registry.grants.list_grants(acme.id, "support")
+    assert (listed_grant.tenant, listed_grant.created_at) == ("other", made[0][0].created_at)
     adapter, version = await registry.adapters.resolve(other.id, "acme/support@1")
     assert (adapter.tenant, adapter.tenant_id, version.version) == ("acme", acme.id, 1)
     listed = await registry.adapters.list_granted(other.id)

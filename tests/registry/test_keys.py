@@ -4,7 +4,6 @@ import hmac
 import re
 import stat
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from registry_samples import NOON, StandingClock, facts, publish_version
 from weft.errors import AuthenticationError, CapacityError, InvalidRequestError, NotFoundError
 from weft.registry.db.database import unavailable
-from weft.registry.db.models import TenantRow
+from weft.registry.db.models import KeyRow, TenantRow
 from weft.registry.keys import read_pepper
 from weft.registry.limits import Limits
 from weft.registry.records import SCOPES, Identity
@@ -28,6 +27,11 @@ pytestmark = pytest.mark.anyio
 async def registry(registry: Registry, acme: TenantRow) -> Registry:
     """With a tenant."""
     return registry
+
+
+def shown(*keys: KeyRow) -> list[dict[str, Any]]:
+    """All columns of keys."""
+    return [{column.name: getattr(key, column.name) for column in KeyRow.__table__.c} for key in keys]
 
 
 async def refuses(registry: Registry, secret: str) -> None:
@@ -43,7 +47,7 @@ async def test_a_secret_tells_tenant_key_and_scopes(registry: Registry, acme: Te
     assert await registry.key_ring.authenticate("admin-secret") == Identity(
         role="admin", tenant_id=None, tenant=None, key_id=None, scopes=SCOPES
     )
-    assert (await registry.keys.create_key("acme"))[0].scopes == SCOPES
+    assert (await registry.keys.create_key("acme"))[0].scopes == [*SCOPES]
     for call in (registry.keys.create_key("nobody"), registry.keys.list_keys("nobody")):
         with pytest.raises(NotFoundError):
             await call
@@ -83,7 +87,7 @@ async def test_a_revoked_key_stops_at_once_and_for_ever(registry: Registry) -> N
     await registry.key_ring.authenticate(secret)
     await registry.keys.revoke_key(key.id)
     await refuses(registry, secret)
-    assert await registry.keys.list_keys("acme") == (kept,)
+    assert shown(*await registry.keys.list_keys("acme")) == shown(kept)
     for key_id in (key.id, "key_unknown"):
         with pytest.raises(NotFoundError, match=f"There is no key `{key_id}`"):
             await registry.keys.revoke_key(key_id)
@@ -133,7 +137,7 @@ async def test_a_key_that_makes_no_sense_is_neither_made_nor_changed(registry: R
     key, _ = await registry.keys.create_key("acme")
     with pytest.raises(InvalidRequestError):
         await registry.keys.update_key(key.id, **wrong)
-    assert await registry.keys.get_key(key.id) == key
+    assert shown(await registry.keys.get_key(key.id)) == shown(key)
 
 
 async def test_the_folder_never_holds_a_secret(registry: Registry, tmp_path: Path) -> None:
@@ -174,7 +178,7 @@ async def test_a_rotated_key_lives_on_under_a_new_secret(registry: Registry) -> 
     ends_at = NOON + timedelta(days=30)
     old, old_secret = await registry.keys.create_key("acme", "site", ["infer"], ends_at, {"requests_per_minute": 9})
     new, new_secret = await registry.keys.rotate_key(old.id)
-    assert new == replace(old, prefix=new.prefix)
+    assert shown(new) == [{**shown(old)[0], "prefix": new.prefix, "digest": new.digest}]
     assert new.prefix != old.prefix
     assert (await registry.key_ring.authenticate(new_secret)).key_id == old.id
     await refuses(registry, old_secret)
@@ -249,8 +253,8 @@ async def test_a_changed_key_keeps_its_secret_and_what_was_not_named(registry: R
     with pytest.raises(InvalidRequestError, match="scopes must be among"):
         await registry.keys.update_key(key.id, scopes=["usage", "everything"])
     changed = await registry.keys.update_key(key.id, scopes=["usage"], limits={"tokens_per_month": 5})
-    assert changed == replace(key, scopes=("usage",), limits={"tokens_per_month": 5})
-    assert await registry.keys.get_key(key.id) == changed
+    assert shown(changed) == [{**shown(key)[0], "scopes": ["usage"], "limits": {"tokens_per_month": 5}}]
+    assert shown(await registry.keys.get_key(key.id)) == shown(changed)
     identity = await registry.key_ring.authenticate(secret)
     assert (identity.scopes, identity.key_limits) == (("usage",), Limits(tokens_per_month=5))
     entry = (await registry.list_audit())[0]

@@ -12,7 +12,8 @@ import pytest
 from api_server import Api, eventually
 from blob_io import store
 from weft.errors import CapacityError
-from weft.server.garbage import HOLD_S, Sweeper, delete_blobs, end_removals
+from weft.server.garbage import HOLD_S, Sweeper, delete_blobs
+from weft.server.threads import cancel_all
 
 pytestmark = pytest.mark.anyio
 
@@ -66,7 +67,7 @@ async def test_nobody_waits_for_a_store_that_hangs(api: Api, monkeypatch: pytest
         await removal
         assert len(api.files()) == 2
     await eventually(lambda: not api.files())
-    await end_removals(api.services)
+    await cancel_all(api.services.removals)
 
 
 async def test_a_database_that_is_away_ends_no_removal(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,4 +80,4 @@ async def test_a_database_that_is_away_ends_no_removal(api: Api, monkeypatch: py
         await delete_blobs(api.services, digests)
         assert len(api.files()) == 1
     await eventually(lambda: not api.files())
-    await end_removals(api.services)
+    await cancel_all(api.services.removals)

@@ -123,6 +123,15 @@ async def eventually(condition: Callable[[], object], within_s: float = 60.0) ->
         await asyncio.sleep(0.005)
 
 
+async def at_rest(count: Callable[[], int], for_s: float = 0.3, within_s: float = 60.0) -> None:
+    """Wait until a count has not changed for so long."""
+    deadline, before = time.monotonic() + within_s, None
+    while before != (before := count()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {within_s} s")
+        await asyncio.sleep(for_s)
+
+
 async def connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     address = urlsplit(url)
     return await asyncio.open_connection(address.hostname, address.port)

@@ -26,7 +26,7 @@ Targets = Annotated[str, typer.Option(help="Modules of the --rank adapters: all,
 def fit(  # noqa: PLR0913 - one parameter per option
     adapters: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="ADAPTER", help="Folders of PEFT adapters, or weights files.", show_default=False),
+        typer.Argument(metavar="ADAPTER", help="Folders of PEFT adapters.", show_default=False),
     ] = None,
     model: Model = None,
     ranks: Annotated[
@@ -93,7 +93,7 @@ def _on_disk(path: Path, planned: PlannedRoom, as_json: bool) -> AdapterFitItem:
     from weft.adapters.checkpoint.folder import adapter_files
     from weft.server.adapters.offline_fit import item_on_disk
 
-    config, weights = (None, path) if path.is_file() else adapter_files(path)
+    config, weights = adapter_files(path)
     with refusals(path, config, weights, as_json):
         return item_on_disk(str(path), config, weights, planned)
 

@@ -5,7 +5,7 @@ import { ago, compact, count, percent, seconds } from "../format.js";
 import { Link, param, setParams } from "../place.js";
 import { RangePicker, rangeShown, spanOf, timeShown } from "../range.js";
 import { isAdmin, may } from "../session.js";
-import { Badge, Button, Code, Empty, Field, FirstProblem, LacksScopeNote, Loaded, PageHead, Residency, Segmented, Stat, Table, numbers } from "../ui.js";
+import { Badge, Button, Code, Empty, Field, FirstProblem, LacksScopeNote, Loaded, PageHead, Residency, Segmented, Table, numbers } from "../ui.js";
 import { UploadDialog, UploadStrip, isUnderWay, job, targetsText } from "../upload.js";
 import { useDrops } from "../upload_files.js";
 
@@ -65,15 +65,8 @@ function Shown({ rows, withTenant }) {
     const text = (row) => `${row.key} ${row.description ?? ""} ${row.targets} ${row.digest}`.toLowerCase();
     return rows.filter((row) => (!where || isThere(row, where)) && words.every((word) => text(row).includes(word)));
   }, [rows, search, where]);
-  const pages = rows.filter((row) => row.residency === "device").reduce((sum, row) => sum + (row.pages ?? 0), 0);
   const tabs = [["", `All ${count(rows.length)}`], ...Object.entries(PLACES).map(([name, label]) => [name, `${label} ${count(counts[name])}`])];
-  return html`<div class="stack"><div class="stats">
-      <${Stat} label="Adapters" value=${count(rows.length)}><div class="quiet">${count(rows.reduce((sum, row) => sum + (row.requests ?? 0), 0))} requests in this range</div><//>
-      <${Stat} label="On the device" value=${count(counts.device)}><div class="quiet">${count(pages)} pages</div><//>
-      <${Stat} label="In host memory" value=${count(counts.host)}><div class="quiet">loaded by one copy</div><//>
-      <${Stat} label="Pinned" value=${count(counts.pinned)}><div class="quiet">never evicted</div><//>
-    </div>
-    <section class="card" aria-label="List of adapters">
+  return html`<section class="card" aria-label="List of adapters">
       <div class="list-head">
         <${Field} label="Search" type="search" name="search" placeholder="Name, description, target, digest" value=${search}
           onInput=${(event) => setParams({ search: event.target.value }, { replace: true })} />
@@ -81,7 +74,7 @@ function Shown({ rows, withTenant }) {
       </div>
       <${Table} key=${`${search} ${where}`} caption="Adapters" columns=${columnsOf(withTenant)} rows=${found} keyOf=${(row) => row.key} sort=${param("sort", "name")} onSort=${(sort) => setParams({ sort })}
         empty=${html`<${Empty} title="No adapter matches."><${Button} onClick=${() => setParams({ search: null, where: null })}>Show all<//><//>`} />
-    </section></div>`;
+    </section>`;
 }
 
 const columnsOf = (withTenant) => [

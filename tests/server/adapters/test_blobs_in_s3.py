@@ -22,8 +22,9 @@ from weft.cli import make_app
 from weft.config import Config, ModelConfig, RegistryConfig, ServerConfig
 from weft.errors import ConfigError
 from weft.server.adapters.validation import AdapterValidator
-from weft.server.garbage import Sweeper, end_removals
+from weft.server.garbage import Sweeper
 from weft.server.serve import open_blob_store
+from weft.server.threads import cancel_all
 
 pytestmark = pytest.mark.anyio
 
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.anyio
 async def api(tmp_path: Path, bucket: str) -> AsyncIterator[Api]:
     async with open_api(tmp_path, blob_url=f"s3://{bucket}/weft") as opened:
         yield opened
-        await end_removals(opened.services)
+        await cancel_all(opened.services.removals)
 
 
 async def test_a_refused_upload_leaves_nothing(api: Api, acme: Client, bucket: str, s3: S3Server) -> None:

@@ -40,13 +40,16 @@ def test_a_price_file_is_read_exactly(tmp_path: Path) -> None:
     ("content", "told"),
     [
         ("[", "not YAML"),
-        ("currency: EUR", "must have currency and per_million_tokens"),
-        (f"currency: 'E U'\nper_million_tokens: {{default: {DEFAULT}}}", "short word"),
+        ("currency: EUR", "per_million_tokens: Field required"),
+        (f"currency: 'E U'\nper_million_tokens: {{default: {DEFAULT}}}", "currency: "),
         ("currency: EUR\nper_million_tokens: {}", "must have default"),
         (f"currency: EUR\nper_million_tokens: {{default: {DEFAULT}, acme: {DEFAULT}}}", "TENANT/ADAPTER"),
         (f"currency: EUR\nper_million_tokens: {{default: {DEFAULT}, a/B: {DEFAULT}}}", "TENANT/ADAPTER"),
-        ("currency: EUR\nper_million_tokens: {default: {prompt: 1}}", "exactly prompt, cached, completion"),
-        ("currency: EUR\nper_million_tokens: {default: {prompt: 0.00001, cached: 0, completion: 0}}", "four decimal"),
+        ("currency: EUR\nper_million_tokens: {default: {prompt: 1}}", "default.cached: Field required"),
+        (
+            "currency: EUR\nper_million_tokens: {default: {prompt: 0.00001, cached: 0, completion: 0}}",
+            "no more than 4 decimal places",
+        ),
         ("currency: EUR\nper_million_tokens: {default: {prompt: -1, cached: 0, completion: 0}}", "default.prompt"),
         ("currency: EUR\nper_million_tokens: {default: {prompt: true, cached: 0, completion: 0}}", "default.prompt"),
         ("currency: EUR\nper_million_tokens: {default: {prompt: .inf, cached: 0, completion: 0}}", "default.prompt"),
@@ -57,7 +60,7 @@ def test_a_wrong_price_file_is_refused_with_the_place(tmp_path: Path, content: s
     (tmp_path / "prices.yaml").write_text(content)
     with pytest.raises(ConfigError, match=told):
         read_prices(tmp_path / "prices.yaml")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="Cannot read the price file"):
         read_prices(tmp_path / "none.yaml")
 
 

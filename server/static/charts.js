@@ -41,6 +41,10 @@ function walk(length, at, setAt) {
   };
 }
 
+/** Lines with their values at the left. @param {{ticks: number[], x: [number, number], y: (tick: number) => number, format: (tick: number) => unknown}} props */
+const Grid = ({ ticks, x: [left, right], y, format }) =>
+  ticks.map((tick) => html`<g key=${tick}><line class="grid" x1=${left} x2=${right} y1=${y(tick)} y2=${y(tick)} /><text x=${left - 6} y=${y(tick) + 4} text-anchor="end">${format(tick)}</text></g>`);
+
 /**
  * A chart of places in time side by side.
  * @param {{places: {at: number, label: string, title: string}[], label: string, said: string, height: number,
@@ -60,8 +64,7 @@ export function TimeChart({ places, label, said, height, margin, ticks, format, 
   const everyLabel = Math.ceil(places.length / Math.max(2, Math.floor(plotWidth / 62)));
   return html`<div class="chart-box" ref=${box} role="group" aria-label=${`${label}, by arrow keys`} ...${walk(places.length, hovered, setHovered)}>
     <svg class="chart" viewBox=${`0 0 ${width} ${height}`} height=${height} role="img" aria-label=${said}>
-      ${ticks.map((tick) => html`<g key=${tick}><line class="grid" x1=${margin.left} x2=${width - margin.right} y1=${y(tick)} y2=${y(tick)} />
-        <text x=${margin.left - 6} y=${y(tick) + 4} text-anchor="end">${format(tick)}</text></g>`)}
+      <${Grid} ticks=${ticks} x=${[margin.left, width - margin.right]} y=${y} format=${format} />
       ${draw({ x, y, step, width })}
       ${places.map((place, at) => html`<g key=${place.at}>
         <rect class=${hovered === at ? "hover shown" : "hover"} x=${margin.left + at * step} y=${margin.top} width=${step} height=${reach} onMouseEnter=${() => setHovered(at)} />

@@ -16,7 +16,7 @@ export const Legend = ({ series, format = compact }) => html`<ul class="legend">
 </ul>`;
 
 /** Three to seven round ticks from 0 to at least `top`, `least` or more apart; with a `least` all are whole. */
-function niceTicks(top, least = 0) {
+export function niceTicks(top, least = 0) {
   const rough = Math.max(top / 5, least);
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= rough && (!least || Number.isInteger(size)));
@@ -42,7 +42,7 @@ function walk(length, at, setAt) {
 }
 
 /** Lines with their values at the left. @param {{ticks: number[], x: [number, number], y: (tick: number) => number, format: (tick: number) => unknown}} props */
-const Grid = ({ ticks, x: [left, right], y, format }) =>
+export const Grid = ({ ticks, x: [left, right], y, format }) =>
   ticks.map((tick) => html`<g key=${tick}><line class="grid" x1=${left} x2=${right} y1=${y(tick)} y2=${y(tick)} /><text x=${left - 6} y=${y(tick) + 4} text-anchor="end">${format(tick)}</text></g>`);
 
 /**

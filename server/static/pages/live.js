@@ -24,7 +24,7 @@ export default function Live() {
     ${(isReplica || server) && html`<${Servers} shown=${server} />`}
     ${snapshot
       ? html`<${Tiles} snapshot=${snapshot} />
-          <${Memory} snapshot=${snapshot} />
+          <${Memory} snapshot=${snapshot} feed=${feed} />
           <${Tenants} snapshot=${snapshot} />
           <div class="columns live-columns"><${Steps} snapshot=${snapshot} /><${Since} snapshot=${snapshot} /></div>
           <${Residents} snapshot=${snapshot} />`

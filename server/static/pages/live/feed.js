@@ -4,17 +4,21 @@ import { ApiError, address, call } from "../../api.js";
 
 /** The browser does not reconnect after an answer with an error; this page then connects again after so long. */
 const AGAIN_MS = 5000;
+/** How long back the pages by kind are kept. */
+export const KEPT_MS = 120_000;
 /** How long a tenant without requests stays in the table, in ms; without this its row would come and go. */
 const LATELY_MS = 10_000;
 
 /**
  * @typedef {{newest: object|null, held: object|null, isPaused: boolean, state: "connecting"|"live"|"broken",
- *   problem: ApiError|null, restartedAt: number|null, heardAt: number|null}} Feed
+ *   problem: ApiError|null, restartedAt: number|null, heardAt: number|null,
+ *   moments: {at: number, pages: Record<string, number>}[]}} Feed
  *   `held` is shown while the page is paused; `problem` is why the engine or the server tells nothing; `restartedAt` is when
- *   another life of the engine was first seen, `heardAt` when the last snapshot came.
+ *   another life of the engine was first seen, `heardAt` when the last snapshot came. `moments`: oldest first; the first may
+ *   be older than `KEPT_MS`, because it held until the second.
  */
 
-const NOTHING = { newest: null, held: null, isPaused: false, state: "connecting", problem: null, restartedAt: null, heardAt: null };
+const NOTHING = { newest: null, held: null, isPaused: false, state: "connecting", problem: null, restartedAt: null, heardAt: null, moments: [] };
 
 /** The feed of a server, or of any, for as long as a component is shown, and what changes it. @returns {[Feed, (fields: object) => void]} */
 export function useFeed(server) {
@@ -52,9 +56,11 @@ function listen(server, update, change) {
     clearTimeout(fading);
     fading = setTimeout(() => change({ newest: { ...snapshot, lately: [] } }), LATELY_MS);
     update((before) => {
+      const moments = [...before.moments, { at, pages: snapshot.pages }];
+      const kept = moments.filter((_, index) => index === moments.length - 1 || moments[index + 1].at >= at - KEPT_MS);
       const isAnother = before.newest !== null && before.newest.boot_id !== snapshot.boot_id;
       const newest = { ...snapshot, lately: [...seenAt.keys()] };
-      return { ...before, newest, state: "live", problem: null, restartedAt: isAnother ? at : before.restartedAt, heardAt: at };
+      return { ...before, newest, state: "live", problem: null, restartedAt: isAnother ? at : before.restartedAt, heardAt: at, moments: kept };
     });
   }
 

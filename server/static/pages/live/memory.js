@@ -1,8 +1,10 @@
 // The memory pool: which pages hold adapters, which KV cache, and which are free.
-import { html, useId, useRef, useState } from "../../lib.js";
-import { count, percent } from "../../format.js";
+import { html, useEffect, useId, useRef, useState } from "../../lib.js";
+import { compact, count, percent } from "../../format.js";
 import { param, setParams } from "../../place.js";
 import { Card, Segmented, Table, numbers, useWidth } from "../../ui.js";
+import { Grid, niceTicks } from "../../charts.js";
+import { KEPT_MS } from "./feed.js";
 import { KINDS, adapterColour, bySlot, cellsOf, entriesOf, extentOf, isMeant, layersOf, nameOf } from "./pool.js";
 
 const HEIGHT = 336;
@@ -10,7 +12,7 @@ const MIN_PITCH = 5;
 const MAX_PITCH = 15;
 const FEWEST_CELLS = 256;
 
-export function Memory({ snapshot }) {
+export function Memory({ snapshot, feed }) {
   const [hovered, setHovered] = useState(null);
   const highest = useRef({ boot: null, cells: 0 });
   const entries = entriesOf(snapshot);
@@ -30,6 +32,7 @@ export function Memory({ snapshot }) {
       <div class="memory-map">
         <${Cells} snapshot=${snapshot} cells=${shownCells} lit=${lit} onPoint=${setHovered} entries=${entries} />
         <p class="quiet small-print">${perCell > 1 ? `A cell stands for ${perCell} pages and shows what most of them hold. ` : "A cell stands for one page. "}${left > 0 && html`${count(left)} more pages are free and not shown.`}</p>
+        <${History} feed=${feed} of=${all} />
       </div>
       <${MapLegend} entries=${entries} all=${all} lit=${lit} onHover=${setHovered} />
     </div>
@@ -121,4 +124,50 @@ function PoolTable({ entries, all, residents }) {
     numbers("prefix", "Its prefix cache", count, (entry) => (entry.digests?.length ? prefixOf(entry) : undefined)),
   ];
   return html`<${Table} caption="Pages by what they hold" columns=${columns} rows=${entries} keyOf=${(entry) => entry.key} totals=${{ pages: all }} />`;
+}
+
+const HISTORY_HEIGHT = 104;
+const MARGIN = { top: 8, right: 4, bottom: 18, left: 40 };
+const STACKED = ["adapter", "kv", "prefix", "quarantine"];
+
+/** Pages in use over the last two minutes, as far as this page was open. */
+function History({ feed, of: all }) {
+  const box = useRef(null);
+  const width = useWidth(box, 200);
+  const [now, setNow] = useState(Date.now());
+  useEffect(() => {
+    if (feed.isPaused) return undefined;
+    // An idle engine sends nothing, but the axis moves on.
+    const timer = setInterval(() => document.hidden || setNow(Date.now()), 1000);
+    return () => clearInterval(timer);
+  }, [feed.isPaused]);
+  const until = feed.isPaused ? now : Math.max(now, feed.moments.at(-1)?.at ?? 0);
+  const start = until - KEPT_MS;
+  const moments = feed.moments.filter((one) => one.at <= until);
+  const peak = Math.max(4, ...moments.map((one) => STACKED.reduce((sum, kind) => sum + (one.pages[kind] ?? 0), 0)));
+  const ticks = niceTicks(peak).filter((tick, index, list) => list.length < 5 || index % 2 === 0);
+  const top = niceTicks(peak).at(-1);
+  const x = (at) => MARGIN.left + (Math.max(0, at - start) / KEPT_MS) * (width - MARGIN.left - MARGIN.right);
+  const y = (pages) => MARGIN.top + (HISTORY_HEIGHT - MARGIN.top - MARGIN.bottom) * (1 - pages / top);
+  const last = moments.at(-1);
+  return html`<div class="history" ref=${box}>
+    <h3>In use over the last two minutes <small class="quiet">of ${count(all)} pages</small></h3>
+    <svg class="chart" viewBox=${`0 0 ${width} ${HISTORY_HEIGHT}`} height=${HISTORY_HEIGHT} role="img" data-moments=${moments.length}
+      aria-label=${last ? `Pages in use now: ${STACKED.map((kind) => `${KINDS[kind].label} ${last.pages[kind] ?? 0}`).join(", ")}` : "No pages seen yet"}>
+      <${Grid} ticks=${ticks} x=${[MARGIN.left, width - MARGIN.right]} y=${y} format=${compact} />
+      ${STACKED.map((kind, index) => html`<path key=${kind} class=${`use k-${kind} ${kind === "adapter" ? "a-any" : ""}`} data-kind=${kind} data-now=${last?.pages[kind] ?? 0} d=${areaOf(moments, index, until, x, y)} />`)}
+      ${(width > 420 ? [120, 90, 60, 30, 0] : [120, 60, 0]).map((ago) => html`<text key=${ago} x=${x(until - ago * 1000)} y=${HISTORY_HEIGHT - 3} text-anchor=${ago === 0 ? "end" : ago === 120 ? "start" : "middle"}>${ago ? `${ago} s ago` : "now"}</text>`)}
+    </svg>
+  </div>`;
+}
+
+/** Between the sum of the kinds below and with this one; each moment holds until the next. */
+function areaOf(moments, index, until, x, y) {
+  if (!moments.length) return "";
+  const sumOf = (one, upTo) => STACKED.slice(0, upTo).reduce((sum, kind) => sum + (one.pages[kind] ?? 0), 0);
+  const edge = (upTo) => moments.flatMap((one, at) => {
+    const level = y(sumOf(one, upTo)).toFixed(1);
+    return [`${x(one.at).toFixed(1)} ${level}`, `${x(moments[at + 1]?.at ?? until).toFixed(1)} ${level}`];
+  });
+  return `M${edge(index + 1).join("L")}L${edge(index).reverse().join("L")}Z`;
 }

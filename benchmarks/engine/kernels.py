@@ -35,6 +35,7 @@ from weft.config import KvDtype
 from weft.errors import ConfigError
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import kernels_for
+from weft.kernels.kv_layer import KvLayer
 from weft.kernels.plain.rows import kv_write
 from weft.kernels.sampling import RowSampling, SamplingColumns
 from weft.memory.arena import Arena
@@ -182,11 +183,10 @@ class KernelBench:
         if geometry.is_kv_int8:
             vector_bytes, stored = geometry.head_dim + SCALE_BYTES, " of int8"
         kv_bytes = rows * context * vector_bytes * 2 * model.num_kv_heads
+        layers = [self._kv(layer) for layer in range(self.num_layers)]
 
         def attend(call: int) -> object:
-            layer = call % self.num_layers
-            kv, scales = self.arena.kv(layer), self.arena.kv_scales(layer)
-            return self.kernels.paged_attention(q, *kv, batch, model.head_dim**-0.5, None, scales)
+            return self.kernels.paged_attention(q, layers[call % self.num_layers], batch, model.head_dim**-0.5)
 
         flops = 4 * len(q) * (context - query / 2) * model.num_heads * model.head_dim
         name = f"attention, {'context' if query == 1 else 'prompt of'} {context}{stored}"
@@ -203,11 +203,14 @@ class KernelBench:
         fused = torch.randn((context, heads, model.head_dim), generator=draw).to(DTYPE).to(self.device)
         q, k, v = torch.split(fused, [model.num_heads, model.num_kv_heads, model.num_kv_heads], dim=1)
         pages = list(range(1, 1 + geometry.blocks(context)))
-        kv, scales = self.arena.kv(0), self.arena.kv_scales(0)
+        kv = self._kv(0)
         slots = torch.arange(context, device=self.device) + geometry.page_tokens  # from page 1 on
-        kv_write(k, v, *kv, slots, scales)
+        kv_write(k, v, kv, slots)
         batch = AttentionBatch.build([pages], [1], [context], self.device, geometry.page_tokens)
-        return self.kernels.paged_attention(q[-1:], *kv, batch, model.head_dim**-0.5, None, scales)[0]
+        return self.kernels.paged_attention(q[-1:], kv, batch, model.head_dim**-0.5)[0]
+
+    def _kv(self, layer: int) -> KvLayer:
+        return KvLayer(*self.arena.kv(layer), self.arena.kv_scales(layer))
 
     def _random(self, rows: int, width: int) -> torch.Tensor:
         return torch.randn(rows, width, device=self.device).mul_(0.02).to(DTYPE)

@@ -192,7 +192,7 @@ class StartMeasures:
     def _forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         arena = self._arena
         batch = build_batch(StepPlan(step=0, chunks=list(chunks)), arena.geometry, arena.num_pages, arena.device)
-        return self._decoder.forward(batch.rows, KvViews.of(arena), None)
+        return self._decoder.forward(batch.rows, KvViews.of(arena, self._decoder.spec.sliding_windows), None)
 
     def _best(self, run: Callable[[], object]) -> float:
         seconds = []

@@ -70,7 +70,7 @@ class ModelRunner:
         self._arena = arena
         self._slab = slab
         self._is_gpu = arena.device.type == "cuda"
-        self._kv = KvViews.of(arena)
+        self._kv = KvViews.of(arena, decoder.spec.sliding_windows)
         self._lora = lora
         self._check_lease = check_lease
         self._sampler = sampler
@@ -112,7 +112,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let go of what the runner holds of the device; it must not be used afterwards."""
-        self._kv, self._programs = KvViews((), (), ()), None
+        self._kv, self._programs = KvViews((), ()), None
         self._slab.close()
 
     def _with_tokens(self, plan: StepPlan) -> StepPlan:

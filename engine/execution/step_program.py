@@ -98,7 +98,7 @@ class StepDevice:
         geometry, device = self.arena.geometry, self.arena.device
         spec = self.decoder.spec
         self.windows = sorted({window or 0 for window in spec.sliding_windows})
-        self.kv = KvViews.of(self.arena)
+        self.kv = KvViews.of(self.arena, spec.sliding_windows)
         self.head_group = spec.num_heads // spec.num_kv_heads
         largest = StepShape(
             rows=self.max_rows,

@@ -200,7 +200,8 @@ class StepDriver:
             batch = build_batch(plan, self.geometry, self.arena.num_pages, CPU)
             self.arena.zero(plan.zero_pages)
             lora = self.lora.prepare(batch.row_slots) if batch.adapters else None
-            scores = self.decoder.logits(self.decoder.forward(batch.rows, KvViews.of(self.arena), lora))
+            kv = KvViews.of(self.arena, self.decoder.spec.sliding_windows)
+            scores = self.decoder.logits(self.decoder.forward(batch.rows, kv, lora))
         return [
             scores[first : first + len(chunk.token_ids)]
             for first, chunk in zip(batch.first_rows, plan.chunks, strict=True)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.engine.model.linear import Linear
-from weft.engine.model.rope import RopeTable
 from weft.engine.model.spec import DecoderSpec
 from weft.kernels.attend import HeadNorms, Rotation
 from weft.kernels.attention_batch import AttentionBatch
@@ -98,7 +97,7 @@ class Decoder:
         layers: In order.
         norm: Of the last hidden rows, [hidden_size].
         head: hidden_size to vocab_size.
-        rope: Sines and cosines of every position that is used.
+        rope: Cosines and sines of every position that is used, as of `rope_table`.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class Decoder:
         layers: Sequence[DecoderLayer],
         norm: torch.Tensor,
         head: Linear,
-        rope: RopeTable,
+        rope: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         self.spec = spec
         self._kernels = kernels
@@ -141,7 +140,7 @@ class Decoder:
         add_norm = self._kernels.fused_add_rms_norm
         residual = self._kernels.embed(rows.tokens, rows.sampled, self._embedding)
         x = self._kernels.rms_norm(residual, self._layers[0].input_norm, eps)
-        step = _Step(rows, self._rope.at(rows.positions), kv, lora)
+        step = _Step(rows, Rotation(*self._rope, rows.positions), kv, lora)
         for index, layer in enumerate(self._layers):
             y, delta = self._attend(index, layer, x, step)
             x, residual = add_norm(y, residual, layer.post_norm, eps, *delta)

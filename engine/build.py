@@ -134,7 +134,11 @@ def build_engine(
     prefixes = PrefixCache(pool, evictor, block_s=geometry.page_tokens * costs.token_s)
     images = HostImages(slab)
     tables = AdapterTables(plan.slots, base, config.adapter.max_rank, geometry, device)
-    loader = _adapter_loader(config, images, tables, arena, max_pages=pool.capacity - geometry.num_groups, pace=pace)
+    loader = AdapterLoader(
+        *(open_blobs(config.registry, config.server.data_dir), images, base, geometry, dtype, tables.max_rank),
+        max_pages=pool.capacity - geometry.num_groups,
+        pause=pace.pause,
+    )
     residency = Residency(
         loader,
         copier,
@@ -257,13 +261,4 @@ def _runner(
         check_lease=residency.slots.check_lease,
         sampler=sampler,
         programs=programs,
-    )
-
-
-def _adapter_loader(
-    config: Config, images: HostImages, tables: AdapterTables, arena: Arena, *, max_pages: int, pace: LoadPace
-) -> AdapterLoader:
-    blobs = open_blobs(config.registry, config.server.data_dir)
-    return AdapterLoader(
-        blobs, images, tables.base, arena.geometry, arena.dtype, tables.max_rank, max_pages, pace.pause
     )

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from weft.adapters.ref import AdapterRef
 from weft.engine.execution.runner import LaunchedStep, ModelRunner
 from weft.engine.execution.step_history import StepHistory
 from weft.engine.grammar.masks import Masks
@@ -77,7 +76,8 @@ class EngineCore:
         self._masks = Masks()
         self._table = scheduler.table
         self._kv = scheduler.table.kv
-        self._residency = scheduler.table.residency
+        self.residency = scheduler.table.residency
+        """Where adapters are; between two pumps they may be pinned, warmed and forgotten there."""
         self._boot_id = boot_id
         self._overlaps = overlaps
         self._set_stepping = set_stepping
@@ -85,7 +85,8 @@ class EngineCore:
         self._clock = clock
         self._in_flight: deque[StepInFlight] = deque()
         """Oldest first. Between two pumps it is one step at most."""
-        self._num_steps = 0
+        self.num_steps = 0
+        """Steps launched since start."""
         self._status_seq = 0
         self._completed_step = 0
         self._num_failures = 0
@@ -108,14 +109,6 @@ class EngineCore:
         """End a request after its client left; unknown ids are ignored."""
         self._scheduler.finish(request_id, "abort")
 
-    def drop_adapter(self, digest: str) -> None:
-        """Forget a deleted adapter; requests that run with it finish."""
-        self._residency.forget(digest)
-
-    def pin_adapter(self, ref: AdapterRef, is_pinned: bool) -> None:
-        """Set whether an adapter stays on the device, and is brought there."""
-        self._residency.pin(ref, is_pinned)
-
     def pause(self, mode: PauseMode | None, *, is_ending: bool = False) -> None:
         """Compute nothing from now on, or with None go on; `is_ending` ends all requests with an error.
 
@@ -128,15 +121,6 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Forget the cached KV that no request uses."""
         self._kv.prefixes.evict_unused()
-
-    def warm_adapter(self, ref: AdapterRef) -> None:
-        """Bring an adapter to host memory before the first request asks for it."""
-        self._residency.warm(ref)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps launched since start."""
-        return self._num_steps
 
     def has_work(self) -> bool:
         """Whether `pump` has something to do besides finishing loads."""
@@ -158,7 +142,7 @@ class EngineCore:
             raise
 
     def _pump(self) -> list[RequestOutput]:
-        for failure in self._residency.tick(self._completed_step):
+        for failure in self.residency.tick(self._completed_step):
             self._scheduler.fail_adapter(failure.digest, failure.error)
         self._scheduler.take_in_grammars()
         plan = self._plan()
@@ -190,14 +174,14 @@ class EngineCore:
             waiting_reasons=table.waiting.reasons(),
             pages=kv.pool.counts(),
             available_pages=kv.num_available,
-            residents=list(self._residency.residents()),
+            residents=list(self.residency.residents()),
             last_steps=self._history.stats(),
             last_step_age_s=age,
-            num_steps=self._num_steps,
+            num_steps=self.num_steps,
             preemptions=dict(table.preemptions),
-            loads=dict(self._residency.loads),
-            load_seconds=self._residency.load_seconds,
-            load_p95_s=self._residency.load_p95_s,
+            loads=dict(self.residency.loads),
+            load_seconds=self.residency.load_seconds,
+            load_p95_s=self.residency.load_p95_s,
             evictions=dict(kv.evictor.evictions),
             prefix_queries=kv.prefixes.num_queries,
             prefix_hits=kv.prefixes.num_hits,
@@ -222,14 +206,14 @@ class EngineCore:
         """
         self._kv.pool.check()
         self._table.check(len(self._in_flight))
-        self._residency.check(self._kv.swap.num_used)
+        self.residency.check(self._kv.swap.num_used)
 
     def close(self) -> None:
         """Wait for the step in flight, end background loads and give the memory back; all requests are dropped."""
         self._compiles.end()
         self._drop_steps()
         self._set_stepping(0, 0)
-        self._residency.close()
+        self.residency.close()
         self._scheduler.close()
         self._masks.close()
         self._runner.close()
@@ -248,7 +232,7 @@ class EngineCore:
     def _run(self, plan: StepPlan) -> None:
         """Launch a step, and take in the results of the one before it, and of this one where nothing may overlap it."""
         started_s = self._clock()
-        self._num_steps += 1
+        self.num_steps += 1
         try:
             matchers = self._scheduler.matchers(plan)
             launched = self._runner.launch(plan, self._masks.begin(matchers) if matchers else None)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.checks import expect, expect_that
-from weft.kernels.kv_scales import KvScales
+from weft.kernels.kv_layer import KvLayer
 from weft.kernels.plain import attention as attention_cpu
 from weft.kernels.plain import rows as rows_cpu
 
@@ -50,13 +50,10 @@ def attend(
     qkv: Tensor,
     norms: HeadNorms | None,
     rotation: Rotation,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    kv: KvLayer,
     slot_mapping: Tensor,
     batch: AttentionBatch,
     scale: float,
-    sliding_window: int | None = None,
-    kv_scales: KvScales | None = None,
     *,
     paged_attention: Callable[..., Tensor] = attention_cpu.paged_attention,
 ) -> Tensor:
@@ -66,20 +63,17 @@ def attend(
         q, k, v = split(qkv)                             # [T, Hq, D], [T, Hkv, D], [T, Hkv, D]
         if norms: q, k = rms_norm(q, norms.q), rms_norm(k, norms.k)
         rope(q, k, *rotation.factors())
-        kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
-        return paged_attention(q, k_pages, v_pages, batch, scale, sliding_window, kv_scales)
+        kv_write(k, v, kv, slot_mapping)
+        return paged_attention(q, kv, batch, scale)
 
     Args:
         qkv: [T, (Hq + 2 * Hkv) * D], contiguous: heads of queries, keys and values. Mutated.
         norms: Of the heads; None for none.
         rotation: Of the T rows.
-        k_pages: The layer's keys in the arena, [num_pages, Hkv, page_tokens, D]. Mutated.
-        v_pages: The same for values, the same strides. Mutated.
+        kv: The layer's keys and values in the arena. Mutated.
         slot_mapping: Where the keys and values of the T tokens go, as `kv_write` takes it.
         batch: Which rows attend to what.
         scale: Factor of the scores.
-        sliding_window: How many positions a row sees, itself included; None for all.
-        kv_scales: The layer's scales where its keys and values are int8. Mutated.
         paged_attention: Computes the attention.
 
     Returns:
@@ -88,21 +82,21 @@ def attend(
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
     """
-    q, k, v = split_heads(qkv, k_pages)
+    q, k, v = split_heads(qkv, kv)
     if norms is not None:
         q, k = rows_cpu.rms_norm(q, norms.q, norms.eps), rows_cpu.rms_norm(k, norms.k, norms.eps)
     rows_cpu.rope(q, k, *rotation.factors())
-    rows_cpu.kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
-    return paged_attention(q, k_pages, v_pages, batch, scale, sliding_window, kv_scales).flatten(1)
+    rows_cpu.kv_write(k, v, kv, slot_mapping)
+    return paged_attention(q, kv, batch, scale).flatten(1)
 
 
-def split_heads(qkv: Tensor, k_pages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(qkv: Tensor, kv: KvLayer) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the queries, keys and values in a fused projection: [T, Hq, D], [T, Hkv, D], [T, Hkv, D].
 
     Raises:
         ValueError: Its shape or stride does not fit.
     """
-    num_kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
+    num_kv_heads, head_dim = kv.k.shape[1], kv.k.shape[3]
     group_width = num_kv_heads * head_dim
     fits = qkv.dim() == 2 and qkv.shape[1] % group_width == 0 and qkv.shape[1] >= 3 * group_width
     expect_that("qkv", fits, f"[T, (Hq + {2 * num_kv_heads}) * {head_dim}]", list(qkv.shape))

@@ -133,12 +133,10 @@ class AttentionBatch:
 
     block_table: Tensor
     """[R, max_blocks], int32, on the host: pages of each request, padded with 0, the zero page."""
-    query_lens: tuple[int, ...]
+    query_lens: tuple[int, ...] = ()
     """[R]: query rows of each request."""
-    context_lens_host: tuple[int, ...]
+    context_lens_host: tuple[int, ...] = ()
     """[R]: KV tokens including this step's; 0 for padding."""
-    block_table_host: np.ndarray
-    """`block_table` as an array."""
     items_host: np.ndarray
     """[3, I], int32: the query row of each item, its request, and how many KV tokens it may see with itself."""
     chunks: tuple[PromptChunk, ...]
@@ -174,14 +172,12 @@ class AttentionBatch:
                 pages.
         """
         _check(block_tables, query_lens, context_lens, page_tokens)
-        table = _padded(block_tables)
         indptr = np.zeros(len(query_lens) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=indptr[1:])
         return cls(
-            block_table=torch.from_numpy(table),
+            block_table=torch.from_numpy(_padded(block_tables)),
             query_lens=tuple(query_lens),
             context_lens_host=tuple(context_lens),
-            block_table_host=table,
             items_host=_items(indptr, np.asarray(context_lens, dtype=np.int32)),
             chunks=tuple(
                 PromptChunk(request, int(indptr[request]), rows, context)
@@ -210,12 +206,8 @@ class AttentionBatch:
                 tiles. `request` of each is an index of `block_tables`.
             block_tables: Pages of the requests of `chunks` in order; those past their contexts are never read.
         """
-        table = _padded(block_tables)
         return cls(
-            block_table=torch.from_numpy(table),
-            query_lens=(),
-            context_lens_host=(),
-            block_table_host=table,
+            block_table=torch.from_numpy(_padded(block_tables)),
             items_host=np.zeros((3, 0), dtype=np.int32),
             chunks=tuple(chunks),
             page_tokens=rows.page_tokens,
@@ -250,14 +242,14 @@ class AttentionBatch:
         return rows
 
     def _make_rows(self, group: int) -> AttentionRows:
-        width = self.block_table_host.shape[1]
+        width = self.block_table.shape[1]
         items, requests, lens = self.items_host
         chunks = [
             (chunk.row, chunk.query_len, chunk.context_len - chunk.query_len, chunk.request * width)
             for chunk in self.chunks
         ]
         parts = (
-            np.append(self.block_table_host, np.int32(0)),  # never empty
+            np.append(self.block_table.numpy(), np.int32(0)),  # never empty
             *(items, requests * width, lens, chunk_tiles(chunks, group).reshape(-1)),
         )
         block_table, item_rows, item_tables, item_lens, tiles = _to_device(

@@ -17,14 +17,14 @@ from torch import Tensor
 from weft.config import Attention
 from weft.errors import ConfigError
 from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.kv_scales import KvScales
+from weft.kernels.kv_layer import KvLayer
 from weft.kernels.native.library import NATIVE_DTYPES, native_library
 from weft.kernels.quantised import Int8Weight, QuantisedWeight
 from weft.kernels.sgmv import LoraDelta, SgmvOperands
 
 logger = logging.getLogger(__name__)
 
-PagedAttention = Callable[[Tensor, Tensor, Tensor, AttentionBatch, float, int | None, KvScales | None], Tensor]
+PagedAttention = Callable[[Tensor, KvLayer, AttentionBatch, float], Tensor]
 Sgmv = Callable[[Tensor, Tensor, SgmvOperands], None]
 Shrink = Callable[[Tensor, SgmvOperands], LoraDelta]
 Linear = Callable[[Tensor], Tensor]

@@ -12,13 +12,14 @@ from contextlib import suppress
 import torch
 
 from weft.config import GIB
-from weft.errors import ConfigError, PageAccountingError
+from weft.errors import ConfigError
+from weft.memory.pool import PagePool
 
 logger = logging.getLogger(__name__)
 
 
 class HostSlab:
-    """One host allocation with its own free list; allocations are all or nothing.
+    """One host allocation with a pool of its own; allocations are all or nothing.
 
     Args:
         num_pages: Pages; may be 0, then nothing is ever handed out.
@@ -37,8 +38,7 @@ class HostSlab:
         """uint8 [num_pages, page_bytes], not initialised."""
         self._unpin = _pin(self, flat.data_ptr(), size) if pinned and size else None
         self._lock = threading.Lock()
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._used: set[int] = set()
+        self._pool = PagePool(num_pages, first_page=0)
 
     def close(self) -> None:
         """End the page-locking, after the last copy. The pages stay readable; a second call does nothing."""
@@ -49,18 +49,12 @@ class HostSlab:
     def num_free(self) -> int:
         """Pages that can be handed out now."""
         with self._lock:
-            return len(self._free)
+            return self._pool.num_free
 
     def allocate(self, count: int) -> list[int] | None:
         """Take `count` pages, or None and nothing taken."""
         with self._lock:
-            if count > len(self._free):
-                return None
-            split = len(self._free) - count
-            pages = self._free[split:][::-1]
-            del self._free[split:]
-            self._used.update(pages)
-            return pages
+            return self._pool.allocate(count, "adapter")
 
     def free(self, pages: Sequence[int]) -> None:
         """Give pages back.
@@ -69,10 +63,7 @@ class HostSlab:
             PageAccountingError: If a page is not in use or named twice; then nothing was freed.
         """
         with self._lock:
-            if len(set(pages)) != len(pages) or not self._used.issuperset(pages):
-                raise PageAccountingError(f"host pages {sorted(pages)} are not all in use, each once")
-            self._used.difference_update(pages)
-            self._free.extend(reversed(pages))
+            self._pool.free(pages, 0)
 
     def check(self) -> None:
         """Verify that every page is free or in use, not both and not neither.
@@ -81,11 +72,7 @@ class HostSlab:
             PageAccountingError: If pages were lost or doubled.
         """
         with self._lock:
-            free = set(self._free)
-            if len(free) != len(self._free) or free & self._used or len(free | self._used) != self.num_pages:
-                raise PageAccountingError(
-                    f"host slab of {self.num_pages} pages: {len(self._free)} free, {len(self._used)} in use"
-                )
+            self._pool.check()
 
 
 def _own_mapping(size: int) -> torch.Tensor:

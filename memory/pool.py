@@ -1,7 +1,7 @@
 """The owner of each page of the arena: a free list, a kind per page, and a quarantine for pages just freed.
 
-Knows page numbers only, neither their bytes nor what they mean. Page 0, the zero page, is never handed out. Not
-thread-safe: it belongs to the engine's thread.
+Knows page numbers only, neither their bytes nor what they mean. Page 0 of the arena, the zero page, is never handed
+out. Not thread-safe: that of the arena belongs to the engine's thread.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class PagePool:
         on_release: Called with pages at the moment they become free (debugging fills them with a poison).
         on_first_use: Called with pages just before they are handed out for the first time. Memory that is never used
             is then never touched.
-        first_page: The first page to hand out; the pages before it belong to another pool.
+        first_page: The first page to hand out; the pages before it belong to another pool. 0 is for other things than
+            the arena, which have no zero page, and of which there may be none.
 
     Raises:
-        ValueError: If there is no page to hand out.
+        ValueError: If the arena has no page to hand out.
     """
 
     def __init__(
@@ -47,10 +48,9 @@ class PagePool:
         on_first_use: Callable[[Sequence[int]], None] | None = None,
         first_page: int = 1,
     ) -> None:
-        if not 1 <= first_page < num_pages:
+        if first_page and not 1 <= first_page < num_pages:
             raise ValueError(
-                f"first_page must be at least 1 (page 0 is never handed out) and below num_pages, got {first_page} "
-                f"of {num_pages}"
+                f"first_page must be 0, or at least 1 and below num_pages, got {first_page} of {num_pages}"
             )
         self.num_pages = num_pages
         self.first_page = first_page
@@ -70,7 +70,7 @@ class PagePool:
 
     @property
     def capacity(self) -> int:
-        """Pages that can be owned at once: all but the zero page."""
+        """Pages that can be owned at once: in the arena all but the zero page."""
         return self.num_pages - self.first_page
 
     @property

@@ -120,7 +120,7 @@ class PrefixCache:
         self.on_group_change: Callable[[str], None] | None = None
         """Called with an adapter when an eviction changed its group: its score in the evictor is out of date."""
         self.num_queries = 0
-        """Tokens looked up for requests that were then admitted."""
+        """Tokens looked up for requests that were then admitted; counted by who admits them."""
         self.num_hits = 0
         """Of these, tokens found."""
 
@@ -257,11 +257,6 @@ class PrefixCache:
         self._pool.free(block.pages, block.last_step)
         if self.on_group_change is not None and block.group is not None:
             self.on_group_change(block.group)
-
-    def note_lookup(self, num_queried: int, num_found: int) -> None:
-        """Count the tokens of an admitted request: looked up, and found."""
-        self.num_queries += num_queried
-        self.num_hits += num_found
 
     def groups(self) -> dict[str | None, int]:
         """Cached pages by group."""

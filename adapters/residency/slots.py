@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from weft.errors import PageAccountingError, StaleSlotError
+from weft.memory.pool import PagePool
 
 
 class SlotLease(NamedTuple):
@@ -24,28 +25,29 @@ class AdapterSlots:
     """
 
     def __init__(self, count: int) -> None:
-        self._free = list(range(count - 1, -1, -1))
-        self._cooling: list[tuple[int, int]] = []
-        """(last step that may use it, slot)."""
+        self._pool = PagePool(count, first_page=0)
+        """Slots are handed out, and wait for the end of steps, as pages do."""
+        self.complete = self._pool.complete
+        """Note that all steps up to one are complete."""
         self._generations = [0] * count
         self._leases: list[SlotLease | None] = [None] * count
-        self._completed_step = 0
 
     @property
     def num_free(self) -> int:
         """Slots that can be taken now."""
-        return len(self._free)
+        return self._pool.num_free
 
     @property
     def all_taken(self) -> bool:
         """Whether there is none that can be taken now, or as soon as a step is complete."""
-        return not self._free and not self._cooling
+        return not self._pool.num_free and not self._pool.num_quarantined
 
     def take(self, digest: str) -> SlotLease | None:
         """Take a slot for an adapter, or None."""
-        if not self._free:
+        slots = self._pool.allocate(1, "adapter")
+        if slots is None:
             return None
-        slot = self._free.pop()
+        (slot,) = slots
         self._generations[slot] += 1
         lease = self._leases[slot] = SlotLease(slot, self._generations[slot], digest)
         return lease
@@ -56,17 +58,8 @@ class AdapterSlots:
         Raises:
             PageAccountingError: The slot is free.
         """
-        if self._leases[slot] is None:
-            raise PageAccountingError(f"adapter slot {slot} is free already")
+        self._pool.free([slot], last_step)
         self._leases[slot] = None
-        self._cooling.append((last_step, slot))
-        self.complete(self._completed_step)
-
-    def complete(self, step: int) -> None:
-        """Note that all steps up to `step` are complete."""
-        self._completed_step = max(self._completed_step, step)
-        self._free.extend(slot for last_step, slot in self._cooling if last_step <= self._completed_step)
-        self._cooling = [(last_step, slot) for last_step, slot in self._cooling if last_step > self._completed_step]
 
     def check_lease(self, lease: SlotLease) -> None:
         """Verify that a lease still holds.
@@ -84,7 +77,7 @@ class AdapterSlots:
         Raises:
             PageAccountingError: If not, or if a slot is in two places.
         """
+        self._pool.check()
         taken = {slot: lease.digest for slot, lease in enumerate(self._leases) if lease is not None}
-        free = [*self._free, *(slot for _, slot in self._cooling)]
-        if taken != owners or sorted([*free, *taken]) != list(range(len(self._leases))):
-            raise PageAccountingError(f"adapter slots: {len(taken)} taken, {len(free)} free, owners are {owners}")
+        if taken != owners or len(taken) != self._pool.counts()["adapter"]:
+            raise PageAccountingError(f"adapter slots: {len(taken)} taken, owners are {owners}")

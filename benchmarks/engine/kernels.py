@@ -24,6 +24,7 @@ from weft.benchmarks.model_shapes import ModelShape
 from weft.config import KvDtype
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import kernels_for
+from weft.kernels.kv_layer import KvLayer
 from weft.kernels.sampling import RowSampling, SamplingColumns
 from weft.memory.arena import Arena
 from weft.memory.geometry import SCALE_BYTES
@@ -155,15 +156,17 @@ class KernelBench:
         if geometry.is_kv_int8:
             vector_bytes, stored = geometry.head_dim + SCALE_BYTES, " of int8"
         kv_bytes = rows * context * vector_bytes * 2 * model.num_kv_heads
+        layers = [self._kv(layer) for layer in range(self.num_layers)]
 
         def attend(call: int) -> object:
-            layer = call % self.num_layers
-            kv, scales = self.arena.kv(layer), self.arena.kv_scales(layer)
-            return self.kernels.paged_attention(q, *kv, batch, model.head_dim**-0.5, None, scales)
+            return self.kernels.paged_attention(q, layers[call % self.num_layers], batch, model.head_dim**-0.5)
 
         flops = 4 * len(q) * (context - query / 2) * model.num_heads * model.head_dim
         name = f"attention, {'context' if query == 1 else 'prompt of'} {context}{stored}"
         return Work(name, attend, kv_bytes + 2 * q.nbytes, flops)
+
+    def _kv(self, layer: int) -> KvLayer:
+        return KvLayer(*self.arena.kv(layer), self.arena.kv_scales(layer))
 
     def _random(self, rows: int, width: int) -> torch.Tensor:
         return torch.randn(rows, width, device=self.device).mul_(0.02).to(DTYPE)

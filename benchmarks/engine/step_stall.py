@@ -92,7 +92,7 @@ class Swaps:
         for digest in [each for each in self._wanted_s if self._residency.state(each) == "device"]:
             self.load_s[kind].append(time.perf_counter() - self._wanted_s.pop(digest))
             self._residency.release_hold(digest)
-            self._core.drop_adapter(digest)
+            self._residency.forget(digest)
 
 
 def time_steps(

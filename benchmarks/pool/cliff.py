@@ -39,7 +39,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             memory = shape.memory(room + kv_pages, 2 * most * shape.mean_pages)
             engines[name] = stack.enter_context(pool_engine(shape, most, memory, options.max_running))
         for ref in shape.adapters(most):
-            engines["whole"].core.pin_adapter(ref, True)
+            engines["whole"].core.residency.pin(ref, True)
         each = [TimedRequest(0.0, index, 1, 1) for index in range(most)]
         for _ in range(2):  # from their files, then from host memory
             copy_ms = engines["small"].run(each, in_flight=1).facts()["load_ms"]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from weft.adapters.residency.slots import SlotLease
 from weft.engine.execution.packed_step import PackedStep, pack_step
 from weft.engine.model.decoder import StepRows
 from weft.engine.model.linear import padded_rows
@@ -19,22 +18,22 @@ from weft.memory.geometry import PageGeometry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One step on the device, and where each chunk of the plan went."""
+    """One step on the device."""
 
+    step: PackedStep
     rows: StepRows
+    """Those of `step`, and padding."""
     row_slots: list[int]
     """Adapter slot of each row, ascending; -1 is the base model."""
-    adapters: dict[int, SlotLease]
-    """The adapters of the step by slot."""
-    first_rows: list[int]
-    """First row of each chunk, in the order of the plan."""
-
-    def last_row(self, chunk_index: int, chunk: Chunk) -> int:
-        """The row of a chunk's last token."""
-        return self.first_rows[chunk_index] + len(chunk.token_ids) - 1
 
 
-def build_batch(plan: StepPlan, geometry: PageGeometry, num_pages: int, device: torch.device) -> Batch:
+def build_batch(
+    plan: StepPlan,
+    geometry: PageGeometry,
+    num_pages: int,
+    device: torch.device,
+    sampled: Sequence[int | None] = (),
+) -> Batch:
     """Build the tensors of one step.
 
     On a CPU a step has at least two rows: a matrix product of one row rounds differently from one of several, and a
@@ -47,12 +46,14 @@ def build_batch(plan: StepPlan, geometry: PageGeometry, num_pages: int, device: 
         geometry: Of the arena's pages.
         num_pages: Pages of the arena, the zero page included.
         device: Where the decoder runs.
+        sampled: Of each chunk of the step before, its token; None where it yielded none.
 
     Raises:
-        EngineError: The plan has no chunk or an empty one, or two digests in one adapter slot.
+        EngineError: The plan has no chunk or an empty one, two digests in one adapter slot, or a token of a chunk that
+            the step before did not have.
         PageAccountingError: A block table is too short, or names a page that does not exist.
     """
-    step = pack_step(plan, geometry, num_pages)
+    step = pack_step(plan, geometry, num_pages, range(len(sampled)))
     num_rows = step.num_rows
     if device.type == "cpu":
         num_rows = max(padded_rows(num_rows), 2)
@@ -62,16 +63,20 @@ def build_batch(plan: StepPlan, geometry: PageGeometry, num_pages: int, device: 
     tensor = torch.from_numpy(rows).to(device)
     chunks = [plan.chunks[place] for place in step.order]
     slots = step.row_slots.tolist()
+    before = None
+    if step.tokens.min() < 0:
+        # A row without a token ends its request, and what is computed for it in this step is dropped.
+        before = torch.tensor([-1 if token is None else token for token in sampled], dtype=torch.int32, device=device)
     return Batch(
+        step=step,
         rows=StepRows(
             tokens=tensor[0],
             positions=tensor[1],
             slot_mapping=tuple(tensor[2:]),
             attention=_attention(step, chunks, geometry, device),
+            sampled=before,
         ),
         row_slots=slots + slots[-1:] * (num_rows - len(slots)),
-        adapters=step.adapters,
-        first_rows=step.first_rows[np.argsort(step.order)].tolist(),
     )
 
 

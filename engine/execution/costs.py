@@ -79,13 +79,7 @@ class StartMeasures:
             load_s=self._load_s(source),
             token_s=self._token_s(min(self._max_tokens, MAX_TOKENS)),
         )
-        logger.info(
-            "a page of %d bytes takes %.0f us to copy and %.0f us to load; a token of a prompt takes %.0f us",
-            page_bytes,
-            costs.copy_s * 1e6,
-            costs.load_s * 1e6,
-            costs.token_s * 1e6,
-        )
+        logger.info("measured for pages of %d bytes, and tokens of prompts, in seconds: %s", page_bytes, costs)
         return costs
 
     def prices(self, costs: PageCosts, *, lora_bytes_per_rank: int, prompt_context: float) -> Prices:
@@ -113,14 +107,7 @@ class StartMeasures:
             rank=rank_s / costs.token_s,
             page_load=costs.copy_s / costs.token_s,
         )
-        logger.info(
-            "in units of a prompt token: an output token costs %.2f and %.5f for each token before it, an adapter in a "
-            "step %.4f for each rank, a page of an adapter that is loaded %.2f",
-            prices.output,
-            prices.context,
-            prices.rank,
-            prices.page_load,
-        )
+        logger.info("measured in units of a prompt token: %s", prices)
         return prices
 
     def _copy_s(self, source: torch.Tensor, copier: PageCopier) -> float:
@@ -192,7 +179,7 @@ class StartMeasures:
     def _forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         arena = self._arena
         batch = build_batch(StepPlan(step=0, chunks=list(chunks)), arena.geometry, arena.num_pages, arena.device)
-        return self._decoder.forward(batch.rows, KvViews.of(arena), None)
+        return self._decoder.forward(batch.rows, KvViews.of(arena, self._decoder.spec.sliding_windows), None)
 
     def _best(self, run: Callable[[], object]) -> float:
         seconds = []

@@ -91,6 +91,12 @@ class PackedStep:
         """[T]: adapter slot of each row."""
         return np.repeat(self.slots, self.lengths)
 
+    @property
+    def chunk_rows(self) -> list[int]:
+        """First row of each chunk, in the order of the plan."""
+        rows: list[int] = self.first_rows[np.argsort(self.order)].tolist()
+        return rows
+
     def last_rows(self) -> Int32Array:
         """The row of the last token of each chunk in `samples`."""
         return (self.first_rows + self.lengths - 1)[self.samples]

@@ -10,17 +10,16 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 
 from weft.adapters.lora.step import PagedLora
 from weft.adapters.residency.slots import SlotLease
-from weft.engine.execution.batch import Batch, build_batch
+from weft.engine.execution.batch import build_batch
 from weft.engine.execution.memory_plan import LOGPROB_ROWS
-from weft.engine.execution.packed_step import pack_step
+from weft.engine.execution.packed_step import PackedStep, pack_step
 from weft.engine.execution.sampler import RowMasks, Sampler
 from weft.engine.execution.step_programs import StepPrograms
 from weft.engine.grammar.masks import StepMasks
@@ -70,7 +69,7 @@ class ModelRunner:
         self._arena = arena
         self._slab = slab
         self._is_gpu = arena.device.type == "cuda"
-        self._kv = KvViews.of(arena)
+        self._kv = KvViews.of(arena, decoder.spec.sliding_windows)
         self._lora = lora
         self._check_lease = check_lease
         self._sampler = sampler
@@ -112,38 +111,20 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let go of what the runner holds of the device; it must not be used afterwards."""
-        self._kv, self._programs = KvViews((), (), ()), None
+        self._kv, self._programs = KvViews((), ()), None
         self._slab.close()
-
-    def _with_tokens(self, plan: StepPlan) -> StepPlan:
-        """The plan, with the tokens that the step before it sampled."""
-        if all(chunk.token_source is None for chunk in plan.chunks):
-            return plan
-        chunks = [
-            chunk
-            if (source := chunk.token_source) is None
-            else replace(chunk, token_ids=[self._token_of(source)], token_source=None)
-            for chunk in plan.chunks
-        ]
-        return replace(plan, chunks=chunks)
-
-    def _token_of(self, source: int) -> int:
-        if not 0 <= source < len(self._sampled):
-            raise EngineError(f"a chunk takes the token of chunk {source} of a step with {len(self._sampled)} chunks")
-        # A row without a token ends its request, and what is computed for it in this step is dropped.
-        return self._sampled[source] or 0
 
     def _launch_batch(self, plan: StepPlan, masks: Future[StepMasks] | None) -> LaunchedStep:
         """Compute a step."""
-        plan = self._with_tokens(plan)
-        batch = build_batch(plan, self._arena.geometry, self._arena.num_pages, self._decoder.device)
-        self._check_leases(batch.adapters)
+        arena = self._arena
+        batch = build_batch(plan, arena.geometry, arena.num_pages, self._decoder.device, self._sampled)
+        self._check_leases(batch.step.adapters)
         moved = self.move_pages(plan)
         with _waiting_if_it_fails(moved):
-            lora = self._lora.prepare(batch.row_slots) if batch.adapters else None
+            lora = self._lora.prepare(batch.row_slots) if batch.step.adapters else None
             hidden = self._decoder.forward(batch.rows, self._kv, lora)
-            sampled, failures = self._sample(plan.chunks, batch, hidden, masks)
-            results = self._results(plan.chunks, sampled, failures, batch.first_rows, hidden)
+            sampled, failures = self._sample(plan.chunks, batch.step, hidden, masks)
+            results = self._results(plan.chunks, batch.step, sampled, failures, hidden)
         self._sampled = [result.token_id for result in results]
         return LaunchedStep(results=lambda: results, moved=moved)
 
@@ -153,21 +134,21 @@ class ModelRunner:
         self._check_leases(step.adapters)
         program = programs.program(step)
         wanted = [step.order[index] for index in step.samples]
-        specs = [plan.chunks[place].sample for place in wanted]
+        specs = [spec for place in wanted if (spec := plan.chunks[place].sample) is not None]
         row_masks = None if masks is None else partial(_row_masks, masks, wanted)
-        program.load(step, [spec for spec in specs if spec is not None], row_masks, plan.zero_pages)
+        program.load(step, specs, row_masks, plan.zero_pages)
         moved = self.move_pages(plan, program.zero_pages)
         with _waiting_if_it_fails(moved):
             program.run()
         place_of = {place: row for row, place in enumerate(wanted)}
         self._sampled = [place_of.get(place) for place in range(len(plan.chunks))]
-        hidden, first_rows = program.hidden, step.first_rows[np.argsort(step.order)].tolist()
+        hidden = program.hidden
 
         @torch.inference_mode()
         def results() -> list[ChunkResult]:
             tokens, used_masks = program.collect()
             failures = {} if masks is None or used_masks is None else _failures(masks, used_masks, wanted)
-            return self._results(plan.chunks, dict(zip(wanted, tokens, strict=True)), failures, first_rows, hidden)
+            return self._results(plan.chunks, step, dict(zip(wanted, tokens, strict=True)), failures, hidden)
 
         return LaunchedStep(results=results, moved=moved)
 
@@ -178,15 +159,15 @@ class ModelRunner:
     def _results(
         self,
         chunks: Sequence[Chunk],
+        step: PackedStep,
         sampled: Mapping[int, tuple[int | None, TokenLogprobs | None]],
         failures: Mapping[int, RequestError],
-        first_rows: Sequence[int],
         hidden: torch.Tensor,
     ) -> list[ChunkResult]:
         results = []
-        for index, chunk in enumerate(chunks):
+        for index, (chunk, first_row) in enumerate(zip(chunks, step.chunk_rows, strict=True)):
             token_id, logprobs = sampled.get(index, (None, None))
-            prompt_logprobs = self._prompt_logprobs(chunk, first_rows[index], hidden)
+            prompt_logprobs = self._prompt_logprobs(chunk, first_row, hidden)
             failure = failures.get(index)
             is_non_finite = token_id is None and chunk.sample is not None and failure is None
             results.append(
@@ -202,14 +183,14 @@ class ModelRunner:
         return results
 
     def _sample(
-        self, chunks: Sequence[Chunk], batch: Batch, hidden: torch.Tensor, masks: Future[StepMasks] | None
+        self, chunks: Sequence[Chunk], step: PackedStep, hidden: torch.Tensor, masks: Future[StepMasks] | None
     ) -> tuple[dict[int, tuple[int | None, TokenLogprobs | None]], dict[int, RequestError]]:
         """By places in the plan: the sampled token of each chunk that wants one, and why its grammar leaves none."""
-        wanted = [index for index, chunk in enumerate(chunks) if chunk.sample is not None]
+        wanted = [step.order[index] for index in step.samples]
         if not wanted:
             return {}, {}
-        specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
-        logits = self._logits(hidden, [batch.last_row(index, chunks[index]) for index in wanted])
+        specs = [spec for place in wanted if (spec := chunks[place].sample) is not None]
+        logits = self._logits(hidden, step.last_rows().tolist())
         row_masks = None if masks is None else _row_masks(masks, wanted)
         tokens = dict(zip(wanted, self._sampler.sample(logits, specs, row_masks), strict=True))
         return tokens, {} if masks is None or row_masks is None else _failures(masks, row_masks, wanted)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -104,22 +105,45 @@ class Sampler:
             under the unchanged logits where they are asked for.
         """
         words, reported = copy_in_one([self.columns(specs), self.reported_rows(specs)], logits.device)
+        codes = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+        sample = partial(self.kernels.sample, logits, SamplingColumns(words), codes)
+        found = self.choose(logits, specs, masks, reported, sample, codes)
+        return self.results(codes.tolist(), specs, masks, None if found is None else found.cpu())
+
+    def choose(
+        self,
+        logits: torch.Tensor,
+        specs: Sequence[SampleSpec],
+        masks: RowMasks | None,
+        reported: torch.Tensor,
+        sample: Callable[[], object],
+        codes: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Edit logits, and choose a token per row; nothing is read from the device.
+
+        Args:
+            logits: As in `sample`.
+            specs: As in `sample`.
+            masks: As in `sample`.
+            reported: The `reported_rows`, on the device.
+            sample: Puts what it chooses into `codes`.
+            codes: [at least n], int32.
+
+        Returns:
+            The `logprob_words` of the rows in `reported`; None where there are none.
+        """
         original = logits.index_select(0, reported) if len(reported) else logits
-        if self.needs_edit(specs, masks):
+        if masks is not None or any(spec.changes_logits for spec in specs):
             self.edit(logits, specs, masks)
-        codes = self.kernels.sample(logits, SamplingColumns(words))
-        found = None
-        if len(reported):
-            found = self.logprob_words(original, codes.index_select(0, reported), num_top_logprobs(specs)).cpu()
-        return self.results(codes.tolist(), specs, masks, found)
+        sample()
+        if not len(reported):
+            return None
+        num_top = max(spec.params.logprobs or 0 for spec in specs)
+        return self.logprob_words(original, codes.index_select(0, reported), num_top)
 
     def columns(self, specs: Sequence[SampleSpec]) -> np.ndarray:
         """How the tokens of n rows are chosen, [NUM_COLUMNS, n] int32; see `sampling_words`."""
         return sampling_words([self._sampling(spec) for spec in specs])
-
-    def needs_edit(self, specs: Sequence[SampleSpec], masks: RowMasks | None = None) -> bool:
-        """Whether logits must go through `edit` before they are sampled."""
-        return masks is not None or any(spec.changes_logits for spec in specs)
 
     def edit(self, logits: torch.Tensor, specs: Sequence[SampleSpec], masks: RowMasks | None = None) -> None:
         """Apply penalties and biases, and rule out what a row does not allow; one copy to the device.
@@ -217,11 +241,6 @@ class Sampler:
             bias=bias,
             allowed_token_ids=params.allowed_token_ids,
         )
-
-
-def num_top_logprobs(specs: Sequence[SampleSpec]) -> int:
-    """The most alternatives that a row asks for."""
-    return max((spec.params.logprobs or 0 for spec in specs), default=0)
 
 
 def _ends_of_bad_words(spec: SampleSpec) -> Iterator[int]:

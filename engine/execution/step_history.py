@@ -18,12 +18,9 @@ class StepHistory:
     def __init__(self) -> None:
         self._steps: deque[tuple[StepStats, Counter[str]]] = deque(maxlen=NUM_KEPT_STEPS)
         """Each step with its number of requests by adapter."""
-        self.num_steps = 0
-        """Steps since start."""
 
     def record(self, plan: StepPlan, seconds: float) -> None:
         """Take note of a step that was computed."""
-        self.num_steps += 1
         batch = Counter(chunk.adapter.digest for chunk in plan.chunks if chunk.adapter is not None)
         stats = StepStats(
             step=plan.step,

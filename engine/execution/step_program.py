@@ -18,7 +18,7 @@ import torch
 from weft.adapters.lora.step import SIDE_ROWS, PagedLora
 from weft.adapters.lora.tiles import fill_tiles
 from weft.engine.execution.packed_step import Int32Array, PackedStep
-from weft.engine.execution.sampler import RowMasks, Sampler, num_top_logprobs
+from weft.engine.execution.sampler import RowMasks, Sampler
 from weft.engine.execution.step_image import ImageLayout, StepImages
 from weft.engine.model.decoder import Decoder, KvViews, StepRows
 from weft.engine.request import TokenLogprobs
@@ -98,7 +98,7 @@ class StepDevice:
         geometry, device = self.arena.geometry, self.arena.device
         spec = self.decoder.spec
         self.windows = sorted({window or 0 for window in spec.sliding_windows})
-        self.kv = KvViews.of(self.arena)
+        self.kv = KvViews.of(self.arena, spec.sliding_windows)
         self.head_group = spec.num_heads // spec.num_kv_heads
         largest = StepShape(
             rows=self.max_rows,
@@ -246,23 +246,14 @@ class StepProgram:
         device, sampler, loaded = self._device, self._device.sampler, self._loaded
         forward, sample = self._replays or (self._forward, self._sample)
         forward()
-        is_reported = len(loaded.reported) > 0
-        original = self.logits.index_select(0, loaded.reported) if is_reported else self.logits
         masks = loaded.masks() if loaded.masks is not None else None
-        if sampler.needs_edit(loaded.specs, masks):
-            sampler.edit(self.logits, loaded.specs, masks)
-        sample()
-        words = None
-        if is_reported:
-            codes = device.sampled.index_select(0, loaded.reported)
-            found = sampler.logprob_words(original, codes, num_top_logprobs(loaded.specs))
-            words = device.read(found)
+        words = sampler.choose(self.logits, loaded.specs, masks, loaded.reported, sample, device.sampled)
         self._launched.append(
             _Launched(
                 specs=loaded.specs,
                 masks=masks,
                 codes=device.read(device.sampled[: len(loaded.specs)]),
-                logprob_words=words,
+                logprob_words=None if words is None else device.read(words),
                 done=mark(device.arena.device) if device.arena.device.type == "cuda" else None,
             )
         )

@@ -203,13 +203,6 @@ class Matcher:
         if self._num_slow > MAX_SLOW:
             self._error = GRAMMAR_TOO_COMPLEX
 
-    def forced_tokens(self) -> list[int]:
-        """Tokens that are certain to come next, as the tokenizer itself would cut their text; maybe none.
-
-        Only where it cuts a text in one way: else what is forced is text, and its tokens are the model's choice.
-        """
-        return self.parser.compute_ff_tokens() if self._tokenizer.is_canonical else []
-
     def end_tokens(self) -> list[int]:
         """Tokens that may end the output here besides those of the model."""
         return self._stop_token_ids if self._stop_token_ids and self.parser.is_accepting() else []

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.engine.model.linear import Linear
-from weft.engine.model.rope import RopeTable
 from weft.engine.model.spec import DecoderSpec
 from weft.kernels.attend import HeadNorms, Rotation
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import Kernels
-from weft.kernels.kv_scales import KvScales
+from weft.kernels.kv_layer import KvLayer
 from weft.kernels.sgmv import LoraDelta
 
 if TYPE_CHECKING:
@@ -48,20 +47,16 @@ class DecoderLayer:
 class KvViews:
     """The arena as the layers see it."""
 
-    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    """Per layer: keys and values, [num_pages, num_kv_heads, page_tokens, head_dim], strided."""
-    scales: tuple[KvScales | None, ...]
-    """Per layer: the scales of int8 keys and values, [num_pages, num_kv_heads, page_tokens], strided."""
+    layers: tuple[KvLayer, ...]
     groups: tuple[int, ...]
     """Per layer: its layer group, an index into block tables and slot mappings."""
 
     @classmethod
-    def of(cls, arena: Arena) -> KvViews:
-        """The views of an arena; they stay valid as long as it lives."""
+    def of(cls, arena: Arena, windows: Sequence[int | None]) -> KvViews:
+        """The views of an arena by layers with these sliding windows; they stay valid as long as it lives."""
         layers = range(arena.geometry.num_layers)
         return cls(
-            tuple(arena.kv(layer) for layer in layers),
-            tuple(arena.kv_scales(layer) for layer in layers),
+            tuple(KvLayer(*arena.kv(layer), arena.kv_scales(layer), windows[layer]) for layer in layers),
             tuple(layer // arena.geometry.layers_per_group for layer in layers),
         )
 
@@ -102,7 +97,7 @@ class Decoder:
         layers: In order.
         norm: Of the last hidden rows, [hidden_size].
         head: hidden_size to vocab_size.
-        rope: Sines and cosines of every position that is used.
+        rope: Cosines and sines of every position that is used, as of `rope_table`.
     """
 
     def __init__(
@@ -114,7 +109,7 @@ class Decoder:
         layers: Sequence[DecoderLayer],
         norm: torch.Tensor,
         head: Linear,
-        rope: RopeTable,
+        rope: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         self.spec = spec
         self._kernels = kernels
@@ -145,7 +140,7 @@ class Decoder:
         add_norm = self._kernels.fused_add_rms_norm
         residual = self._kernels.embed(rows.tokens, rows.sampled, self._embedding)
         x = self._kernels.rms_norm(residual, self._layers[0].input_norm, eps)
-        step = _Step(rows, self._rope.at(rows.positions), kv, lora)
+        step = _Step(rows, Rotation(*self._rope, rows.positions), kv, lora)
         for index, layer in enumerate(self._layers):
             y, delta = self._attend(index, layer, x, step)
             x, residual = add_norm(y, residual, layer.post_norm, eps, *delta)
@@ -162,9 +157,8 @@ class Decoder:
         group = step.kv.groups[index]
         qkv, delta = _project(step.lora, index, QKV, layer.qkv, x)
         seen = self._kernels.attend(
-            *(qkv, layer.head_norms, step.rotation, *step.kv.layers[index]),
-            *(step.rows.slot_mapping[group], step.rows.attention[group], self._scale, self.spec.sliding_windows[index]),
-            *(step.kv.scales[index], *delta),
+            *(qkv, layer.head_norms, step.rotation, step.kv.layers[index], step.rows.slot_mapping[group]),
+            *(step.rows.attention[group], self._scale, *delta),
         )
         return _project(step.lora, index, OUT, layer.o, seen)
 

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
 from weft.engine.model.rope_spec import RopeSpec
-from weft.kernels.attend import Rotation
 
 
-@dataclass(frozen=True, slots=True)
-class RopeTable:
-    """Cosines and sines, scaled by the attention factor.
-
-    Both are [num_positions, head_dim / 2], float32.
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    def at(self, positions: torch.Tensor) -> Rotation:
-        """The rotation of rows at these positions, [T], int32 or int64."""
-        return Rotation(self.cos, self.sin, positions)
-
-
-def rope_table(spec: RopeSpec, head_dim: int, num_positions: int, device: torch.device) -> RopeTable:
+def rope_table(
+    spec: RopeSpec, head_dim: int, num_positions: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the table for positions 0 to num_positions - 1.
 
     Args:
@@ -34,13 +19,14 @@ def rope_table(spec: RopeSpec, head_dim: int, num_positions: int, device: torch.
         head_dim: Elements per head, all of which are rotated.
         num_positions: Rows.
         device: Where the table lies.
+
+    Returns:
+        Cosines and sines, both [num_positions, head_dim / 2], float32, scaled by the attention factor.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(spec, head_dim))
-    return RopeTable(
-        cos=(angles.cos() * spec.attention_factor).to(device),
-        sin=(angles.sin() * spec.attention_factor).to(device),
-    )
+    cos, sin = (turned * spec.attention_factor for turned in (angles.cos(), angles.sin()))
+    return cos.to(device), sin.to(device)
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:

@@ -165,9 +165,9 @@ class EngineLoop:
     def _act_on_adapter(self, message: messages.AboutAdapter) -> None:
         match message:
             case messages.DropAdapter(digest=digest):
-                self.core.drop_adapter(digest)
+                self.core.residency.forget(digest)
             case messages.PinAdapter(ref=ref, is_pinned=is_pinned):
-                self.core.pin_adapter(ref, is_pinned)
+                self.core.residency.pin(ref, is_pinned)
             case messages.TakeWeights(ref=ref, place=place):
                 self._take_weights(ref, place)
             case messages.DropWeights(weights_sha256=weights_sha256):
@@ -186,7 +186,7 @@ class EngineLoop:
         except OSError:  # the version was withdrawn meanwhile
             logger.warning("the weights %s are gone", ref.weights_sha256)
             return
-        self.core.warm_adapter(ref)
+        self.core.residency.warm(ref)
 
     def _send(self, message: messages.FromEngine) -> None:
         self.socket.send(messages.encode(message), zmq.NOBLOCK)

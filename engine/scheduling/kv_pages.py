@@ -223,7 +223,8 @@ class KvPages:
     def note_lookup(self, num_queried: int, num_found: int) -> None:
         """Count the prompt tokens of a request that starts for the first time."""
         if self.is_sharing:
-            self.prefixes.note_lookup(num_queried, num_found)
+            self.prefixes.num_queries += num_queried
+            self.prefixes.num_hits += num_found
 
     def publish(self, state: RequestState, num_full: int) -> None:
         """Offer a running request's first `num_full` blocks to others; the steps that wrote them are complete."""

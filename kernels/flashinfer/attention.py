@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.kv_scales import KvScales
+from weft.kernels.kv_layer import KvLayer
 
 WORKSPACE_BYTES = 128 << 20
 """What FlashInfer recommends. All plans share it: the launches of a stream run one after another."""
@@ -54,16 +54,7 @@ class FlashInferAttention:
         self._others = others
         self._planners = deque(_Planner(wrapper(workspace, "HND")) for _ in range(NUM_PLANS))
 
-    def paged_attention(
-        self,
-        q: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        batch: AttentionBatch,
-        scale: float,
-        sliding_window: int | None = None,
-        kv_scales: KvScales | None = None,
-    ) -> Tensor:
+    def paged_attention(self, q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float) -> Tensor:
         """Causal attention of a step's query rows over keys and values in pages.
 
         Semantics and arguments: `weft.kernels.plain.attention.paged_attention`.
@@ -71,23 +62,21 @@ class FlashInferAttention:
         Raises:
             ValueError: A shape, dtype, device or stride does not fit.
         """
-        if not batch.chunks or refusal(q.dtype, q.shape[2], is_int8=kv_scales is not None):
-            return self._others(q, k_pages, v_pages, batch, scale, sliding_window, kv_scales)
-        out = self._others(q, k_pages, v_pages, batch.items(), scale, sliding_window, None)
+        if not batch.chunks or refusal(q.dtype, q.shape[2], is_int8=kv.scales is not None):
+            return self._others(q, kv, batch, scale)
+        out = self._others(q, kv, batch.items(), scale)
         rows, arrays = batch.keep("flashinfer", lambda: chunk_arrays(batch))
-        run = self._planner(q, k_pages, batch, arrays, scale, sliding_window).wrapper.run
+        run = self._planner(q, kv, batch, arrays, scale).wrapper.run
         if isinstance(rows, slice):
-            run(q[rows], (k_pages, v_pages), out=out[rows])
+            run(q[rows], (kv.k, kv.v), out=out[rows])
         else:
-            out.index_copy_(0, rows, run(q.index_select(0, rows), (k_pages, v_pages)))
+            out.index_copy_(0, rows, run(q.index_select(0, rows), (kv.k, kv.v)))
         return out
 
-    def _planner(
-        self, q: Tensor, k_pages: Tensor, batch: AttentionBatch, arrays: Arrays, scale: float, window: int | None
-    ) -> _Planner:
+    def _planner(self, q: Tensor, kv: KvLayer, batch: AttentionBatch, arrays: Arrays, scale: float) -> _Planner:
         """One that is planned for a batch and its layers of one window."""
-        sizes = (q.shape[1], k_pages.shape[1], q.shape[2], batch.page_tokens)
-        plan = batch.keep(("flashinfer", *sizes, q.dtype, scale, window), object)
+        sizes = (q.shape[1], kv.k.shape[1], q.shape[2], batch.page_tokens)
+        plan = batch.keep(("flashinfer", *sizes, q.dtype, scale, kv.window), object)
         if planner := next((planner for planner in self._planners if planner.plan is plan), None):
             return planner
         planner = self._planners[0]  # the one that was planned first
@@ -95,7 +84,7 @@ class FlashInferAttention:
         if planner.read is not None:
             planner.read.synchronize()
         planner.plan = None  # if planning fails, it is for nothing
-        left = -1 if window is None else window - 1  # without the row itself
+        left = -1 if kv.window is None else kv.window - 1  # without the row itself
         options = {"causal": True, "sm_scale": scale, "window_left": left, "disable_split_kv": True}
         planner.wrapper.plan(*arrays, *sizes, q_data_type=q.dtype, **options)
         planner.plan, planner.read = plan, _mark(q.device)
@@ -117,7 +106,7 @@ def chunk_arrays(batch: AttentionBatch) -> tuple[slice | Tensor, Arrays]:
     arrays = (
         np.cumsum([0, *(chunk.query_len for chunk in batch.chunks)], dtype=np.int32),
         np.cumsum([0, *num_pages], dtype=np.int32),
-        np.concatenate([batch.block_table_host[chunk.request, :count] for chunk, count in tables]),
+        np.concatenate([batch.block_table.numpy()[chunk.request, :count] for chunk, count in tables]),
         contexts - (num_pages - 1) * np.int32(batch.page_tokens),
     )
     is_run = bool((np.diff(rows) == 1).all())

@@ -13,6 +13,7 @@ from torch import Tensor
 from weft.config import environment
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.flashinfer.attention import FlashInferAttention, refusal
+from weft.kernels.kv_layer import KvLayer
 
 if TYPE_CHECKING:
     from weft.kernels.dispatch import AttentionNeeds
@@ -51,8 +52,8 @@ def open_flashinfer(
         return "it compiles its kernels with nvcc, which is not found; install the CUDA toolkit, or set CUDA_HOME to it"
     try:
         attention = FlashInferAttention(importlib.import_module("flashinfer"), device, others)
-        operands = _operands(needs, device, dtype)
-        errors = [_error(attention, others, *operands, window and WINDOW) for window in set(needs.windows)]
+        windows = {window and WINDOW for window in needs.windows}
+        errors = [_error(attention, others, *_operands(needs, device, dtype, window)) for window in windows]
     except Exception as error:  # noqa: BLE001 - an installation, a compiler, a driver and a changing library are tried
         return f"a trial of it failed: {type(error).__name__}: {error}"
     largest = float(torch.tensor(errors).max())  # NaN if one is
@@ -72,8 +73,10 @@ def _has_compiler() -> bool:
     return found is not None
 
 
-def _operands(needs: AttentionNeeds, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
-    """One chunk over pages whose unused places are NaN: what `paged_attention` takes but for the window."""
+def _operands(
+    needs: AttentionNeeds, device: torch.device, dtype: torch.dtype, window: int | None
+) -> tuple[Tensor, KvLayer, AttentionBatch, float]:
+    """One chunk over pages whose unused places are NaN: what `paged_attention` takes."""
     generator = torch.Generator().manual_seed(0)
     num_pages = -(-CONTEXT // needs.page_tokens)
     pages = list(range(2 * num_pages, 0, -2))
@@ -85,7 +88,8 @@ def _operands(needs: AttentionNeeds, device: torch.device, dtype: torch.dtype) -
     keys, values = arena.to(device, dtype)[:, 1].unbind(1)
     qkv = torch.randn((ROWS, needs.num_heads + 2 * needs.num_kv_heads, needs.head_dim), generator=generator)
     batch = AttentionBatch.build([pages], [ROWS], [CONTEXT], device, needs.page_tokens)
-    return qkv.to(device, dtype)[:, : needs.num_heads], keys, values, batch, needs.head_dim**-0.5
+    kv = KvLayer(keys, values, window=window)
+    return qkv.to(device, dtype)[:, : needs.num_heads], kv, batch, needs.head_dim**-0.5
 
 
 def _error(attention: FlashInferAttention, others: Callable[..., Tensor], *operands: Any) -> float:

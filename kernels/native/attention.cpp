@@ -336,32 +336,19 @@ void place(const Projection<T>& x, const Pages& pages) {
 }  // namespace
 }  // namespace weft
 
-#define WEFT_ATTENTION(DTYPE, T)                                                                                       \
-    extern "C" bool attention_##DTYPE(                                                                                 \
-        T* q, int64_t q_row, int64_t q_head, void* k_pages, void* v_pages, int64_t page_stride, int64_t head_stride,   \
-        int64_t token_stride, int64_t page_tokens, float* k_scales, float* v_scales, int64_t scale_page_stride,        \
-        int64_t scale_head_stride, const int32_t* block_table, int64_t max_blocks, const weft::Task* tasks,            \
-        int64_t num_tasks, int64_t heads, int64_t group, int64_t head_dim, float scale, int64_t window, T* out) {      \
-        const weft::Pages pages{k_pages,     v_pages,  page_stride, head_stride,       token_stride,                   \
-                                page_tokens, k_scales, v_scales,    scale_page_stride, scale_head_stride};             \
-        return weft::attention<T>({{q, q_row, q_head, heads * group, head_dim}, pages, block_table, max_blocks, tasks, \
-                                   num_tasks, heads, group, head_dim, scale, window, out});                            \
-    }                                                                                                                  \
+// Without `rows`, what `place` does is left out: q may have any strides then.
+#define WEFT_ATTEND(DTYPE, T)                                                                                          \
     extern "C" bool attend_##DTYPE(                                                                                    \
-        T* qkv, int64_t rows, const T* q_norm, const T* k_norm, float eps, const float* cos, const float* sin,         \
-        const int64_t* slots, void* k_pages, void* v_pages, int64_t page_stride, int64_t head_stride,                  \
-        int64_t token_stride, int64_t page_tokens, float* k_scales, float* v_scales, int64_t scale_page_stride,        \
-        int64_t scale_head_stride, const int32_t* block_table, int64_t max_blocks, const weft::Task* tasks,            \
-        int64_t num_tasks, int64_t heads, int64_t group, int64_t head_dim, float scale, int64_t window, T* out) {      \
-        const int64_t q_heads = heads * group, width = (q_heads + 2 * heads) * head_dim;                               \
-        const weft::Heads<T> q{qkv, width, head_dim, q_heads, head_dim};                                               \
-        const weft::Heads<T> k{q.at(0, q_heads), width, head_dim, heads, head_dim};                                    \
-        const weft::Heads<T> v{k.at(0, heads), width, head_dim, heads, head_dim};                                      \
-        const weft::Pages pages{k_pages,     v_pages,  page_stride, head_stride,       token_stride,                   \
-                                page_tokens, k_scales, v_scales,    scale_page_stride, scale_head_stride};             \
-        weft::place<T>({q, k, v, q_norm, k_norm, eps, cos, sin, slots, rows}, pages);                                  \
-        return weft::attention<T>({q, pages, block_table, max_blocks, tasks, num_tasks, heads, group, head_dim, scale, \
-                                   window, out});                                                                      \
+        T* q, int64_t q_row, int64_t q_head, int64_t rows, const T* q_norm, const T* k_norm, float eps,                \
+        const float* cos, const float* sin, const int64_t* slots, const weft::Pages* pages,                            \
+        const int32_t* block_table, int64_t max_blocks, const weft::Task* tasks, int64_t num_tasks, int64_t heads,     \
+        int64_t group, int64_t head_dim, float scale, int64_t window, T* out) {                                        \
+        const weft::Heads<T> queries{q, q_row, q_head, heads * group, head_dim};                                       \
+        const weft::Heads<T> keys{queries.at(0, heads * group), q_row, q_head, heads, head_dim};                       \
+        const weft::Heads<T> values{keys.at(0, heads), q_row, q_head, heads, head_dim};                                \
+        weft::place<T>({queries, keys, values, q_norm, k_norm, eps, cos, sin, slots, rows}, *pages);                   \
+        return weft::attention<T>({queries, *pages, block_table, max_blocks, tasks, num_tasks, heads, group, head_dim, \
+                                   scale, window, out});                                                               \
     }
-WEFT_ATTENTION(float32, float)
-WEFT_ATTENTION(bfloat16, weft::Bfloat16)
+WEFT_ATTEND(float32, float)
+WEFT_ATTEND(bfloat16, weft::Bfloat16)

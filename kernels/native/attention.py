@@ -11,24 +11,18 @@ from torch import Tensor
 from weft.kernels.attend import HeadNorms, Rotation, check_norms, split_heads
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.checks import expect
-from weft.kernels.kv_scales import KvScales
+from weft.kernels.kv_layer import KvLayer
 from weft.kernels.native.library import native_function
 from weft.kernels.plain.attention import check_operands
 from weft.kernels.plain.rows import check_kv_write, check_rope
 
 TASK_ROWS = 128
 """Query rows, over the heads of a KV group, that are computed together."""
+ARGUMENTS = "iiiiiifiiiiiiiiiiifii"
+"""Of `attend` in C++, as `native_function` has them."""
 
 
-def paged_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    batch: AttentionBatch,
-    scale: float,
-    sliding_window: int | None = None,
-    kv_scales: KvScales | None = None,
-) -> Tensor:
+def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float) -> Tensor:
     """Causal attention of a step's query rows over keys and values in pages.
 
     Semantics and arguments: `weft.kernels.plain.attention.paged_attention`. While values are finite, a row's result is
@@ -38,15 +32,15 @@ def paged_attention(
         ValueError: A shape, dtype, device or stride does not fit.
         MemoryError: There is none left.
     """
-    check_operands(q, k_pages, v_pages, batch, sliding_window, kv_scales)
-    tasks = _tasks(batch, q.shape[1], k_pages.shape[1])
+    check_operands(q, kv, batch)
+    tasks = _tasks(batch, q.shape[1], kv.k.shape[1])
     out = torch.zeros(q.shape, dtype=q.dtype)  # rows of no request stay zero
-    is_short = native_function("attention", q.dtype, "i" * 20 + "fii", ctypes.c_bool)(
+    heads, group = kv.k.shape[1], q.shape[1] // kv.k.shape[1]
+    is_short = native_function("attend", q.dtype, ARGUMENTS, ctypes.c_bool)(
         *(q.data_ptr(), q.stride(0), q.stride(1)),
-        *_page_arguments(k_pages, v_pages, kv_scales),
-        *(batch.block_table.data_ptr(), batch.block_table.shape[1], tasks.ctypes.data, len(tasks)),
-        *(k_pages.shape[1], q.shape[1] // k_pages.shape[1], q.shape[2]),
-        *(scale, sliding_window or 0, out.data_ptr()),
+        *(0, 0, 0, 0.0, 0, 0, 0),  # no rows to be normed, rotated and stored
+        *(kv.address, batch.block_table.data_ptr(), batch.block_table.shape[1], tasks.ctypes.data, len(tasks)),
+        *(heads, group, q.shape[2], scale, kv.window or 0, out.data_ptr()),
     )
     _expect_memory(is_short)
     return out
@@ -56,13 +50,10 @@ def attend(
     qkv: Tensor,
     norms: HeadNorms | None,
     rotation: Rotation,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    kv: KvLayer,
     slot_mapping: Tensor,
     batch: AttentionBatch,
     scale: float,
-    sliding_window: int | None = None,
-    kv_scales: KvScales | None = None,
 ) -> Tensor:
     """All of a layer between its fused projection and its output projection.
 
@@ -76,35 +67,31 @@ def attend(
     # Operands like those of an earlier layer were checked there, and a step is cold code: each check costs.
     cos, sin = rotation.factors()
     key = (
-        *("attend", qkv.shape, qkv.stride(), qkv.dtype, sliding_window),
+        *("attend", qkv.shape, qkv.stride(), qkv.dtype, kv.kind),
         *(slot_mapping.shape, slot_mapping.stride(), slot_mapping.dtype),
         *(cos.shape, cos.stride(), cos.dtype, sin.shape, sin.stride(), sin.dtype),
-        *(k_pages.shape, k_pages.stride(), k_pages.dtype, v_pages.shape, v_pages.stride(), v_pages.dtype),
-        *((each.shape, each.stride(), each.dtype) for each in kv_scales or ()),
     )
-    heads, head_dim = k_pages.shape[1], k_pages.shape[3]
+    _, heads, _, head_dim = kv.k.shape
     num_heads = qkv.shape[1] // head_dim - 2 * heads
 
     check_norms(norms, qkv, head_dim)  # other tensors in each layer
 
     def prepare() -> tuple[np.ndarray, Tensor]:
-        q, k, v = split_heads(qkv, k_pages)
+        q, k, v = split_heads(qkv, kv)
         check_rope(q, k, cos, sin)
-        check_kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
-        check_operands(q, k_pages, v_pages, batch, sliding_window, kv_scales)
+        check_kv_write(k, v, kv, slot_mapping)
+        check_operands(q, kv, batch)
         expect("slot_mapping", slot_mapping, (len(qkv),), torch.int64)
         return _tasks(batch, num_heads, heads), qkv.new_zeros((len(qkv), num_heads * head_dim))
 
     prepared: tuple[np.ndarray, Tensor] = batch.keep(key, prepare)  # shared by the layers of a step
     tasks, out = prepared
     q_norm, k_norm, eps = (0, 0, 0.0) if norms is None else (norms.q.data_ptr(), norms.k.data_ptr(), norms.eps)
-    is_short = native_function("attend", qkv.dtype, "iiiifiii" + "i" * 17 + "fii", ctypes.c_bool)(
-        *(qkv.data_ptr(), len(qkv), q_norm, k_norm, eps),
-        *(cos.data_ptr(), sin.data_ptr(), slot_mapping.data_ptr()),
-        *_page_arguments(k_pages, v_pages, kv_scales),
-        *(batch.block_table.data_ptr(), batch.block_table.shape[1], tasks.ctypes.data, len(tasks)),
-        *(heads, num_heads // heads, head_dim),
-        *(scale, sliding_window or 0, out.data_ptr()),
+    is_short = native_function("attend", qkv.dtype, ARGUMENTS, ctypes.c_bool)(
+        *(qkv.data_ptr(), qkv.shape[1], head_dim),
+        *(len(qkv), q_norm, k_norm, eps, cos.data_ptr(), sin.data_ptr(), slot_mapping.data_ptr()),
+        *(kv.address, batch.block_table.data_ptr(), batch.block_table.shape[1], tasks.ctypes.data, len(tasks)),
+        *(heads, num_heads // heads, head_dim, scale, kv.window or 0, out.data_ptr()),
     )
     _expect_memory(is_short)
     return out
@@ -113,14 +100,6 @@ def attend(
 def _expect_memory(is_short: bool) -> None:
     if is_short:
         raise MemoryError("no memory left for attention; see memory.gib and memory.host_gib, which may be smaller")
-
-
-def _page_arguments(k_pages: Tensor, v_pages: Tensor, kv_scales: KvScales | None) -> tuple[int, ...]:
-    pages = (k_pages.data_ptr(), v_pages.data_ptr(), *k_pages.stride()[:3], k_pages.shape[2])
-    if kv_scales is None:
-        return *pages, 0, 0, 0, 0
-    k_scales, v_scales = kv_scales
-    return *pages, k_scales.data_ptr(), v_scales.data_ptr(), *k_scales.stride()[:2]
 
 
 def _tasks(batch: AttentionBatch, num_heads: int, num_kv_heads: int) -> np.ndarray:

@@ -7,17 +7,20 @@
 
 namespace weft {
 
-// What a thread holds while it multiplies.
+// Whether rows of T are multiplied on tiles.
+#ifdef WEFT_TILES
 template <class T>
-struct Registers {};
+constexpr bool HAS_TILES = std::is_same_v<T, Bfloat16> || std::is_same_v<T, int8_t>;
+#else
 template <class T>
 constexpr bool HAS_TILES = false;
-#ifdef WEFT_TILES
-template <>
-struct Registers<Bfloat16> : Tiles {};
-template <>
-inline constexpr bool HAS_TILES<Bfloat16> = true;
 #endif
+
+// What a thread holds while it multiplies.
+class Tiles;
+struct Nothing {};
+template <class T>
+using Registers = std::conditional_t<HAS_TILES<T>, Tiles, Nothing>;
 
 #ifdef __AVX512F__
 constexpr int ROWS = 6;     // rows of a product that are kept in registers
@@ -29,6 +32,21 @@ constexpr int VECTORS = 2;
 constexpr int PANEL = 64;   // columns of a panel
 constexpr int64_t MIN_PARALLEL = 1 << 14;  // elements or multiply-adds worth a second thread
 static_assert(PANEL % (VECTORS * LANES) == 0);
+
+// Calls body(row, R) for blocks of R rows, R an integral constant.
+template <class Body>
+WEFT_INLINE void for_blocks(int64_t rows, Body body) {
+    int64_t row = 0;
+    // Products of two rows are too few to fill the time that one takes: 8 rows are twice 4 rather than 6 and 2.
+    for (; rows - row >= ROWS && !(ROWS == 6 && rows - row == 8); row += ROWS) body(row, std::integral_constant<int, ROWS>{});
+    if constexpr (ROWS > 4) {
+        for (; rows - row >= 4; row += 4) body(row, std::integral_constant<int, 4>{});
+    }
+    if constexpr (ROWS > 2) {
+        if (rows - row >= 2) body(row, std::integral_constant<int, 2>{}), row += 2;
+    }
+    if (rows - row >= 1) body(row, std::integral_constant<int, 1>{});
+}
 
 // Some columns of a @ panel for R rows; `finish(row, column, values)` takes the result, 16 columns at a time.
 template <class T, int R, int VECTORS, class Finish>
@@ -82,8 +100,7 @@ inline void multiply_panel(int64_t rows, const typename Packed<T>::Stored* a, in
     if constexpr (HAS_TILES<T>) return multiply_panel_tiles(rows, a, a_stride, units, panel, columns, finish);
 #endif
     for (int64_t column = 0; column < PANEL && column < columns; column += VECTORS * LANES) {
-        int64_t row = 0;
-        const auto block = [&](auto constant) {
+        for_blocks(rows, [&](int64_t row, auto constant) {
             constexpr int R = decltype(constant)::value;
             const auto end = [&](int64_t r, int64_t c, Floats values) { finish(row + r, column + c, values); };
             if (VECTORS > 2 && columns - column <= 2 * LANES) {
@@ -91,16 +108,7 @@ inline void multiply_panel(int64_t rows, const typename Packed<T>::Stored* a, in
             } else {
                 multiply_block<T, R, VECTORS>(a + row * a_stride, a_stride, units, panel + column, end);
             }
-            row += R;
-        };
-        while (rows - row >= ROWS) block(std::integral_constant<int, ROWS>{});
-        if constexpr (ROWS > 4) {
-            if (rows - row >= 4) block(std::integral_constant<int, 4>{});
-        }
-        if constexpr (ROWS > 2) {
-            if (rows - row >= 2) block(std::integral_constant<int, 2>{});
-        }
-        if (rows - row >= 1) block(std::integral_constant<int, 1>{});
+        });
     }
 }
 

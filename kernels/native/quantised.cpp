@@ -104,8 +104,6 @@ struct Activations {
     }
 };
 
-struct Nothing {};
-
 // What is fetched from memory during a product: so many lines in each of its steps, from there on.
 struct Ahead {
     const uint8_t* from;
@@ -118,13 +116,7 @@ struct Ahead {
 
 // 8 bits: panels [columns / 64][units][64][4], units padded to PITCH codes; scales [columns].
 struct EightBits {
-#ifdef WEFT_TILES
-    using Registers = Tiles;
-    static constexpr bool HAS_TILES = true;
-#else
-    using Registers = Nothing;
-    static constexpr bool HAS_TILES = false;
-#endif
+    using Codes = int8_t;  // of the rows, where they are multiplied on tiles
     static constexpr int64_t ZERO = 128, PANEL = 64, STEP_BYTES = PANEL * UNIT;
     static constexpr int V = VECTORS;
     static int64_t groups(int64_t /*features*/) { return 1; }
@@ -175,8 +167,7 @@ struct EightBits {
 // 4 bits: panels [columns / 32][groups] of 512 bytes of codes, [4 units][32][4], the lower 4 bits of which are those of
 // one unit and the upper ones of the next, and 32 scales in bfloat16.
 struct FourBits {
-    using Registers = Nothing;
-    static constexpr bool HAS_TILES = false;
+    using Codes = void;
     static constexpr int64_t ZERO = 8, PANEL = 32;
     static constexpr int V = VECTORS / 2;
     static constexpr int64_t CODES = PANEL * GROUP / 2, STEP_BYTES = CODES + PANEL * sizeof(Bfloat16);
@@ -220,21 +211,6 @@ struct FourBits {
     }
 };
 
-// Calls body(row, R) for blocks of R rows, R an integral constant.
-template <class Body>
-inline void for_blocks(int64_t rows, Body body) {
-    int64_t row = 0;
-    // Products of two rows are too few to fill the time that one takes: 8 rows are twice 4 rather than 6 and 2.
-    for (; rows - row >= ROWS && !(ROWS == 6 && rows - row == 8); row += ROWS) body(row, std::integral_constant<int, ROWS>{});
-    if constexpr (ROWS > 4) {
-        for (; rows - row >= 4; row += 4) body(row, std::integral_constant<int, 4>{});
-    }
-    if constexpr (ROWS > 2) {
-        if (rows - row >= 2) body(row, std::integral_constant<int, 2>{}), row += 2;
-    }
-    if (rows - row >= 1) body(row, std::integral_constant<int, 1>{});
-}
-
 // y [inputs, columns], contiguous, = x [inputs, features] @ weights^T + bias. Scales and bias are padded to whole panels.
 // An input is a row of codes; where it is FINE, it is two: the second has what the first leaves out.
 template <class W, bool FINE, class T, class Y>
@@ -250,7 +226,7 @@ void linear(const T* x, int64_t x_stride, int64_t inputs, int64_t features, cons
     const int64_t chunks = (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, tasks = (columns + W::PANEL - 1) / W::PANEL * chunks;
 #pragma omp parallel if (rows * features * columns >= MIN_PARALLEL)
     {
-        [[maybe_unused]] const typename W::Registers registers;
+        [[maybe_unused]] const Registers<typename W::Codes> registers;
 #pragma omp for
         for (int64_t input = 0; input < inputs; input++) {
             const auto take = [&](int64_t at, int64_t count) { return read(x + input * x_stride + at, count); };
@@ -285,7 +261,7 @@ void linear(const T* x, int64_t x_stride, int64_t inputs, int64_t features, cons
             int64_t start = task % chunks * CHUNK_ROWS;
             const int64_t end = std::min(rows, start + CHUNK_ROWS);
 #ifdef WEFT_TILES
-            if constexpr (W::HAS_TILES) {
+            if constexpr (HAS_TILES<typename W::Codes>) {
                 while (end - start >= MIN_TILE_ROWS) {
                     const int64_t count = std::min<int64_t>(TILE, end - start);
                     W::multiply_on_tiles(count, all.from(start), panel, features, scales + column, finish(start, 0));

@@ -20,9 +20,8 @@ struct Heads {
 // [pages, heads, page_tokens], the same strides and consecutive tokens, they are int8, else of a step's own type.
 struct Pages {
     void *k, *v;
-    int64_t page_stride, head_stride, token_stride, page_tokens;
     float *k_scales, *v_scales;  // both null or neither
-    int64_t scale_page_stride, scale_head_stride;
+    int64_t page_stride, head_stride, token_stride, scale_page_stride, scale_head_stride, page_tokens;
 
     int64_t offset(int64_t page, int64_t head, int64_t token) const {
         return page * page_stride + head * head_stride + token * token_stride;

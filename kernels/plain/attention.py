@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft.kernels.attention_batch import AttentionBatch, PromptChunk
 from weft.kernels.checks import expect, expect_that
-from weft.kernels.kv_scales import KvScales, check_pages, dequantise
+from weft.kernels.kv_layer import KvLayer, dequantise
 
 BUCKET_WASTE_TOKENS = 512
 """Padding that costs about as much as computing one more bucket."""
@@ -85,20 +85,12 @@ class GatherPlan:
     """Room for the keys and values of the largest bucket or chunk, [rows, D], used by one layer after the other."""
 
 
-def paged_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    batch: AttentionBatch,
-    scale: float,
-    sliding_window: int | None = None,
-    kv_scales: KvScales | None = None,
-) -> Tensor:
+def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float) -> Tensor:
     """Causal attention of a step's query rows over keys and values in pages (PagedAttention, arXiv:2309.06180).
 
     Semantics:
         for request r, query row i of its n, at position p = context_lens[r] - n + i, head h of KV group g:
-            keys = positions max(0, p - sliding_window + 1) to p of request r, through its block table
+            keys = positions max(0, p - kv.window + 1) to p of request r, through its block table
             scores = scale * q[row, h] @ k[keys, g].T
             out[row, h] = softmax(scores) @ v[keys, g]
 
@@ -107,14 +99,10 @@ def paged_attention(
 
     Args:
         q: [T, Hq, D]; Hq is a multiple of Hkv, head h reads KV head h // (Hq / Hkv).
-        k_pages: The layer's keys in the arena, [num_pages, Hkv, page_tokens, D], any page, head and token stride; int8
-            where there are scales, else of the dtype of q. This step's keys must have been written. What lies beyond a
-            request's context is never read into a result.
-        v_pages: The same for values, with the same strides.
+        kv: The layer's keys and values in the arena, int8 with the scales that `kv_write` stored, or of the dtype of q.
+            Those of this step must have been written. What lies beyond a request's context is never read into a result.
         batch: Which rows attend to what.
         scale: Factor of the scores.
-        sliding_window: How many positions a row sees, itself included; None for all.
-        kv_scales: The scales of int8 keys and values, as `kv_write` stored them.
 
     Returns:
         [T, Hq, D], dtype of q. Rows of no request, and of requests without context, are zero.
@@ -125,13 +113,12 @@ def paged_attention(
         ValueError: A shape, dtype, device or stride does not fit.
     """
     # Operands like those of an earlier layer were checked there.
-    key = plan_key(q, k_pages, v_pages, sliding_window, kv_scales)
-    plan: GatherPlan = batch.keep(key, lambda: _plan(q, k_pages, v_pages, batch, sliding_window, kv_scales))
+    plan: GatherPlan = batch.keep(plan_key(q, kv), lambda: _plan(q, kv, batch))
     out = q.new_zeros(q.shape)  # rows of no request stay zero
-    heads, head_dim = k_pages.shape[1], q.shape[2]
+    heads, head_dim = kv.k.shape[1], q.shape[2]
     # The layer's rows of head_dim elements; gathering whole rows is a plain memory copy.
-    rows = [pages.as_strided((plan.num_arena_rows, head_dim), (head_dim, 1)) for pages in (k_pages, v_pages)]
-    scales = [each.as_strided((plan.num_scales,), (1,)) for each in kv_scales or ()]
+    rows = [pages.as_strided((plan.num_arena_rows, head_dim), (head_dim, 1)) for pages in (kv.k, kv.v)]
+    scales = [each.as_strided((plan.num_scales,), (1,)) for each in kv.scales or ()]
 
     def gather(places: Places) -> list[Tensor]:
         count = len(places.rows)
@@ -153,17 +140,9 @@ def paged_attention(
     return out
 
 
-def plan_key(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, sliding_window: int | None, kv_scales: KvScales | None = None
-) -> tuple[object, ...]:
+def plan_key(q: Tensor, kv: KvLayer) -> tuple[object, ...]:
     """What a batch keeps a `GatherPlan` under: all of the operands that it depends on."""
-    return (
-        *("cpu", q.shape, q.dtype, q.device, sliding_window),
-        *(
-            (operand.shape, operand.stride(), operand.dtype, operand.device)
-            for operand in (k_pages, v_pages, *(kv_scales or ()))
-        ),
-    )
+    return "cpu", q.shape, q.dtype, q.device, kv.kind
 
 
 def _attend_items(
@@ -220,22 +199,15 @@ def _is_dear(operand: Tensor) -> bool:
     return operand.dtype != torch.float32 and operand.numel() <= SMALL_PRODUCT
 
 
-def _plan(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    batch: AttentionBatch,
-    window: int | None,
-    kv_scales: KvScales | None,
-) -> GatherPlan:
-    check_operands(q, k_pages, v_pages, batch, window, kv_scales)
+def _plan(q: Tensor, kv: KvLayer, batch: AttentionBatch) -> GatherPlan:
+    check_operands(q, kv, batch)
     batch.expect_lists()
-    head_dim = q.shape[2]
-    strides = k_pages.stride()[:3]
+    head_dim, window = q.shape[2], kv.window
+    strides = kv.strides[:3]
     expect_that("k_pages", all(s % head_dim == 0 for s in strides), f"strides in multiples of {head_dim}", strides)
     steps = tuple(stride // head_dim for stride in strides)
-    scale_steps = None if kv_scales is None else kv_scales[0].stride()
-    heads = k_pages.shape[1]
+    scale_steps = None if kv.scales is None else kv.scales[0].stride()
+    heads = kv.k.shape[1]
     bucket_tokens = BUCKET_BYTES // (heads * head_dim * q.element_size())
 
     def find(requests: np.ndarray, positions: np.ndarray) -> Places:
@@ -252,9 +224,9 @@ def _plan(
     return GatherPlan(
         buckets=buckets,
         chunks=chunks,
-        num_arena_rows=_extent(k_pages.shape, steps),
-        num_scales=0 if scale_steps is None else _extent(k_pages.shape, scale_steps),
-        gathered=(k_pages.new_empty((largest, head_dim)), k_pages.new_empty((largest, head_dim))),
+        num_arena_rows=_extent(kv.k.shape, steps),
+        num_scales=0 if scale_steps is None else _extent(kv.k.shape, scale_steps),
+        gathered=(kv.k.new_empty((largest, head_dim)), kv.k.new_empty((largest, head_dim))),
     )
 
 
@@ -348,28 +320,22 @@ def _added(hidden: np.ndarray, dtype: torch.dtype) -> Tensor:
 def _places(batch: AttentionBatch, requests: np.ndarray, positions: np.ndarray, heads: int, steps: Steps) -> np.ndarray:
     """Places in a layer of [n, L] positions and all heads, for these steps: [n * Hkv * L], int64."""
     page_step, head_step, token_step = steps
-    pages = batch.block_table_host[requests, positions // batch.page_tokens].astype(np.int64)
+    pages = batch.block_table.numpy()[requests, positions // batch.page_tokens].astype(np.int64)
     places = pages * page_step + positions % batch.page_tokens * token_step
     of_heads: np.ndarray = places[:, None] + (np.arange(heads) * head_step)[:, None]
     return of_heads.reshape(-1)
 
 
-def check_operands(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    batch: AttentionBatch,
-    sliding_window: int | None,
-    kv_scales: KvScales | None,
-) -> None:
+def check_operands(q: Tensor, kv: KvLayer, batch: AttentionBatch) -> None:
     """Check what a call to `paged_attention` was given.
 
     Raises:
         ValueError: A shape, dtype or device does not fit.
     """
-    expect("q", q, (None, None, k_pages.shape[-1]), None, batch.device)
-    check_pages(k_pages, v_pages, kv_scales, (None, None, batch.page_tokens, None), q.dtype, q.device)
+    heads = kv.k.shape[1]
+    expect("q", q, (None, None, kv.k.shape[-1]), None, batch.device)
+    kv.check((None, None, batch.page_tokens, None), q.dtype, q.device)
     expect_that("q", q.shape[0] >= batch.num_rows, f"at least {batch.num_rows} rows", q.shape[0])
-    expect_that("q", q.shape[1] % k_pages.shape[1] == 0, f"a multiple of {k_pages.shape[1]} heads", q.shape[1])
+    expect_that("q", q.shape[1] % heads == 0, f"a multiple of {heads} heads", q.shape[1])
     expect_that("q", q.stride(2) == 1, "consecutive elements", q.stride())
-    expect_that("sliding_window", sliding_window is None or sliding_window > 0, "a positive number", sliding_window)
+    expect_that("window", kv.window is None or kv.window > 0, "a positive number", kv.window)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.checks import expect, expect_that
-from weft.kernels.kv_scales import KvScales, check_pages, quantise
+from weft.kernels.kv_layer import KvLayer, quantise
 
 
 def embed(tokens: Tensor, sampled: Tensor | None, table: Tensor) -> Tensor:
@@ -214,47 +214,40 @@ def check_silu_and_mul(gate_up: Tensor) -> None:
     expect_that("gate_up", gate_up.is_contiguous(), "contiguous rows", gate_up.stride())
 
 
-def kv_write(
-    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor, kv_scales: KvScales | None = None
-) -> None:
+def kv_write(k: Tensor, v: Tensor, kv: KvLayer, slot_mapping: Tensor) -> None:
     """Store the keys and values of a step's tokens in their pages.
 
     Semantics:
         for t in range(T), slot_mapping[t] >= 0:
             page, offset = divmod(slot_mapping[t], page_tokens)
-            if kv_scales is None:
-                k_pages[page, :, offset], v_pages[page, :, offset] = k[t], v[t]
+            if kv.scales is None:
+                kv.k[page, :, offset], kv.v[page, :, offset] = k[t], v[t]
             else:
-                k_pages[page, :, offset], kv_scales[0][page, :, offset] = quantise(k[t])
-                v_pages[page, :, offset], kv_scales[1][page, :, offset] = quantise(v[t])
+                kv.k[page, :, offset], kv.scales[0][page, :, offset] = quantise(k[t])
+                kv.v[page, :, offset], kv.scales[1][page, :, offset] = quantise(v[t])
 
     Args:
         k: [T, Hkv, D].
         v: Like k.
-        k_pages: The layer's keys in the arena, [num_pages, Hkv, page_tokens, D], any page, head and token stride; int8
-            where there are scales, else of the dtype of k. Mutated.
-        v_pages: The same for values, with the same strides. Mutated.
+        kv: The layer's keys and values in the arena, int8 or of the dtype of k. Mutated.
         slot_mapping: [T], int32 or int64, consecutive elements: page * page_tokens + offset of each token, -1 is not
             stored. No slot stands there twice.
-        kv_scales: The scales of int8 keys and values, any page and head stride. Mutated. None stores them as they are.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
     """
-    check_kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
+    check_kv_write(k, v, kv, slot_mapping)
     rows = (slot_mapping >= 0).nonzero()[:, 0]
-    slots, page_tokens = slot_mapping[rows], k_pages.shape[2]
+    slots, page_tokens = slot_mapping[rows], kv.k.shape[2]
     places = slots // page_tokens, slice(None), slots % page_tokens
-    for part, (pages, x) in enumerate(((k_pages, k), (v_pages, v))):
+    for part, (pages, x) in enumerate(((kv.k, k), (kv.v, v))):
         stored = x[rows]  # [S, Hkv, D]
-        if kv_scales is not None:
-            stored, kv_scales[part][places] = quantise(stored)
+        if kv.scales is not None:
+            stored, kv.scales[part][places] = quantise(stored)
         pages[places] = stored
 
 
-def check_kv_write(
-    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor, kv_scales: KvScales | None
-) -> None:
+def check_kv_write(k: Tensor, v: Tensor, kv: KvLayer, slot_mapping: Tensor) -> None:
     """Check what a call to `kv_write` was given.
 
     Raises:
@@ -264,4 +257,4 @@ def check_kv_write(
     expect("v", v, k.shape, k.dtype, k.device)
     check_indices("slot_mapping", slot_mapping, num_tokens, k.device)
     expect_that("k", k.stride(2) == 1 == v.stride(2), "consecutive elements", k.stride())
-    check_pages(k_pages, v_pages, kv_scales, (None, heads, None, head_dim), k.dtype, k.device)
+    kv.check((None, heads, None, head_dim), k.dtype, k.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from weft.kernels.attend import HeadNorms, Rotation, check_norms, split_heads
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.checks import expect, expect_that
-from weft.kernels.kv_scales import LARGEST, KvScales
+from weft.kernels.kv_layer import LARGEST, KvLayer
 from weft.kernels.plain.rows import check_indices, check_kv_write
 from weft.kernels.sgmv import LoraDelta
 from weft.kernels.triton.attention import paged_attention
@@ -153,13 +153,10 @@ def attend(
     qkv: Tensor,
     norms: HeadNorms | None,
     rotation: Rotation,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    kv: KvLayer,
     slot_mapping: Tensor,
     batch: AttentionBatch,
     scale: float,
-    sliding_window: int | None = None,
-    kv_scales: KvScales | None = None,
     delta: LoraDelta | None = None,
     *,
     paged_attention: Callable[..., Tensor] = paged_attention,
@@ -172,10 +169,10 @@ def attend(
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
     """
-    q, k, v = split_heads(qkv, k_pages)
+    q, k, v = split_heads(qkv, kv)
     head_dim = q.shape[2]
     check_norms(norms, qkv, head_dim)
-    check_kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
+    check_kv_write(k, v, kv, slot_mapping)
     check_indices("positions", rotation.positions, len(qkv), qkv.device)
     for name, table in (("cos", rotation.cos), ("sin", rotation.sin)):
         expect(name, table, (None, head_dim // 2), torch.float32, qkv.device)
@@ -183,14 +180,13 @@ def attend(
     num_tiles, operands, constants = delta_operands(delta, len(qkv))
     if len(qkv):
         weights, eps = ((None, None), 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
-        pages = (k_pages, v_pages, *(kv_scales or (None, None)), slot_mapping)
-        strides = (*k_pages.stride()[:3], *((0, 0) if kv_scales is None else kv_scales[0].stride()[:2]))
+        angles = (rotation.positions, rotation.cos, rotation.sin)
         heads_kernel[(num_tiles, q.shape[1] + 2 * k.shape[1])](
-            *(qkv, *weights, rotation.positions, rotation.cos, rotation.sin, *pages, *operands, eps, *strides),
+            *(qkv, *weights, *angles, *kv.tensors, slot_mapping, *operands, eps, *kv.strides),
             **{**constants, "Q_HEADS": q.shape[1], "KV_HEADS": k.shape[1], "D": head_dim, "LARGEST": float(LARGEST)},
             BLOCK=max(16, triton.next_power_of_2(head_dim // 2)),
-            PAGE_TOKENS=k_pages.shape[2],
+            PAGE_TOKENS=kv.k.shape[2],
             num_warps=num_warps(constants),
             num_stages=3,
         )
-    return paged_attention(q, k_pages, v_pages, batch, scale, sliding_window, kv_scales).flatten(1)
+    return paged_attention(q, kv, batch, scale).flatten(1)

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.attention_batch import MAX_SPLITS, PARTIAL_PAD, SPLIT_TOKENS, AttentionBatch, chunk_tile_rows
-from weft.kernels.kv_scales import KvScales
+from weft.kernels.kv_layer import KvLayer
 from weft.kernels.plain.attention import check_operands
 from weft.kernels.triton.attention_blocks import attend, load, shrunk
 from weft.kernels.triton.plans import architecture, plan
@@ -324,15 +324,7 @@ def chunk_sizes(group: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.d
     }
 
 
-def paged_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    batch: AttentionBatch,
-    scale: float,
-    sliding_window: int | None = None,
-    kv_scales: KvScales | None = None,
-) -> Tensor:
+def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float) -> Tensor:
     """Causal attention of a step's query rows over keys and values in pages.
 
     Semantics and arguments: `weft.kernels.plain.attention.paged_attention`. The grids depend on how many items and
@@ -341,14 +333,13 @@ def paged_attention(
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
     """
-    check_operands(q, k_pages, v_pages, batch, sliding_window, kv_scales)
-    window, num_kv_heads, kept = sliding_window or 0, k_pages.shape[1], k_pages.dtype
+    check_operands(q, kv, batch)
+    window, num_kv_heads, kept = kv.window or 0, kv.k.shape[1], kv.k.dtype
     group, head_dim = q.shape[1] // num_kv_heads, q.shape[2]
     rows = batch.rows(group, window)
     out = q.new_empty(q.shape) if batch.num_rows == q.shape[0] else q.new_zeros(q.shape)
-    tensors = (q, k_pages, v_pages, *(kv_scales or (None, None)), out)
-    scale_strides = (0, 0) if kv_scales is None else kv_scales[0].stride()[:2]
-    numbers = (scale * math.log2(math.e), *q.stride()[:2], *out.stride()[:2], *k_pages.stride()[:3], *scale_strides)
+    tensors = (q, *kv.tensors, out)
+    numbers = (scale * math.log2(math.e), *q.stride()[:2], *out.stride()[:2], *kv.strides)
     shared = {"PAGE_TOKENS": batch.page_tokens, "WINDOW": window, "INTERPRET": INTERPRET, "enable_fp_fusion": False}
     if num_items := len(rows.item_rows):
         shape = (rows.num_partials, q.shape[1], head_dim + PARTIAL_PAD)

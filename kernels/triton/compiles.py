@@ -30,8 +30,6 @@ class CompileWatch:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.counts: Counter[str] = Counter()
         """Compilations since `begin`, by the kernel's name."""
-        self.seconds = 0.0
-        """Time that they took, all together."""
         self._clock = clock
         self._started_s = threading.local()
         self._runtime: Any = None
@@ -74,7 +72,6 @@ class CompileWatch:
             seconds = now_s - getattr(self._started_s, "value", now_s)
             kernel = of_kernel["fn"]
             self.counts[kernel.name] += 1
-            self.seconds += seconds
             logger.warning(
                 "a kernel was compiled while requests are served: %s(%s) took %.0f ms",
                 kernel.name,

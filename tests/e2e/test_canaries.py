@@ -95,7 +95,7 @@ class Crowd:
             self.core.abort(leaver)
             self.ended[leaver] = "abort"
         if self.rng.random() < 0.05:
-            self.core.drop_adapter(self.rng.choice(self.refs).digest)
+            self.core.residency.forget(self.rng.choice(self.refs).digest)
 
     def listen(self) -> None:
         for output in self.core.pump():
@@ -125,7 +125,7 @@ def test_no_token_of_another_adapter_is_ever_sampled(engine: tuple[EngineParts, 
     assert most_adapters >= 3
 
     for ref in refs:
-        core.drop_adapter(ref.digest)
+        core.residency.forget(ref.digest)
     for _ in range(3):
         core.pump()
     core.check()

@@ -343,7 +343,7 @@ def test_with_preemption(bench: Bench, case: Case, roomy: EngineParts) -> None:
     )
     for adapter in used:
         run_all(parts.core, [replace(case.requests(refs)[0], request_id=f"warm{adapter}", adapter=refs[adapter])])
-        parts.core.pin_adapter(refs[adapter], True)
+        parts.core.residency.pin(refs[adapter], True)
     assert run_all(parts.core, case.requests(refs)) == case.expected
     preemptions = parts.core.status().preemptions
     assert preemptions[how] == sum(preemptions.values()) > 0

@@ -161,7 +161,7 @@ def test_with_preemption(how: str, bench: Bench, undisturbed: Answers) -> None:
         for request in requests[1:3]:
             collect(parts.core, [replace(request, prompt_token_ids=[1], params=SamplingParams(max_tokens=1))])
             assert request.adapter is not None
-            parts.core.pin_adapter(request.adapter, True)
+            parts.core.residency.pin(request.adapter, True)
         assert_same(answers(collect(parts.core, requests)), undisturbed)
         preemptions = parts.core.status().preemptions
         assert preemptions[how] == sum(preemptions.values()) > 0

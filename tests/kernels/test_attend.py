@@ -166,7 +166,7 @@ def test_layers_of_a_step_share_what_is_prepared() -> None:
         ("slots", lambda p: p.slots.int(), r"slot_mapping: expected dtype torch\.int64, got torch\.int32"),
         ("norms", lambda _: HeadNorms(torch.ones(48)[::2], torch.ones(24), 1e-6), r"norms\.q: expected consecutive"),
         ("slots", lambda _: torch.tensor([16]), r"slot_mapping: expected shape \[158\], got \[1\]"),
-        ("window", lambda _: 0, "sliding_window: expected a positive number, got 0"),
+        ("window", lambda _: 0, "window: expected a positive number, got 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -231,7 +231,7 @@ def test_misfits_are_refused(impl: Implementation) -> None:
         ({"v_pages": v[1:]}, "v_pages: expected shape"),
         ({"v_pages": v.contiguous()}, "v_pages: expected strides"),
         ({"k_pages": k.mT.contiguous().mT}, "k_pages: expected consecutive elements"),
-        ({"case": replace(operands.case, window=0)}, "sliding_window: expected a positive number, got 0"),
+        ({"case": replace(operands.case, window=0)}, "window: expected a positive number, got 0"),
     ):
         misfit = ScatteredKv(AttentionCase(DECODE), impl.device)
         for name, value in changed.items():
@@ -242,7 +242,7 @@ def test_misfits_are_refused(impl: Implementation) -> None:
 
 def prepared_by(operands: ScatteredKv) -> plain.GatherPlan:
     """What the torch operators prepared for the one layer that ran."""
-    key = plain.plan_key(operands.q, operands.k_pages, operands.v_pages, operands.case.window)
+    key = plain.plan_key(operands.q, operands.layer)
     plan: plain.GatherPlan = operands.batch.keep(key, lambda: pytest.fail("nothing was prepared"))
     return plan
 

@@ -25,7 +25,6 @@ def test_tables_are_padded_with_the_zero_page() -> None:
     assert batch.block_table.tolist() == [[3, 4, 5], [9, 0, 0], [0, 0, 0]]
     assert batch.block_table.dtype == torch.int32
     assert (batch.query_lens, batch.context_lens_host) == ((1, 2, 0), (40, 16, 0))
-    assert np.array_equal(batch.block_table_host, batch.block_table.numpy())
 
 
 def test_each_row_of_a_short_run_is_its_own_item() -> None:
@@ -133,7 +132,7 @@ def test_the_items_of_a_step_are_all_but_its_chunks() -> None:
     whole, chunk = built.rows(4, 0), PromptChunk(0, 1, 20, 30)
     on_device = AttentionBatch.of_rows(whole, 21, [chunk], [np.array([1, 2], dtype=np.int32)])
     assert on_device.chunks == (chunk,)
-    assert on_device.block_table_host[chunk.request].tolist() == [1, 2]
+    assert on_device.block_table[chunk.request].tolist() == [1, 2]
     assert AttentionBatch.of_rows(whole, 21).chunks == ()
     for batch in (built, on_device):
         items = batch.items()

@@ -25,6 +25,7 @@ from weft.kernels.dispatch import AttentionNeeds, Kernels, kernels_for, with_fla
 from weft.kernels.flashinfer import attention as flashinfer_attention
 from weft.kernels.flashinfer.attention import HEAD_DIMS, NUM_PLANS, FlashInferAttention
 from weft.kernels.flashinfer.probe import open_flashinfer
+from weft.kernels.kv_layer import KvLayer
 
 IMPLEMENTATIONS = [FLASHINFER]
 KERNELS = FLASHINFER.make()
@@ -265,7 +266,7 @@ def cases(impl: Implementation) -> list[AttentionCase]:
     return [CHUNKS] if impl.is_interpreted else [CHUNKS, AMONG_ITEMS]
 
 
-def only_items(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: AttentionBatch, *_: Any) -> torch.Tensor:
+def only_items(q: torch.Tensor, kv: KvLayer, batch: AttentionBatch, *_: Any) -> torch.Tensor:
     """In place of Triton, which reads rows: what it is to leave out is left as memory is."""
     assert (batch.chunks, batch.rows(2, 0).tiles.shape) == ((), (4, 0))
     out = torch.full_like(q, torch.nan)

@@ -9,6 +9,7 @@ from oracles import ORACLES
 from scattered_lora import ScatteredLora, SgmvCase
 from weft.kernels.attend import Rotation
 from weft.kernels.attention_batch import AttentionBatch
+from weft.kernels.kv_layer import KvLayer
 from weft.kernels.sampling import RowSampling, SamplingColumns, sampling_words
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -59,7 +60,7 @@ def test_an_arena_beyond_two_to_the_31_elements_is_addressed_right() -> None:
     page_tokens, heads, head_dim, layers = 16, 8, 128, 32
     num_pages = (1 << 31) // (layers * 2 * heads * page_tokens * head_dim) + 8
     arena = torch.zeros((num_pages, layers, 2, heads, page_tokens, head_dim), dtype=BF16, device=CUDA)
-    k_pages, v_pages = arena[:, -1, 0], arena[:, -1, 1]
+    kv = KvLayer(arena[:, -1, 0], arena[:, -1, 1])
     table = [num_pages - 1, num_pages - 2, num_pages - 3]
     slots = torch.tensor([table[i // page_tokens] * page_tokens + i % page_tokens for i in range(40)], device=CUDA)
     qkv = TRITON.randn((40, 48 * head_dim), BF16)
@@ -67,12 +68,9 @@ def test_an_arena_beyond_two_to_the_31_elements_is_addressed_right() -> None:
     angles = torch.zeros((1, head_dim // 2), device=CUDA)
     rotation = Rotation(angles.cos(), angles.sin(), torch.zeros(40, dtype=torch.int32, device=CUDA))  # none at all
     batch = AttentionBatch.build([table], [40], [40], CUDA, page_tokens)
-    TRITON.kernels.attend(qkv, None, rotation, k_pages, v_pages, slots, batch, 0.1)
-    assert torch.equal(k_pages[table].transpose(1, 2).flatten(0, 1)[:40], k)
+    TRITON.kernels.attend(qkv, None, rotation, kv, slots, batch, 0.1)
+    assert torch.equal(kv.k[table].transpose(1, 2).flatten(0, 1)[:40], k)
     for rows in (1, 40):
         batch = AttentionBatch.build([table], [rows], [40], CUDA, page_tokens)
         q = TRITON.randn((rows, 32, head_dim), BF16, 2)
-        assert_rows_close(
-            TRITON.kernels.paged_attention(q, k_pages, v_pages, batch, 0.1, None, None),
-            ORACLES.paged_attention(q, k_pages, v_pages, batch, 0.1, None, None),
-        )
+        assert_rows_close(TRITON.kernels.paged_attention(q, kv, batch, 0.1), ORACLES.paged_attention(q, kv, batch, 0.1))

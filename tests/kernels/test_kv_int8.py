@@ -12,7 +12,7 @@ from implementations import BF16, F16, F32, Implementation
 from numerics import assert_rows_close, bits, turned
 from oracles import ORACLES, int8_vector
 from scattered_kv import DECODE, MIXED, AttentionCase, ScatteredKv, odd_vectors
-from weft.kernels.kv_scales import dequantise, quantise
+from weft.kernels.kv_layer import dequantise, quantise
 from weft.kernels.native.attention import TASK_ROWS
 
 NAN = float("nan")

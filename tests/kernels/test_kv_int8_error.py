@@ -12,6 +12,7 @@ from weft.benchmarks.model_shapes import QWEN
 from weft.config import KvDtype
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import kernels_for
+from weft.kernels.kv_layer import KvLayer
 from weft.kernels.plain.rows import kv_write
 from weft.memory.arena import Arena
 
@@ -27,11 +28,12 @@ def decoded(context: int, kv_dtype: KvDtype) -> torch.Tensor:
     numbers = torch.randn((context, sum(HEADS), QWEN.head_dim), generator=torch.Generator().manual_seed(0))
     q, k, v = torch.split(numbers.to(torch.bfloat16), HEADS, dim=1)
     slots = torch.arange(context) + geometry.page_tokens  # from page 1 on
-    kv_write(k, v, *arena.kv(0), slots, arena.kv_scales(0))
+    kv = KvLayer(*arena.kv(0), arena.kv_scales(0))
+    kv_write(k, v, kv, slots)
     pages = list(range(1, arena.num_pages))
     batch = AttentionBatch.build([pages], [1], [context], CPU, geometry.page_tokens)
     attend = kernels_for(CPU, torch.bfloat16).paged_attention
-    return attend(q[-1:], *arena.kv(0), batch, QWEN.head_dim**-0.5, None, arena.kv_scales(0))[0]
+    return attend(q[-1:], kv, batch, QWEN.head_dim**-0.5)[0]
 
 
 @pytest.mark.parametrize(("context", "told"), [(1024, 0.83), (4096, 0.91)])

@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import oracles
 from implementations import BF16, F32, TORCH, Implementation
 from numerics import assert_rows_close, bits, turned
+from weft.kernels.kv_layer import KvLayer
 from weft.kernels.plain.rows import both_halves, kv_write, rope
 
 IMPLEMENTATIONS = [TORCH]
@@ -77,9 +78,9 @@ def test_kv_write_stores_every_bit_in_its_place_and_changes_nothing_else(
     elif values == "before keys":
         k, v, pages = v, k, pages[::-1]
     slots = torch.tensor(mapping, device=impl.device)
-    kv_write(k, v, *pages, slots)
+    kv_write(k, v, KvLayer(*pages), slots)
     expected_pages = expected[:, 1, 0], expected[:, 1, 1]
-    oracles.kv_write(k, v, *expected_pages, slots)
+    oracles.kv_write(k, v, KvLayer(*expected_pages), slots)
     for stored, right in zip(pages, expected_pages, strict=True):
         assert torch.equal(bits(stored), bits(right))
     assert torch.equal(bits(arena[:, [0, 2]]), bits(torch.full_like(arena[:, [0, 2]], float("nan"))))
@@ -106,17 +107,33 @@ MISFITS: list[tuple[Callable[..., None], Callable[[], tuple[Any, ...]], str]] = 
     (rope, lambda: (Q, turned(K), COS, COS), "q: expected consecutive elements, got"),
     (rope, lambda: (Q, K, HALF[:, :32], COS), "cos: expected contiguous rows, got"),
     (rope, lambda: (Q, K, COS, HALF[:, :32]), "cos: expected contiguous rows, got"),
-    (kv_write, lambda: (KEYS, VALUES, PAGES, PAGES, torch.tensor([1])), r"slot_mapping: expected shape \[7\]"),
-    (kv_write, lambda: (KEYS, VALUES[1:], PAGES, PAGES, MAPPING), r"v: expected shape \[7, 2, 8\], got \[6, 2, 8\]"),
-    (kv_write, lambda: (KEYS.half(), VALUES.half(), PAGES, PAGES, MAPPING), r"k_pages: expected dtype torch\.fl"),
-    (kv_write, lambda: (KEYS, VALUES, PAGES, PAGES[1:], MAPPING), r"v_pages: expected shape \[6, 2, 16, 8\], got"),
-    (kv_write, lambda: (KEYS, VALUES, turned(PAGES), PAGES, MAPPING), "k_pages: expected consecutive elements"),
-    (kv_write, lambda: (KEYS, VALUES, PAGES, PAGES.contiguous(), MAPPING), "v_pages: expected strides"),
-    (kv_write, lambda: (turned(KEYS), VALUES, PAGES, PAGES, MAPPING), "k: expected consecutive elements, got"),
-    (kv_write, lambda: (KEYS, turned(VALUES), PAGES, PAGES, MAPPING), "k: expected consecutive elements, got"),
+    (kv_write, lambda: (KEYS, VALUES, KvLayer(PAGES, PAGES), torch.tensor([1])), r"slot_mapping: expected shape \[7\]"),
     (
         kv_write,
-        lambda: (KEYS, VALUES, PAGES, PAGES, torch.stack((MAPPING, MAPPING), 1)[:, 0]),
+        lambda: (KEYS, VALUES[1:], KvLayer(PAGES, PAGES), MAPPING),
+        r"v: expected shape \[7, 2, 8\], got \[6, 2, 8\]",
+    ),
+    (
+        kv_write,
+        lambda: (KEYS.half(), VALUES.half(), KvLayer(PAGES, PAGES), MAPPING),
+        r"k_pages: expected dtype torch\.fl",
+    ),
+    (
+        kv_write,
+        lambda: (KEYS, VALUES, KvLayer(PAGES, PAGES[1:]), MAPPING),
+        r"v_pages: expected shape \[6, 2, 16, 8\], got",
+    ),
+    (
+        kv_write,
+        lambda: (KEYS, VALUES, KvLayer(turned(PAGES), PAGES), MAPPING),
+        "k_pages: expected consecutive elements",
+    ),
+    (kv_write, lambda: (KEYS, VALUES, KvLayer(PAGES, PAGES.contiguous()), MAPPING), "v_pages: expected strides"),
+    (kv_write, lambda: (turned(KEYS), VALUES, KvLayer(PAGES, PAGES), MAPPING), "k: expected consecutive elements, got"),
+    (kv_write, lambda: (KEYS, turned(VALUES), KvLayer(PAGES, PAGES), MAPPING), "k: expected consecutive elements, got"),
+    (
+        kv_write,
+        lambda: (KEYS, VALUES, KvLayer(PAGES, PAGES), torch.stack((MAPPING, MAPPING), 1)[:, 0]),
         "slot_mapping: expected consecutive elements",
     ),
 ]

@@ -10,6 +10,7 @@ import torch
 from fake_triton import fake_triton
 from implementations import BF16, CPU, INTERPRETS, TRITON
 from weft.kernels.attention_batch import AttentionBatch
+from weft.kernels.kv_layer import KvLayer
 
 pytestmark = pytest.mark.skipif(INTERPRETS, reason="the interpreter compiles nothing")
 pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
@@ -44,7 +45,7 @@ def test_attention_is_compiled_once_for_all_batches_and_contexts() -> None:
             contexts = [max(context, count) for context, count in zip(contexts, rows, strict=True)]
             batch = AttentionBatch.build([table] * size, rows, contexts, CPU, PAGE_TOKENS)
             q = torch.empty((sum(rows), 34, 128), dtype=BF16)[:, :32]
-            kernels.paged_attention(q, arena[:, 1, 0], arena[:, 1, 1], batch, 0.1, None, None)
+            kernels.paged_attention(q, KvLayer(arena[:, 1, 0], arena[:, 1, 1]), batch, 0.1)
     assert fake.variants == {"item_kernel": 1, "chunk_kernel": 1}
     assert fake.counts["item_kernel"] > 50
     assert len({launch.grid for launch in fake.launches if launch.kernel == "item_kernel"}) == 1

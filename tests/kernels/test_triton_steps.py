@@ -47,7 +47,7 @@ def test_a_mixed_batch_equals_peft_and_a_static_step_has_the_same_bits(
     # Once with the adapters as they are prepared, once as a captured step has them.
     plan = driver.plan([driver.chunk(request) for request in requests], [])
     batch = build_batch(plan, driver.geometry, driver.arena.num_pages, CPU)
-    kv = KvViews.of(driver.arena)
+    kv = KvViews.of(driver.arena, driver.decoder.spec.sliding_windows)
     decoder, rows, num_rows = driver.decoder, batch.rows, len(batch.row_slots)
     eager = decoder.logits(decoder.forward(rows, kv, driver.lora.prepare(batch.row_slots)))
     tiles = np.empty((3, tile_capacity(num_rows, driver.tables.slots, 16)), dtype=np.int32)
@@ -63,6 +63,6 @@ def test_a_mixed_batch_equals_peft_and_a_static_step_has_the_same_bits(
     assert torch.equal(static, eager)
 
     for place, (tokens, which) in enumerate(zip(PROMPTS, order, strict=True)):
-        got = torch.cat((first[place], eager[batch.first_rows[place]][None]))
+        got = torch.cat((first[place], eager[batch.step.chunk_rows[place]][None]))
         expected = reference_logits(load_reference(model), [*tokens, 17], folders[which])
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

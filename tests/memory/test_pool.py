@@ -126,7 +126,16 @@ def test_a_page_is_handed_out_for_the_first_time_once() -> None:
     assert sorted(first) == list(range(3, 10))
 
 
-@pytest.mark.parametrize("first_page", [0, 8, 9])
+@pytest.mark.parametrize("first_page", [-1, 8, 9])
 def test_a_pool_without_a_page_to_hand_out_is_refused(first_page: int) -> None:
     with pytest.raises(ValueError, match="first_page"):
         PagePool(8, first_page=first_page)
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_pool_of_other_things_than_pages_of_the_arena_begins_at_0(count: int) -> None:
+    pool = PagePool(count, first_page=0)
+    assert pool.capacity == count
+    assert pool.allocate(count, "adapter") == list(range(count))
+    assert pool.allocate(1, "adapter") is None
+    pool.check()

@@ -26,7 +26,6 @@ from weft.engine.execution.sampler import Sampler
 from weft.engine.execution.step_program import StepDevice
 from weft.engine.model.decoder import Decoder, DecoderLayer
 from weft.engine.model.linear import Linear
-from weft.engine.model.rope import RopeTable
 from weft.engine.sampling_params import SamplingParams
 from weft.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
 from weft.kernels.attend import HeadNorms
@@ -83,7 +82,7 @@ def step_device(device: torch.device = META, *, has_head_norms: bool = False) ->
         layers=layers,
         norm=norm,
         head=_linear(vocab_size, hidden, device),
-        rope=RopeTable(table, table),
+        rope=(table, table),
     )
     return StepDevice(
         decoder=decoder,

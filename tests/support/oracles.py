@@ -12,7 +12,7 @@ from torch.nn import functional
 from weft.kernels.attend import HeadNorms, Rotation
 from weft.kernels.attention_batch import AttentionBatch
 from weft.kernels.dispatch import torch_kernels
-from weft.kernels.kv_scales import KvScales
+from weft.kernels.kv_layer import KvLayer
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -38,25 +38,18 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return (functional.silu(gate) * up).to(gate_up.dtype)
 
 
-def kv_write(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_scales: KvScales | None = None,
-) -> None:
+def kv_write(k: torch.Tensor, v: torch.Tensor, kv: KvLayer, slot_mapping: torch.Tensor) -> None:
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
-            page, offset = divmod(slot, k_pages.shape[2])
-            for part, (pages, x) in enumerate(((k_pages, k[token]), (v_pages, v[token]))):
-                if kv_scales is None:
+            page, offset = divmod(slot, kv.k.shape[2])
+            for part, (pages, x) in enumerate(((kv.k, k[token]), (kv.v, v[token]))):
+                if kv.scales is None:
                     pages[page, :, offset] = x
                 else:
                     for head, vector in enumerate(x.tolist()):
                         stored, scale = int8_vector(vector)
                         pages[page, head, offset] = torch.tensor(stored, dtype=torch.int8)
-                        kv_scales[part][page, head, offset] = scale
+                        kv.scales[part][page, head, offset] = scale
 
 
 def int8_vector(vector: list[float]) -> tuple[list[int], float]:
@@ -69,20 +62,13 @@ def int8_vector(vector: list[float]) -> tuple[list[int], float]:
     return [max(-127, min(127, round(float(np.float32(x) / scale)))) for x in vector], float(scale)
 
 
-def paged_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    batch: AttentionBatch,
-    scale: float,
-    sliding_window: int | None = None,
-    kv_scales: KvScales | None = None,
-) -> torch.Tensor:
+def paged_attention(q: torch.Tensor, kv: KvLayer, batch: AttentionBatch, scale: float) -> torch.Tensor:
     """One query row at a time."""
-    if kv_scales is not None:
+    k_pages, v_pages = kv.k, kv.v
+    if kv.scales is not None:
         k_pages, v_pages = (
             pages.double() * scales.double()[..., None]
-            for pages, scales in zip((k_pages, v_pages), kv_scales, strict=True)
+            for pages, scales in zip((k_pages, v_pages), kv.scales, strict=True)
         )
     out = torch.zeros_like(q)
     group = q.shape[1] // k_pages.shape[1]
@@ -90,7 +76,7 @@ def paged_attention(
     for request, (rows, context) in enumerate(zip(batch.query_lens, batch.context_lens_host, strict=True)):
         for index in range(rows if context else 0):
             end = context - rows + index + 1
-            start = max(0, end - sliding_window) if sliding_window else 0
+            start = max(0, end - kv.window) if kv.window else 0
             positions = torch.arange(start, end, device=q.device)
             pages = batch.block_table[request].to(q.device)[positions // batch.page_tokens].long()
             offsets = positions % batch.page_tokens
@@ -106,23 +92,20 @@ def attend(
     qkv: torch.Tensor,
     norms: HeadNorms | None,
     rotation: Rotation,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    kv: KvLayer,
     slot_mapping: torch.Tensor,
     batch: AttentionBatch,
     scale: float,
-    sliding_window: int | None = None,
-    kv_scales: KvScales | None = None,
 ) -> torch.Tensor:
-    kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
+    kv_heads, head_dim = kv.k.shape[1], kv.k.shape[3]
     heads = qkv.view(len(qkv), -1, head_dim)
     q, k, v = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     if norms is not None:
         q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
     cos, sin = rotation.cos[rotation.positions.long()], rotation.sin[rotation.positions.long()]
     rope(q, k, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
-    kv_write(k, v, k_pages, v_pages, slot_mapping, kv_scales)
-    return paged_attention(q, k_pages, v_pages, batch, scale, sliding_window, kv_scales).flatten(1)
+    kv_write(k, v, kv, slot_mapping)
+    return paged_attention(q, kv, batch, scale).flatten(1)
 
 
 def probabilities(row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 from scattered_kv import LAYER, AttentionCase, ScatteredKv
 from weft.kernels.attend import HeadNorms, Rotation
 from weft.kernels.dispatch import Kernels
+from weft.kernels.kv_layer import KvLayer
 from weft.kernels.sgmv import LoraDelta
 
 
@@ -41,8 +42,8 @@ class Projected:
         """The same and the scales, which only int8 changes."""
         arena, scales = self.arena.clone(), self.scales.clone()
         rotation = Rotation(self.cos, self.sin, self.positions)
-        operands = (self.qkv.clone(), self.norms, rotation, arena[:, LAYER, 0], arena[:, LAYER, 1])
         kv_scales = (scales[:, LAYER, 0], scales[:, LAYER, 1]) if self.is_int8 else None
-        rest = (self.slots, self.batch, self.scale, self.window, kv_scales)
-        out = kernels.attend(*operands, *rest, *delta)
+        kv = KvLayer(arena[:, LAYER, 0], arena[:, LAYER, 1], kv_scales, self.window)
+        rest = (self.slots, self.batch, self.scale, *delta)
+        out = kernels.attend(self.qkv.clone(), self.norms, rotation, kv, *rest)
         return out, arena, scales

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.kv_scales import quantise
+from weft.kernels.kv_layer import KvLayer, quantise
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 NAN = float("nan")
@@ -81,6 +81,10 @@ class ScatteredKv:
         self.batch = self.build(torch.device(device))
         self.scale = case.head_dim**-0.5
 
+    @property
+    def layer(self) -> KvLayer:
+        return KvLayer(self.k_pages, self.v_pages, self.kv_scales, self.case.window)
+
     def build(self, device: torch.device) -> AttentionBatch:
         return AttentionBatch.build(
             self.block_tables,
@@ -92,8 +96,7 @@ class ScatteredKv:
 
     def attend(self, version: Callable[..., torch.Tensor], q: torch.Tensor | None = None) -> torch.Tensor:
         """The output of an implementation, for other queries than the case's own where they are given."""
-        case, q = self.case, self.q if q is None else q
-        return version(q, self.k_pages, self.v_pages, self.batch, self.scale, case.window, self.kv_scales)
+        return version(self.q if q is None else q, self.layer, self.batch, self.scale)
 
     def attend_to(
         self, version: Callable[..., torch.Tensor], request: int, start: int, end: int, q: torch.Tensor
@@ -101,7 +104,7 @@ class ScatteredKv:
         """The output for positions `start` to `end` of a request that are all there is in a step."""
         tables = [self.block_tables[request]]
         batch = AttentionBatch.build(tables, [end - start], [end], self.q.device, self.case.page_tokens)
-        return version(q, self.k_pages, self.v_pages, batch, self.scale, self.case.window, self.kv_scales)
+        return version(q, self.layer, batch, self.scale)
 
 
 def odd_vectors(dtype: torch.dtype = F32) -> torch.Tensor:

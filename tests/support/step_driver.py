@@ -199,11 +199,12 @@ class StepDriver:
         with torch.inference_mode():
             batch = build_batch(plan, self.geometry, self.arena.num_pages, CPU)
             self.arena.zero(plan.zero_pages)
-            lora = self.lora.prepare(batch.row_slots) if batch.adapters else None
-            scores = self.decoder.logits(self.decoder.forward(batch.rows, KvViews.of(self.arena), lora))
+            lora = self.lora.prepare(batch.row_slots) if batch.step.adapters else None
+            kv = KvViews.of(self.arena, self.decoder.spec.sliding_windows)
+            scores = self.decoder.logits(self.decoder.forward(batch.rows, kv, lora))
         return [
             scores[first : first + len(chunk.token_ids)]
-            for first, chunk in zip(batch.first_rows, plan.chunks, strict=True)
+            for first, chunk in zip(batch.step.chunk_rows, plan.chunks, strict=True)
         ]
 
     def logits_alone(self, token_ids: Sequence[int], adapter: SlotLease | None = None) -> torch.Tensor:

@@ -73,7 +73,6 @@ def main() -> None:
             {
                 "counts": watch.counts,
                 "later": later.counts,
-                "seconds": watch.seconds,
                 "messages": messages,
                 "complaint": complaint,
                 "seen_by_the_hook_before": len(seen),

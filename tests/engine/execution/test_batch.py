@@ -46,8 +46,8 @@ def test_rows_stand_in_order_of_their_adapter_slot_with_the_base_first() -> None
     assert batch.rows.tokens.tolist() == [3, 8, 4, 5, 6, 1, 2, 7]
     assert batch.rows.positions.tolist() == [5, 0, 0, 1, 2, 0, 1, 1]
     assert batch.row_slots == [-1, -1, 0, 0, 0, 2, 2, 2]
-    assert batch.first_rows == [5, 0, 2, 7, 1]
-    assert batch.adapters == {0: RED, 2: BLUE}
+    assert batch.step.chunk_rows == [5, 0, 2, 7, 1]
+    assert batch.step.adapters == {0: RED, 2: BLUE}
 
 
 def test_every_token_has_its_place_in_each_layer_group() -> None:

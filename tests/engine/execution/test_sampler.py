@@ -232,9 +232,6 @@ def test_edits_come_before_masks_and_their_rows_are_told_apart() -> None:
     scores = torch.zeros(3, VOCAB)
     specs = [spec(temperature=0.0, logit_bias={9: 50.0, 3: 20.0}), spec(temperature=0.0, allowed_token_ids=(8, 3))]
     masks = RowMasks([0, 1], bits_of({3, 4}, {8}))
-    assert SAMPLER.needs_edit(specs[:1])
-    assert SAMPLER.needs_edit([spec()], masks)
-    assert not SAMPLER.needs_edit([spec(), spec(logprobs=1)])
     SAMPLER.edit(scores, [*specs, spec()], masks)
     assert {token: float(scores[0, token]) for token in (3, 4)} == {3: 20.0, 4: 0.0}
     assert (scores[0] > -math.inf).sum() == 2

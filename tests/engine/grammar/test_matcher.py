@@ -217,17 +217,6 @@ def test_stop_tokens_may_end_what_is_complete_only() -> None:
     assert matcher.end_tokens() == [3]
 
 
-def test_forced_tokens_are_those_of_the_tokenizer() -> None:
-    matcher = TOKENS.compile('start: "{\\"intent\\": \\"" /[a-z]+/ "\\"}"').copy()
-    forced = matcher.forced_tokens()
-    assert forced == encode('{"intent": "')[: len(forced)]
-    assert forced
-    assert matcher.take(forced)
-    rest = encode('{"intent": "')[len(forced) :]
-    assert not rest or matcher.take(rest)
-    assert matcher.forced_tokens() == []
-
-
 def test_what_is_no_grammar_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="unknown name") as refused:
         TOKENS.compile("start: other")

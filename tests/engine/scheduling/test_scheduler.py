@@ -349,7 +349,7 @@ def test_ends_may_come_in_the_middle_of_a_step(into_state: Callable[[Simulator],
         simulator.scheduler.fail_running()
         assert simulator.pool.num_quarantined > 0
     else:
-        simulator.core.drop_adapter(adapter("a").digest)
+        simulator.core.residency.forget(adapter("a").digest)
     simulator.scheduler.commit(plan, simulator.runner.execute(plan))
     simulator.pool.complete(plan.step)
     simulator.run()

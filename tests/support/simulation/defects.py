@@ -225,7 +225,7 @@ def take_a_slot_twice(patch: pytest.MonkeyPatch) -> None:
     def generous(self: AdapterSlots, digest: str) -> SlotLease | None:
         lease = take(self, digest)
         if lease is not None:
-            self._free.append(lease.slot)
+            self._pool._free.append(lease.slot)
         return lease
 
     patch.setattr(AdapterSlots, "take", generous)

@@ -238,13 +238,13 @@ class Simulation(SimulatedEngine):
             self.engine_clock.jump(action.seconds)
         elif ref is not None:
             if action.verb == "pin" and ref.digest not in self._deleted:
-                self.core.pin_adapter(ref, True)
+                self.core.residency.pin(ref, True)
             elif action.verb == "unpin":
-                self.core.pin_adapter(ref, False)
+                self.core.residency.pin(ref, False)
             elif action.verb == "delete":
                 self._deleted.add(ref.digest)
                 self.loader.missing.add(ref.digest)
-                self.core.drop_adapter(ref.digest)
+                self.core.residency.forget(ref.digest)
             elif action.verb == "lose":
                 self.loader.missing.add(ref.digest)
             elif action.verb == "restore":
@@ -336,7 +336,7 @@ class Simulation(SimulatedEngine):
         """Once all have ended and nothing is pinned, everything can be had again."""
         for action in self.scenario.actions:
             if action.verb == "pin" and action.adapter is not None:
-                self.core.pin_adapter(action.adapter, False)
+                self.core.residency.pin(action.adapter, False)
         while (next_s := self.time.next_event_s) is not None:
             self.time.run_until(next_s)
             self._pump()

@@ -18,9 +18,10 @@ import psutil
 import pytest
 
 from cluster_up import cluster_up, servers_in
+from idleness import wait_until
 from weft.config import environment
 from weft.errors import ConfigError
-from weft_cluster import PEPPER, wait_until
+from weft_cluster import PEPPER
 from weft_server import ADMIN_KEY, DEMO_MODEL, WEFT
 
 pytest.importorskip("ray", reason="docs/cluster.md says how to install Ray")
@@ -52,7 +53,7 @@ def test_tokens_go_on_without_rays_head_and_nothing_is_left_at_the_end(tmp_path:
         "HOME": str(home),
         "XDG_CACHE_HOME": environment().get("XDG_CACHE_HOME", str(Path.home() / ".cache")),
     }
-    with cluster_up(tmp_path, "--ray", "--set", "server.drain_s=5", **own) as cluster:
+    with cluster_up(tmp_path, "--ray", "--set", "server.drain_s=5", environment=own) as cluster:
         assert (cluster.data_dir / "ray.token").stat().st_mode & 0o777 == 0o600
         client = cluster.tenant("acme")
         body = {"model": "weft-demo", "prompt": "go on", "max_tokens": 900, "ignore_eos": True}

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,20 +61,8 @@ def test_a_killed_gateway_comes_back_at_its_address(cluster: ClusterUp) -> None:
 
 def test_sigterm_lets_streams_end_and_drains_the_gateway_before_the_replicas(cluster: ClusterUp) -> None:
     """The last of the tests that share a cluster."""
-    body = {"model": "weft-demo", "prompt": "x", "max_tokens": 600, "ignore_eos": True, "stream": True}
-    started, lines = threading.Event(), []
-
-    def read() -> None:
-        with cluster.tenant("acme").stream("POST", "/v1/completions", json=body) as answer:
-            for line in answer.iter_lines():
-                lines.append(line)
-                started.set()
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    assert started.wait(60)
-    assert cluster.stop() == 0
-    reader.join()
+    with cluster.streaming(600) as lines:
+        assert cluster.stop() == 0
     assert "data: [DONE]" in lines
     log = cluster.log.read_text()
     drained = [log.index(f'{name} | {{"cut": 0, "event": "drained"') for name in ("gateway", "replica-0", "replica-1")]

@@ -6,6 +6,7 @@ import contextlib
 import re
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,26 @@ class ClusterUp(WeftServer):
     def num_replicas(self) -> int:
         """Replicas that the gateway is connected to."""
         return sum("running" in each for each in self.admin.get("/v1/servers").json()["data"])
+
+    @contextmanager
+    def streaming(self, max_tokens: int) -> Iterator[list[str]]:
+        """The lines of a stream of so many tokens, once they come; leaving the block waits for its end."""
+        body = {"model": "weft-demo", "prompt": "go on", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        client, started, lines = self.tenant("acme"), threading.Event(), list[str]()
+
+        def read() -> None:
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                for line in answer.iter_lines():
+                    lines.append(line)
+                    started.set()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert started.wait(60)
+        try:
+            yield lines
+        finally:
+            reader.join()
 
     def _pids(self, name: str) -> set[int]:
         return {each.pid for each in servers_in(self.data_dir) if f"{self.data_dir}/{name}" in each.cmdline()}

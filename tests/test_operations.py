@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from api_adapters import upload
-from api_cluster import gateway_before
 from api_server import BASE, api
+from fake_cluster import gateway_before
 from metric_names import Series, families_of, question, series_of, wrong_with
 from operations_files import BOARDS, ROOT, RULES, alerts, boards, expressions, panels, rules
 from system_tools import require
@@ -36,7 +36,7 @@ async def _page(folder: Path) -> str:
         opened.engine.refusal = RequestError(kind="capacity", code="engine_overloaded", message="full")
         assert (await client.post("/v1/completions", json={"model": BASE, "prompt": "x"})).status_code == 503
         own = (await opened.admin.get("/metrics")).text
-        async with gateway_before(opened) as gateway:
+        async with gateway_before(opened) as (gateway, _):
             return own + await gateway.metrics_page()
 
 

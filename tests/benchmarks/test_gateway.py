@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from weft.benchmarks.http import gateway
+
 pytestmark = pytest.mark.slow
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
+@pytest.fixture(scope="module")
+def servers() -> Iterator[tuple[gateway.Servers, gateway.Servers]]:
+    """The replicas and gateways of both tests, of which the last kills some."""
+    with gateway.cluster() as started:
+        yield started
+
+
 def test_a_small_run_asks_both_ways_and_counts_the_time_of_the_processes(
+    servers: tuple[gateway.Servers, gateway.Servers],
     measure: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(gateway, "cluster", lambda: nullcontext(servers))
+    monkeypatch.setattr(gateway, "NUM_ALONE", 20)
     result = measure("gateway", "--streams 4 --tokens 150 --repeats 1")
     direct, through = (result["paths"][name] for name in ("direct", "gateway"))
     for found in (direct, through):
@@ -33,9 +47,13 @@ def test_a_small_run_asks_both_ways_and_counts_the_time_of_the_processes(
     assert goals["tokens/s, of direct"] == result["ratios"]["tokens/s, gateway / direct"]["median"]
 
 
-def test_promises_of_a_small_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_promises_of_a_small_cluster(
+    servers: tuple[gateway.Servers, gateway.Servers], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(SCRIPTS)
     promises = importlib.import_module("cluster_promises")
+    monkeypatch.setattr(promises, "cluster", lambda: nullcontext(servers))
+    monkeypatch.setattr(promises, "TENANT", "another")
     result = promises.measure(promises.make_parser().parse_args(["--streams", "6"]))
     killed = result["replica_killed"]
     assert killed["streams_lost"] + killed["streams_whole"] == 6

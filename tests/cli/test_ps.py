@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from api_adapters import sound, upload
-from api_cluster import gateway_before
 from api_server import ADMIN_KEY, BASE, SERVER, Api
+from fake_cluster import gateway_before
 from weft.cli import make_app
 from weft.engine.status import ResidentAdapter, TenantLoad
 
@@ -77,7 +77,7 @@ async def test_a_gateway_lists_its_servers_and_where_adapters_are(api: Api) -> N
         ResidentAdapter(digest=UNKNOWN, tier="host", pages=1, running=0, holds=3),
         ResidentAdapter(digest=pirate, tier="device", pages=2345, running=1200),
     ]
-    async with gateway_before(api) as gateway:
+    async with gateway_before(api) as (gateway, replica):
         await gateway.list_server("gate", "gateway")
         await gateway.list_server("away", "replica")
         asked = ("--url", gateway.url, "--key", ADMIN_KEY)
@@ -88,7 +88,7 @@ async def test_a_gateway_lists_its_servers_and_where_adapters_are(api: Api) -> N
         api.engine.ready = None
         dead = await run("ps", *asked)
     assert shown.exit_code == 0, shown.output
-    url = gateway.replica_url
+    url = replica.url
     *_, summary = [line for line in shown.output.splitlines() if "replicas" in line]
     assert summary == "1 of 2 replicas ready, 1 gateways; 0 running, 0 waiting, longest backlog 0.0 ms"
     assert [line.split() for line in shown.output.splitlines() if line != summary] == [

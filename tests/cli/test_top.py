@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from api_cluster import gateway_before
 from api_server import ADMIN_KEY, BASE, SERVER, Api, at_rest, eventually
+from fake_cluster import gateway_before
 from weft.adapters.ref import ResidentAdapter
 from weft.cli import make_app, top
 from weft.cli.top.frame import cells, frame, shares, tenant_rows, token_rates
@@ -206,7 +206,7 @@ async def test_a_gateway_shows_its_servers_or_the_engine_of_one(
     monkeypatch.setattr(top, "GIVE_UP_S", 0.5)
     monkeypatch.setattr(top, "RETRY_S", 0.1)
     monkeypatch.setattr(top, "POLL_S", 0.1)
-    async with gateway_before(api) as gateway:
+    async with gateway_before(api) as (gateway, _):
         await gateway.list_server("away", "replica")
         asked = ("--url", gateway.url, "--key", ADMIN_KEY)
         once = await run("--once", *asked, *chosen)

@@ -15,7 +15,7 @@ from browser import sign_in, wait_until_shown, watched_page
 from many_usage import ADAPTERS, DAYS, PATHS, fill
 from weft_server import ADMIN_KEY, WeftServer, weft_server
 
-EVENTS = 10_000
+EVENTS = 4_000
 MOST_REQUESTS, MOST_BYTES, MOST_ROWS = 11, 600_000, 101  # the overview asks six times, and five for the range before
 ASKED = """() => {
     const asked = performance.getEntriesByType("resource").filter((each) => each.name.includes("/v1/"));

@@ -6,9 +6,7 @@ import fcntl
 import json
 import os
 import signal
-import socket
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster_up import ClusterUp, cluster_up, servers_in
-from weft_cluster import wait_until
-from weft_server import DEMO_MODEL, WEFT
+from cluster_up import ClusterUp, cluster_up, command, servers_in
+from idleness import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -62,34 +59,19 @@ def test_a_killed_gateway_comes_back_at_its_address(cluster: ClusterUp) -> None:
     assert ask(cluster)
 
 
-def test_sigterm_lets_streams_end_and_drains_the_gateway_before_the_replicas(tmp_path: Path) -> None:
-    with cluster_up(tmp_path) as cluster:
-        body = {"model": "weft-demo", "prompt": "x", "max_tokens": 600, "ignore_eos": True, "stream": True}
-        started, lines = threading.Event(), []
-
-        def read() -> None:
-            with cluster.tenant("acme").stream("POST", "/v1/completions", json=body) as answer:
-                for line in answer.iter_lines():
-                    lines.append(line)
-                    started.set()
-
-        reader = threading.Thread(target=read)
-        cluster.tenant("acme")
-        reader.start()
-        assert started.wait(60)
+def test_sigterm_lets_streams_end_and_drains_the_gateway_before_the_replicas(cluster: ClusterUp) -> None:
+    """The last of the tests that share a cluster."""
+    with cluster.streaming(600) as lines:
         assert cluster.stop() == 0
-        reader.join()
-        assert "data: [DONE]" in lines
-        log = cluster.log.read_text()
-        drained = [
-            log.index(f'{name} | {{"cut": 0, "event": "drained"') for name in ("gateway", "replica-0", "replica-1")
-        ]
-        assert drained[0] == min(drained)
-        assert servers_in(cluster.data_dir) == []
+    assert "data: [DONE]" in lines
+    log = cluster.log.read_text()
+    drained = [log.index(f'{name} | {{"cut": 0, "event": "drained"') for name in ("gateway", "replica-0", "replica-1")]
+    assert drained[0] == min(drained)
+    assert servers_in(cluster.data_dir) == []
 
 
 def test_the_third_signal_waits_for_nothing(tmp_path: Path) -> None:
-    with cluster_up(tmp_path) as cluster:
+    with cluster_up(tmp_path, num_replicas=1) as cluster:
         cluster.child("replica-0").suspend()
         for _ in range(3):
             cluster.process.send_signal(signal.SIGTERM)
@@ -99,9 +81,9 @@ def test_the_third_signal_waits_for_nothing(tmp_path: Path) -> None:
 
 
 def test_its_servers_end_when_it_is_killed(tmp_path: Path) -> None:
-    with cluster_up(tmp_path, "--set", "server.drain_s=1") as cluster:
+    with cluster_up(tmp_path, "--set", "server.drain_s=1", num_replicas=1) as cluster:
         engines = [each for server in servers_in(cluster.data_dir) for each in server.children()]
-        assert len(engines) >= 2
+        assert engines
         cluster.process.kill()
         wait_until(lambda: not servers_in(cluster.data_dir))
         wait_until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in engines))
@@ -109,9 +91,9 @@ def test_its_servers_end_when_it_is_killed(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_it_while_it_starts(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as sink:
-        command = [*WEFT, "cluster", "up", "--model", str(DEMO_MODEL), "--port", "0", "--data-dir", str(tmp_path / "d")]
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, cwd=tmp_path)
-        wait_until(lambda: len(servers_in(tmp_path / "d")) == 3)
+        words = [*command(tmp_path / "d"), "--replicas", "1"]
+        process = subprocess.Popen(words, stdout=sink, stderr=subprocess.STDOUT, cwd=tmp_path)
+        wait_until(lambda: len(servers_in(tmp_path / "d")) == 2)
         wait_until(lambda: "loading model" in (tmp_path / "log").read_text())
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
@@ -119,43 +101,33 @@ def test_ctrl_c_ends_it_while_it_starts(tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def failed(tmp_path: Path, *arguments: str) -> tuple[int, str]:
-    command = [*WEFT, "cluster", "up", "--data-dir", str(tmp_path / "d"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120)
-    return done.returncode, done.stdout + done.stderr
-
-
-def test_a_wrong_setting_a_missing_model_or_a_taken_port_is_one_line(tmp_path: Path) -> None:
+def test_a_wrong_setting_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        cases = {
-            "model.path: cannot read": ("--model", str(tmp_path / "empty")),
-            "model.path is required": (),
-            "Choose another with --port": ("--model", str(DEMO_MODEL), "--port", port),
-            "database that cannot be used": ("--model", str(DEMO_MODEL), "--database-url", f"sqlite:///{tmp_path}"),
-            "go with --ray": ("--model", str(DEMO_MODEL), "--address", "auto"),
-        }
-        for message, arguments in cases.items():
-            status, output = failed(tmp_path, "--port", "0", *arguments)
-            assert (status, message in output) == (2, True), output
-            assert "Traceback" not in output
-
-
-def test_the_folder_of_a_single_server_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "pepper").write_text("00" * 32)
-    status, output = failed(tmp_path, "--model", str(DEMO_MODEL), "--port", "0")
-    assert (status, "is the folder of a single server" in output) == (2, True), output
+    status, output = failed(tmp_path, "--model", str(tmp_path / "empty"))
+    assert (status, "model.path: cannot read" in output) == (2, True), output
+    assert "Traceback" not in output
 
 
 def test_a_server_that_does_not_start_ends_all(tmp_path: Path) -> None:
-    folder = tmp_path / "d" / "replica-1" / "usage"
+    folder = tmp_path / "d" / "replica-0" / "usage"
     folder.mkdir(parents=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        status, output = failed(tmp_path, "--model", str(DEMO_MODEL), "--port", "0")
+        status, output = failed(tmp_path)
     assert status == 1, output
-    assert "replica-1 | weft: server.data_dir is in use by another Weft process" in output
-    assert output.splitlines()[-1] == "weft: replica-1 ended with status 2 while it started; its last lines say why."
+    assert "replica-0 | weft: server.data_dir is in use by another Weft process" in output
+    assert output.splitlines()[-1] == "weft: replica-0 ended with status 2 while it started; its last lines say why."
     assert servers_in(tmp_path / "d") == []
+
+
+def failed(tmp_path: Path, *arguments: str) -> tuple[int, str]:
+    """Status and output of a command that does not start."""
+    done = subprocess.run(
+        [*command(tmp_path / "d"), "--replicas", "1", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        timeout=120,
+    )
+    return done.returncode, done.stdout + done.stderr

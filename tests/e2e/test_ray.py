@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +17,10 @@ import psutil
 import pytest
 
 from cluster_up import cluster_up, servers_in
+from idleness import wait_until
 from weft.config import environment
 from weft.errors import ConfigError
-from weft_cluster import PEPPER, wait_until
+from weft_cluster import PEPPER
 from weft_server import ADMIN_KEY, DEMO_MODEL, WEFT
 
 pytest.importorskip("ray", reason="docs/cluster.md says how to install Ray")
@@ -52,29 +52,16 @@ def test_tokens_go_on_without_rays_head_and_nothing_is_left_at_the_end(tmp_path:
         "HOME": str(home),
         "XDG_CACHE_HOME": environment().get("XDG_CACHE_HOME", str(Path.home() / ".cache")),
     }
-    with cluster_up(tmp_path, "--ray", "--set", "server.drain_s=5", **own) as cluster:
+    with cluster_up(tmp_path, "--ray", "--set", "server.drain_s=5", environment=own) as cluster:
         assert (cluster.data_dir / "ray.token").stat().st_mode & 0o777 == 0o600
-        client = cluster.tenant("acme")
-        body = {"model": "weft-demo", "prompt": "go on", "max_tokens": 900, "ignore_eos": True}
-        lines: list[str] = []
-        started = threading.Event()
-
-        def read() -> None:
-            with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
-                for line in answer.iter_lines():
-                    lines.append(line)
-                    started.set()
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        assert started.wait(60)
-        (head,) = (each for each in processes_of(ray_folder) if each.name() == "gcs_server")
-        head.kill()
-        assert lines[-1] != "data: [DONE]"
-        reader.join()
+        with cluster.streaming(900) as lines:
+            (head,) = (each for each in processes_of(ray_folder) if each.name() == "gcs_server")
+            head.kill()
+            assert lines[-1] != "data: [DONE]"
         assert "data: [DONE]" in lines
+        client, body = cluster.tenant("acme"), {"model": "weft-demo", "prompt": "go on", "max_tokens": 4}
         for _ in range(20):
-            answer = client.post("/v1/completions", json={**body, "max_tokens": 4})
+            answer = client.post("/v1/completions", json=body)
             assert answer.status_code == 200, answer.text
         assert cluster.num_replicas() == 2
         assert list(home.glob(".ray*")) == []

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from weft_server import DEMO_MODEL, weft_server
+from weft_server import DEMO_MODEL, WeftServer
 
 CLIENTS = 200
 SECONDS = 14
@@ -20,22 +20,21 @@ SHOWN_OUT = {"nothing": (), "head": ("408",), "upload without key": ("401",), "t
 SLOW_CLIENTS = Path(__file__).parents[1] / "support" / "slow_clients.py"
 
 
-def test_two_hundred_slow_clients_hold_up_nobody(tmp_path: Path) -> None:
-    with weft_server(tmp_path) as server:
-        server.tenant("acme")
-        before = psutil.Process(server.process.pid).memory_info().rss
-        arguments = [server.url, server.tenants["acme"], str(CLIENTS), str(SECONDS)]
-        with subprocess.Popen([sys.executable, str(SLOW_CLIENTS), *arguments], stdout=subprocess.PIPE) as clients:
-            assert clients.stdout is not None
-            assert clients.stdout.readline() == b"started\n"
-            while clients.poll() is None:
-                assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
-                time.sleep(0.05)
-            ends = json.loads(clients.stdout.read())
-        assert psutil.Process(server.process.pid).memory_info().rss - before < 64 << 20
-        for kind, statuses in SHOWN_OUT.items():
-            assert set(ends[kind]) <= {"closed", *statuses}, ends
-        assert sum(sum(kind.values()) for kind in ends.values()) == CLIENTS
-        assert sum(1 for path in (server.data_dir / "blobs" / "tmp").iterdir()) == 0
-        body = {"model": DEMO_MODEL.name, "prompt": "x", "max_tokens": 2}
-        assert server.tenant("acme").post("/v1/completions", json=body).status_code == 200
+def test_two_hundred_slow_clients_hold_up_nobody(server: WeftServer) -> None:
+    server.tenant("slow")
+    before = psutil.Process(server.process.pid).memory_info().rss
+    arguments = [server.url, server.tenants["slow"], str(CLIENTS), str(SECONDS)]
+    with subprocess.Popen([sys.executable, str(SLOW_CLIENTS), *arguments], stdout=subprocess.PIPE) as clients:
+        assert clients.stdout is not None
+        assert clients.stdout.readline() == b"started\n"
+        while clients.poll() is None:
+            assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
+            time.sleep(0.05)
+        ends = json.loads(clients.stdout.read())
+    assert psutil.Process(server.process.pid).memory_info().rss - before < 64 << 20
+    for kind, statuses in SHOWN_OUT.items():
+        assert set(ends[kind]) <= {"closed", *statuses}, ends
+    assert sum(sum(kind.values()) for kind in ends.values()) == CLIENTS
+    assert sum(1 for path in (server.data_dir / "blobs" / "tmp").iterdir()) == 0
+    body = {"model": DEMO_MODEL.name, "prompt": "x", "max_tokens": 2}
+    assert server.tenant("slow").post("/v1/completions", json=body).status_code == 200

@@ -26,6 +26,13 @@ BATCHES: dict[str, list[int]] = {
     "each its own": list(range(-1, 6)),
     "prompt and rows": [-1, -1, *[0] * 3, *[1] * 20, 2, 3, *[5] * 17],
 }
+
+
+def leaves_out(impl: Implementation, row_slots: list[int], dtype: torch.dtype) -> bool:
+    """Whether it is too slow for each batch with each dtype: the interpreter takes one with the other."""
+    return impl.is_interpreted and (len(row_slots) % 2 == 0) == (dtype == F32)
+
+
 with_batches = pytest.mark.parametrize(
     ("row_slots", "tile_rows"),
     [*(pytest.param(row_slots, 16, id=name) for name, row_slots in BATCHES.items()), (BATCHES["prompt and rows"], 64)],
@@ -75,6 +82,8 @@ def _counters(device: torch.device) -> torch.Tensor:
 
 @with_batches
 def test_the_gate_of_a_delta(row_slots: list[int], tile_rows: int, impl: Implementation, dtype: torch.dtype) -> None:
+    if leaves_out(impl, row_slots, dtype):
+        return
     site = Site(row_slots, (100, 100), dtype, impl.device, tile_rows)
     fused = impl.kernels.silu_and_mul(site.lora.y.clone(), site.delta(impl))
     assert torch.equal(bits(fused), bits(impl.kernels.silu_and_mul(site.added(impl))))
@@ -85,6 +94,8 @@ def test_the_gate_of_a_delta(row_slots: list[int], tile_rows: int, impl: Impleme
 def test_the_norm_of_a_delta_and_the_residual(
     row_slots: list[int], tile_rows: int, impl: Implementation, dtype: torch.dtype
 ) -> None:
+    if leaves_out(impl, row_slots, dtype):
+        return
     site, width = Site(row_slots, (600,), dtype, impl.device, tile_rows), 600
     residual, weight = impl.randn((len(row_slots), width), dtype), impl.randn((width,), dtype, 1)
     before = residual.clone()

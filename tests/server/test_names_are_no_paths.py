@@ -15,7 +15,7 @@ from api_server import Api, Client
 from raw_http import form_part
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-ROUNDS = 250
+ROUNDS = 120
 PIECES = (
     *("..", "/", "\\", ".", "~", "%2e%2e", "%2f", "\0", "\n", "\r\n", "", " ", "é", "\u202e", "\uff0e", "\uff0f", "😀"),
     *["etc", "passwd", "tmp", "a", "C:", "//", "sha256", "sha256:", "con", "$HOME", "`id`", "{x}", "*", "@"],

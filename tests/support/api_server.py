@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 import httpx
 import structlog
-import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
@@ -29,8 +28,8 @@ from weft.server.adapters.staged_files import open_staged
 from weft.server.app import create_app
 from weft.server.drain import Drain
 from weft.server.http.body import Pace
-from weft.server.http.wire import BoundedReads
 from weft.server.limits.gate import Gate
+from weft.server.listen import ApiServer, bind, url_of
 from weft.server.serve import metrics_of
 from weft.server.services import Services, base_names
 
@@ -93,25 +92,48 @@ class Api:
         return sorted(path for path in self.services.config.blob_dir.rglob("*") if path.is_file())
 
     @asynccontextmanager
-    async def listening(self, app: ASGIApp | None = None) -> AsyncIterator[str]:
-        """The app, or another one, on a real port, for what only a socket shows."""
-        config = uvicorn.Config(
-            app or self.app,
-            http=BoundedReads,  # type: ignore[arg-type]
-            port=0,
-            log_config=None,
-            lifespan="off",
-            access_log=False,
-        )
-        server = uvicorn.Server(config)
-        serving = asyncio.create_task(server._serve())
-        await eventually(lambda: server.started)
-        port = server.servers[0].sockets[0].getsockname()[1]
+    async def listening(self) -> AsyncIterator[str]:
+        """The app on a real port, for what only a socket shows."""
+
+        async def app(_: str) -> ASGIApp:
+            return self.app
+
+        async with listening(app) as running:
+            yield running.url
+
+
+@dataclass(eq=False)
+class Listening:
+    """An app on a real port."""
+
+    url: str
+    server: ApiServer
+    serving: asyncio.Task[None]
+
+    def drop(self) -> None:
+        """Close all connections without a word, as a kernel does for a killed process."""
+        for connection in list(self.server.server_state.connections):
+            connection.transport.abort()
+
+    async def stop(self) -> None:
+        self.server.should_exit = self.server.force_exit = True
+        await self.serving
+
+
+@asynccontextmanager
+async def listening(make: Callable[[str], Awaitable[ASGIApp]]) -> AsyncIterator[Listening]:
+    """Serve on a free port what `make` returns for the address."""
+    with bind("127.0.0.1", 0) as listener:
+        url = url_of("127.0.0.1", listener)
+        server = ApiServer(await make(url))
+        running = Listening(url, server, asyncio.create_task(server.serve([listener])))
         try:
-            yield f"http://127.0.0.1:{port}"
+            await eventually(lambda: server.started)
+            yield running
         finally:
-            server.should_exit = server.force_exit = True
-            await serving
+            await running.stop()
+            for task in list(server.server_state.tasks):
+                task.cancel()
 
 
 async def eventually(condition: Callable[[], object], within_s: float = 60.0) -> None:

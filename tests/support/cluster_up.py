@@ -6,16 +6,18 @@ import contextlib
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
+from idleness import wait_until
 from weft.config import environment as inherited
-from weft_cluster import wait_until
-from weft_server import ADMIN_KEY, ANNOUNCEMENT, DEMO_MODEL, START_TIMEOUT_S, WEFT, WeftServer
+from weft_server import ADMIN_KEY, ANNOUNCEMENT, DEMO_MODEL, WEFT, WeftServer
 
 
 @dataclass
@@ -36,12 +38,32 @@ class ClusterUp(WeftServer):
 
     def wait_restarted(self, name: str, old_pid: int) -> None:
         """Wait until another process serves under the name."""
-        wait_until(lambda: self._pids(name) - {old_pid}, START_TIMEOUT_S)
-        wait_until(lambda: self.log.read_text().count(f"{name} | weft: listening on") >= 2, START_TIMEOUT_S)
+        wait_until(lambda: self._pids(name) - {old_pid})
+        wait_until(lambda: self.log.read_text().count(f"{name} | weft: listening on") >= 2)
 
     def num_replicas(self) -> int:
         """Replicas that the gateway is connected to."""
         return sum("running" in each for each in self.admin.get("/v1/servers").json()["data"])
+
+    @contextmanager
+    def streaming(self, max_tokens: int) -> Iterator[list[str]]:
+        """The lines of a stream of so many tokens, once they come; leaving the block waits for its end."""
+        body = {"model": "weft-demo", "prompt": "go on", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        client, started, lines = self.tenant("acme"), threading.Event(), list[str]()
+
+        def read() -> None:
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                for line in answer.iter_lines():
+                    lines.append(line)
+                    started.set()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert started.wait(60)
+        try:
+            yield lines
+        finally:
+            reader.join()
 
     def _pids(self, name: str) -> set[int]:
         return {each.pid for each in servers_in(self.data_dir) if f"{self.data_dir}/{name}" in each.cmdline()}
@@ -58,26 +80,33 @@ def servers_in(data_dir: Path) -> list[psutil.Process]:
     return found
 
 
+def command(data_dir: Path) -> list[str]:
+    """What starts a cluster of the demo model, on a free port."""
+    place = ("--port", "0", "--data-dir", str(data_dir), "--memory-gib", "0.0625")
+    return [*WEFT, "cluster", "up", "--model", str(DEMO_MODEL), *place]
+
+
 @contextmanager
-def cluster_up(root: Path, *arguments: str, **environment: str) -> Iterator[ClusterUp]:
-    """Start it, wait until its gateway sees two replicas, and end all that is left."""
+def cluster_up(
+    root: Path, *arguments: str, num_replicas: int = 2, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[ClusterUp]:
+    """Start it, wait until its gateway sees all replicas, and end all that is left."""
     data_dir, log = root / "data", root / "up.log"
-    command = [*WEFT, "cluster", "up", "--model", str(DEMO_MODEL), "--port", "0", "--data-dir", str(data_dir)]
-    command += ["--memory-gib", "0.0625", *arguments]
+    words = [*command(data_dir), "--replicas", str(num_replicas), *arguments]
     env = {**inherited(), "WEFT_ADMIN_KEY": ADMIN_KEY, "OMP_NUM_THREADS": "1", **environment}
     with log.open("wb") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=env, cwd=root)
+        process = subprocess.Popen(words, stdout=sink, stderr=subprocess.STDOUT, env=env, cwd=root)
     try:
 
         def announced() -> re.Match[str] | None:
             assert process.poll() is None, log.read_text()
             return ANNOUNCEMENT.search(log.read_text())
 
-        wait_until(announced, START_TIMEOUT_S)
+        wait_until(announced)
         match = announced()
         assert match is not None
         running = ClusterUp(url=match[1], process=process, data_dir=data_dir, log=log)
-        wait_until(lambda: running.num_replicas() == 2)
+        wait_until(lambda: running.num_replicas() == num_replicas)
         yield running
         running.api.close()
         for client in (running.admin, *running.clients.values()):

@@ -156,6 +156,8 @@ def _attention_variants() -> dict[str, Variant]:
         ),
         (0, 4096),
     ):
+        if is_minor and window:
+            continue  # the window is tried with those that differ in more than a number
         num_heads, num_kv_heads, head_dim = heads
         shared: dict[str, object] = {"PAGE_TOKENS": 16, "WINDOW": window, "INTERPRET": False}
         if kv_dtype is None:

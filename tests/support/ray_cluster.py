@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from cluster_up import servers_in
+from idleness import wait_until
 from weft.config import environment as inherited
-from weft_cluster import PEPPER, Cluster, wait_until
-from weft_server import ADMIN_KEY, DEMO_MODEL, START_TIMEOUT_S, WEFT, WeftServer
+from weft_cluster import PEPPER, Cluster
+from weft_server import ADMIN_KEY, DEMO_MODEL, WEFT, WeftServer
 
 
 class RayCluster(Cluster):
@@ -30,7 +31,7 @@ class RayCluster(Cluster):
 
     def find_replicas(self) -> None:
         """Wait until the gateway sees all replicas, and find their processes."""
-        wait_until(self._all_run, START_TIMEOUT_S)
+        wait_until(self._all_run)
         listed = self.servers()
         for process in servers_in(self.root / "ray"):
             data_dir = Path(process.cmdline()[process.cmdline().index("--data-dir") + 1])
@@ -88,7 +89,7 @@ def ray_cluster(root: Path, num_replicas: int) -> Iterator[RayCluster]:
                 assert driver.poll() is None, log.read_text()
                 return "weft: replicas run on" in log.read_text()
 
-            wait_until(announced, START_TIMEOUT_S)
+            wait_until(announced)
             cluster.start_gateway()
             cluster.find_replicas()
             yield cluster

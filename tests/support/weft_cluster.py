@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from idleness import wait_until
 from weft_server import WeftServer, engines, weft_server
 
 PEPPER = "pepper-of-the-cluster-0123456789"
@@ -95,12 +95,3 @@ def weft_cluster(root: Path, num_replicas: int, database_url: str | None = None)
         cluster.start_gateway()
         cluster.wait_for(*cluster.replicas)
         yield cluster
-
-
-def wait_until(condition: Callable[[], object], within_s: float = 60.0) -> None:
-    """Wait until the condition holds; patiently, since machines that run tests are slow at times."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {within_s} s")
-        time.sleep(0.02)

@@ -86,6 +86,11 @@ class WeftServer:
             self.clients[name] = self.client(self.tenants[name])
         return self.clients[name]
 
+    def take_over(self, other: WeftServer) -> None:
+        """Use the keys of another server over the same registry."""
+        self.tenants = other.tenants
+        self.clients = {name: self.client(key) for name, key in other.tenants.items()}
+
     def new_key(self, tenant: str, **fields: Any) -> str:
         return str(self.api.create_key(tenant, **{"name": "test", **fields})["key"])
 

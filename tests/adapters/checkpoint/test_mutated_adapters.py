@@ -26,7 +26,7 @@ GEOMETRY = page_geometry(
     num_layers=2, num_kv_heads=2, head_dim=16, dtype_bytes=2, largest_row_features=BASE.largest_row_features
 )
 MAX_RANK = 64
-MUTANTS = 4_000
+MUTANTS = 2_400
 BATCHES = 2
 
 

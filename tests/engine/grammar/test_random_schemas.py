@@ -11,9 +11,7 @@ from weft import LLM
 SETTINGS = {"device": "cpu", "dtype": "float32", "memory_gib": 0.05, "host_gib": 0.05, "threads": 1}
 
 
-@pytest.mark.parametrize(
-    ("count", "start"), [(200, 0), pytest.param(1000, 1000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
-)
+@pytest.mark.parametrize(("count", "start"), [(200, 0), pytest.param(400, 1000, marks=pytest.mark.slow)])
 def test_every_answer_to_a_random_schema_fits_it_or_was_cut(tmp_path: Path, count: int, start: int) -> None:
     with LLM(make_model(tmp_path / "model"), max_waiting=2 * count, **SETTINGS) as llm:
         outcomes = outcomes_of(llm, range(start, start + count))

@@ -38,7 +38,8 @@ PUBLISHING = (
     "before naming",
     "before answer",
 )
-ONE_FORM = ("before temporary bytes", "after temporary bytes", *PUBLISHING)
+ONE_FORM = ("before temporary bytes", "after temporary bytes", "before blob", "after blob", "before answer")
+"""Publishing is the same as that of pieces: only its begin and its end are tried again."""
 IN_PIECES = (
     "before announcement",
     "after announcement",

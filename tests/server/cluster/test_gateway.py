@@ -11,21 +11,10 @@ import httpx
 import pytest
 
 from api_server import ADMIN_KEY, connect, eventually
-from fake_cluster import (
-    LAST_CHUNK,
-    SSE_HEAD,
-    FakeCluster,
-    FakeGateway,
-    Got,
-    Script,
-    ScriptedReplica,
-    chunk,
-    framed,
-    json_answer,
-    scripted,
-)
+from fake_cluster import FakeCluster, FakeGateway
 from raw_http import head_of
 from registry_samples import facts, publish_version
+from scripted_replica import LAST_CHUNK, SSE_HEAD, Got, Script, ScriptedReplica, chunk, framed, json_answer, scripted
 from weft.errors import CapacityError
 from weft.server.cluster import links
 from weft.server.cluster.forwarding import MAX_TRIES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -73,11 +74,20 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     return found
 
 
-def up(*arguments: str, **env: str | None) -> str:
-    command = ["cluster", "up", "--port", "0", "--model", str(DEMO_MODEL), *arguments]
+MODEL = ("--model", str(DEMO_MODEL))
+
+
+def ended(*arguments: str, **env: str | None) -> tuple[int, str]:
+    """Status and output of the command."""
+    command = ["cluster", "up", "--port", "0", *arguments]
     done = CliRunner().invoke(make_app(), command, env={"WEFT_ADMIN_KEY": None, "WEFT_PEPPER": None, **env})
-    assert done.exit_code == 0, done.output
-    return done.output
+    return done.exit_code, done.output
+
+
+def up(*arguments: str, **env: str | None) -> str:
+    status, output = ended(*MODEL, *arguments, **env)
+    assert status == 0, output
+    return output
 
 
 def test_servers_get_every_setting_and_one_set_of_secrets(started: Started, tmp_path: Path) -> None:
@@ -130,6 +140,31 @@ def test_ray_gets_a_token_of_its_own_unless_it_runs_already(
     up("--ray", "--data-dir", str(tmp_path), "--address", "auto", RAY_AUTH_MODE=None, RAY_AUTH_TOKEN_PATH=None)
     assert "RAY_AUTH_MODE" not in started["ray"][1]
     assert '"address": "auto"' in started["ray"][0][-1]
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        ("model.path: cannot read", ("--model", "{empty}")),
+        ("model.path is required", ()),
+        ("Choose another with --port", (*MODEL, "--port", "{taken}")),
+        ("database that cannot be used", (*MODEL, "--database-url", "sqlite:///{empty}")),
+        ("go with --ray", (*MODEL, "--address", "auto")),
+        ("is the folder of a single server", (*MODEL, "--data-dir", "{single}")),
+    ],
+)
+def test_what_cannot_be_started_is_refused_in_words(
+    started: Started, tmp_path: Path, message: str, arguments: tuple[str, ...]
+) -> None:
+    empty, single = tmp_path / "empty", tmp_path / "single"
+    for folder in (empty, single):
+        folder.mkdir()
+    (single / "pepper").write_text("00" * 32)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        places = {"empty": empty, "single": single, "taken": taken.getsockname()[1]}
+        status, output = ended("--data-dir", str(tmp_path / "d"), *(each.format(**places) for each in arguments))
+    assert (status, message in output) == (2, True), output
+    assert started == {}
 
 
 @pytest.mark.parametrize(("missing", "extra"), [("aiohttp", "cluster"), ("ray", "ray")])

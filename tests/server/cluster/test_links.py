@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from fake_cluster import FakeCluster, FakeGateway, Got, ScriptedReplica, scripted
+from fake_cluster import FakeCluster, FakeGateway
+from scripted_replica import Got, ScriptedReplica, scripted
 from weft.errors import CapacityError
 from weft.registry.servers import Servers
 from weft.server.cluster import links as links_module

@@ -46,9 +46,7 @@ def test_throughput_grows_with_the_replicas(num_replicas: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 6))
-@pytest.mark.parametrize("zipf", [0.9, 1.3])
-@pytest.mark.parametrize("view_s", [0.0, 5.0])
+@pytest.mark.parametrize(("seed", "zipf", "view_s"), [(2, 0.9, 0.0), (3, 0.9, 5.0), (4, 1.3, 0.0), (5, 1.3, 5.0)])
 def test_the_goals_hold_for_other_adapters(seed: int, zipf: float, view_s: float) -> None:
     outcome = simulate(replace(STALE, seed=seed, zipf=zipf, view_s=view_s))
     assert holds_the_goals(outcome), outcome

@@ -24,7 +24,7 @@ from weft.server.http.wire import IS_CLOSING
 from weft.server.limits.windows import Account
 
 pytestmark = pytest.mark.anyio
-NUM_ENDS = 3_000
+NUM_ENDS = 1_600
 AT_ONCE = 25
 ENDS = ("stop", "length", "aborted", "error", "own fault")
 ABORTED = ("cut in the queue", "cut in the prompt", "cut in the output")

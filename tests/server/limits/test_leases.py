@@ -27,7 +27,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def seconds(kind: str) -> float:
     """Of the load; shorter where each transaction takes longer."""
-    return 200.0 if kind == "sqlite" else 30.0
+    return 90.0 if kind == "sqlite" else 20.0
 
 
 @pytest.fixture
@@ -49,20 +49,21 @@ async def test_requests_per_minute_at_twice_the_demand(world: World, seconds: fl
 
 
 @pytest.mark.slow
-async def test_tokens_per_minute_with_what_settled_requests_give_back(world: World, seconds: float) -> None:
+async def test_tokens_per_minute_with_what_settled_requests_give_back(world: World, kind: str, seconds: float) -> None:
     """Used tokens count when they were reserved; of what was reserved, a third is given back."""
+    seconds = 200.0 if kind == "sqlite" else seconds  # what the first requests give back has drained meanwhile
     limit, limits = 60_000, Limits(tokens_per_minute=60_000)
     per_s = 2 * (limit / seconds + limit / 60) / 340
     await world.load(limits, seconds, per_s, random.Random(2), tokens=(200, 800), used_share=0.36, run_s=(0.2, 3.0))
     used = [(each.at_s, float(each.used if each.end_s < world.now_s else each.reserved)) for each in world.requests]
     assert world.excess(used, limit, limit / 60) <= 1e-6
     share = sum(amount for _, amount in used) / (limit + limit / 60 * seconds)
-    assert share >= (0.99 if seconds > 100 else 0.95)  # what the first requests give back has drained meanwhile
+    assert share >= (0.99 if kind == "sqlite" else 0.93)
 
 
 @pytest.mark.slow
 async def test_requests_at_the_same_time(world: World, kind: str) -> None:
-    limit, seconds = 200, 60.0 if kind == "sqlite" else 30.0
+    limit, seconds = 200, 45.0 if kind == "sqlite" else 30.0
     await world.load(Limits(concurrent_requests=limit), seconds, 50, random.Random(3), run_s=(6.0, 12.0))
     busy = sum(min(each.end_s, world.now_s) - max(each.at_s, 15) for each in world.requests if each.end_s > 15)
     assert world.most_at_once() == limit
@@ -88,7 +89,7 @@ async def test_tokens_per_month_are_used_to_the_last_and_never_exceeded(world: W
 
 @pytest.mark.slow
 @IN_SQLITE
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 async def test_a_process_dies(world: World, seed: int) -> None:
     """Its part of the minute is lost until the refill, its requests count for five seconds, its month for good."""
     rng = random.Random(seed)

@@ -378,8 +378,6 @@ GOALS: tuple[Goal, ...] = (
     Goal("W9 shares before and after weights change", error_of_changed_weights, 0.03),
     Goal("A-9 ITL p99 by a target of 7 ms", lambda policy: itl_by_target(policy, 7.0), 1.0),
     Goal("A-9 tokens with a target of 7 ms", lambda policy: tokens_with_target(policy, 7.0), at_least=0.8),
-    Goal("A-9 ITL p99 by a target of 8 ms", lambda policy: itl_by_target(policy, 8.0), 1.0),
-    Goal("A-9 tokens with a target of 8 ms", lambda policy: tokens_with_target(policy, 8.0), at_least=0.88),
     Goal("A-12 mean time of short calls with MLFQ, by FCFS", short_with_mlfq, 0.1),
     Goal("A-12 worst pause with MLFQ less a step, s", pause_with_mlfq, 0.5),
     Goal("TTFT p95 beside a batch, steps more", steps_added_by_batch, 2),

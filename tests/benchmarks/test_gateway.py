@@ -19,7 +19,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 @pytest.fixture(scope="module")
 def servers() -> Iterator[tuple[gateway.Servers, gateway.Servers]]:
     """The replicas and gateways of both tests, of which the last kills some."""
-    with gateway.cluster() as started:
+    with gateway.stepped_cluster() as started:
         yield started
 
 
@@ -28,7 +28,7 @@ def test_a_small_run_asks_both_ways_and_counts_the_time_of_the_processes(
     measure: Callable[..., dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gateway, "cluster", lambda: nullcontext(servers))
+    monkeypatch.setattr(gateway, "stepped_cluster", lambda: nullcontext(servers))
     monkeypatch.setattr(gateway, "NUM_ALONE", 20)
     result = measure("gateway", "--streams 4 --tokens 150 --repeats 1")
     direct, through = (result["paths"][name] for name in ("direct", "gateway"))
@@ -52,7 +52,7 @@ def test_promises_of_a_small_cluster(
 ) -> None:
     monkeypatch.syspath_prepend(SCRIPTS)
     promises = importlib.import_module("cluster_promises")
-    monkeypatch.setattr(promises, "cluster", lambda: nullcontext(servers))
+    monkeypatch.setattr(promises, "stepped_cluster", lambda: nullcontext(servers))
     monkeypatch.setattr(promises, "TENANT", "another")
     result = promises.measure(promises.make_parser().parse_args(["--streams", "6"]))
     killed = result["replica_killed"]

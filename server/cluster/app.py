@@ -107,6 +107,8 @@ class OwnRoutes:
         told = {field: getattr(report, field) for field in ("state", "backlog_s", "rate", "running", "waiting")}
         adapters = {"device": 0, "host": 0, **Counter(links.tiers[name].values())}
         load = by_router.get(name)
+        if load and load.ejected_s and report.state == "ready":
+            told["state"] = "ejected"
         return {**told, "adapters": adapters, "in_flight": load.in_flight if load else 0}
 
 

@@ -41,9 +41,11 @@ class GatewayMetrics(Collector):
         yield CounterMetricFamily("weft_gateway_lost_answers", about, self._gateway.num_lost)
         ready = GaugeMetricFamily("weft_replica_ready", "Whether a replica takes requests.", labels=["replica", "url"])
         backlog = GaugeMetricFamily("weft_replica_backlog_seconds", "Work that waits in a replica.", labels=["replica"])
+        ejected = {load.name for load in self._gateway.router.snapshot().replicas if load.ejected_s}
         for server in self._gateway.links.listed:
             report = self._gateway.links.reports.get(server.name)
-            ready.add_metric([server.name, server.url], report is not None and report.state == "ready")
+            is_ready = report is not None and report.state == "ready" and server.name not in ejected
+            ready.add_metric([server.name, server.url], is_ready)
             backlog.add_metric([server.name], report.backlog_s if report else 0.0)
         yield from (ready, backlog)
 

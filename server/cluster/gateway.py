@@ -203,7 +203,9 @@ class Gateway:
         try:
             with exchange.running(), self.links.using(replica.name, exchange.lose):
                 url = url_of(replica, asked.request)
-                async with self.links.session.post(url, data=asked.body, headers=headers) as answer:
+                async with self.links.session.post(
+                    url, data=asked.body, headers=headers, allow_redirects=False
+                ) as answer:
                     told = headers_for_client(answer)
                     start = {"type": "http.response.start", "status": answer.status, "headers": told}
                     if not answer.content_type.startswith("text/event-stream"):

@@ -127,7 +127,7 @@ class Links:
     async def _read(self, server: Server) -> None:
         tiers: dict[str, str] = {}
         url, silence = server.url + STATE_PATH, aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=SILENT_S)
-        async with self.session.get(url, headers=self._headers, timeout=silence) as answer:
+        async with self.session.get(url, headers=self._headers, timeout=silence, allow_redirects=False) as answer:
             if answer.status != 200:
                 log.error(
                     "replica_refuses",

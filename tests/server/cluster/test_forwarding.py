@@ -290,6 +290,45 @@ async def test_a_pause_ends_with_the_replica_the_client_and_the_gateway(
         writer.close()
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/pause"])
+async def test_redirects_of_replicas_are_for_the_client(cluster: FakeCluster, gateway: FakeGateway, path: str) -> None:
+    """Followed, one would carry the cluster's token elsewhere."""
+    strangers: list[bytes] = []
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        strangers.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(PLAIN)
+        writer.close()
+
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as stranger:
+        location = f"http://localhost:{stranger.sockets[0].getsockname()[1]}/x"
+
+        async def redirect(_: Got, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 308 x\r\nlocation: %b\r\ncontent-length: 0\r\n\r\n" % location.encode())
+
+        async with scripted(cluster, redirect, "one"), gateway.client(ADMIN_KEY) as admin:
+            await gateway.sees(one="ready")
+            method = "GET" if path == "/v1/models" else "POST"
+            answer = await admin.request(method, path, json=None if method == "GET" else {"model": "demo"})
+            assert (answer.status_code, answer.headers["location"]) == (308, location)
+    assert strangers == []
+
+
+async def test_a_link_follows_no_redirect(cluster: FakeCluster, gateway: FakeGateway) -> None:
+    asked: list[bytes] = []
+
+    async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await reader.readuntil(b"\r\n\r\n")).split()[1])
+        writer.write(b"HTTP/1.1 307 x\r\nlocation: /elsewhere\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(redirect, "127.0.0.1", 0) as server:
+        row = ScriptedReplica("one", "", plain).row(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        await cluster.registry.servers.announce(row)
+        await eventually(lambda: len(asked) > 1)
+    assert set(asked) == {b"/internal/state"}
+
+
 @pytest.mark.parametrize(
     "sent", [b"content-length: 100\r\n\r\na,b\n", b"transfer-encoding: chunked\r\n\r\n" + chunk(b"a,b\n")]
 )

@@ -37,7 +37,7 @@ _HOP_BY_HOP = frozenset(
 _NOT_ASKED = _HOP_BY_HOP | INTERNAL | {"x-request-id", "content-length"}
 _NOT_ANSWERED = _HOP_BY_HOP | INTERNAL | {"x-request-id", "date", "server"}
 BROKEN = (aiohttp.ClientError, ReplicaLostError, TimeoutError, OSError)
-_NOT_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+NOT_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _SAFE = frozenset({"GET", "HEAD"})
 """Methods that change nothing. What clients send as a body with them is not passed on."""
 
@@ -94,7 +94,7 @@ class Forwarding:
             try:
                 await self._forward(request, replica, exchange, send)
             except ReplicaLostError as lost:
-                if request.method not in _SAFE and not isinstance(lost.__cause__, _NOT_REACHED):
+                if request.method not in _SAFE and not isinstance(lost.__cause__, NOT_REACHED):
                     message = "The replica that was asked is gone; look whether the change was made."
                     raise ReplicaLostError(message) from lost
                 error = lost
@@ -112,9 +112,8 @@ class Forwarding:
             raise no_replica()
         for server in servers:
             if server.name not in self._links.reports:
-                message = f"This gateway does not reach {server.name}, so it has asked no replica."
-                hint = "Try again when GET /v1/servers shows it as ready, or not at all."
-                raise CapacityError(f"{message} {hint}", code="no_replica", retry_after_s=1)
+                message = f"This gateway does not reach {server.name}; see GET /v1/servers, and try again later."
+                raise CapacityError(message, code="no_replica", retry_after_s=1)
         return servers
 
     async def _ask_all(self, request: Request, replicas: Sequence[Server], exchange: Exchange, send: Send) -> None:
@@ -173,7 +172,7 @@ class Forwarding:
                         await send({"type": "http.response.body", "body": data, "more_body": True})
                     await send({"type": "http.response.body", "body": b""})
         except BROKEN as error:
-            if body is None or isinstance(error, _NOT_REACHED):  # else perhaps a body that was refused
+            if body is None or isinstance(error, NOT_REACHED):  # else perhaps a body that was refused
                 self._router.failed(replica.name)
             if has_begun:
                 raise ConnectionError("the replica is lost") from error

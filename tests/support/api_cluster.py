@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -34,8 +35,12 @@ class Gateway:
         return new_client(ADMIN_KEY, self.url)
 
     async def list_server(self, name: str, role: Role) -> None:
-        """List a server at an address where nothing answers."""
+        """List a server at an address where nothing answers, and wait until the gateway knows a replica."""
         await self.api.services.registry.servers.announce(server_sample(name=name, role=role, model="", base=""))
+        async with asyncio.timeout(60), self.admin as admin:
+            asked = f"/v1/models?server={name}"
+            while role == "replica" and (await admin.get(asked)).status_code == 404:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0.05)
 
     async def metrics_page(self) -> str:
         """What its metrics port shows."""

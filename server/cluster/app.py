@@ -101,4 +101,6 @@ class OwnRoutes:
             return {"state": "lost"}
         told = {field: getattr(report, field) for field in ("state", "backlog_s", "rate", "running", "waiting")}
         adapters = {"device": 0, "host": 0, **Counter(links.tiers[name].values())}
-        return {**told, "adapters": adapters, "in_flight": self._gateway.links.router.states[name].in_flight}
+        if told["state"] == "ready" and links.router.is_ejected(name):
+            told["state"] = "ejected"
+        return {**told, "adapters": adapters, "in_flight": links.router.states[name].in_flight}

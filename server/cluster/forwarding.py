@@ -16,6 +16,7 @@ from yarl import URL
 
 from weft.errors import CapacityError, DrainingError, NotFoundError, ReplicaLostError
 from weft.registry.records import Identity
+from weft.registry.servers import Server
 from weft.server.cluster.links import Links
 from weft.server.cluster.loads import Replica
 from weft.server.cluster.router import Target
@@ -33,9 +34,12 @@ _HOP_BY_HOP = frozenset(
         *("trailer", "transfer-encoding", "upgrade", "expect"),
     }
 )
-_NOT_ASKED = _HOP_BY_HOP | INTERNAL | {"x-request-id"}
+_NOT_ASKED = _HOP_BY_HOP | INTERNAL | {"x-request-id", "content-length"}
 _NOT_ANSWERED = _HOP_BY_HOP | INTERNAL | {"x-request-id", "date", "server"}
 BROKEN = (aiohttp.ClientError, ReplicaLostError, TimeoutError, OSError)
+NOT_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+_SAFE = frozenset({"GET", "HEAD"})
+"""Methods that change nothing. What clients send as a body with them is not passed on."""
 
 
 class Forwarding:
@@ -52,78 +56,114 @@ class Forwarding:
 
     async def pass_on(self, request: Request, exchange: Exchange, send: Send) -> None:
         """Send another request to a replica: all of them work on one registry and one blob store."""
+        if request.method == "CONNECT" or not request.scope["raw_path"].startswith(b"/"):
+            raise NotFoundError(f"There is no route {request.method} {request.url.path[:100]}.")
         identity: Identity | None = getattr(request.state, "identity", None)
         tenant = (identity.tenant if identity else None) or ""
-        target = Target(adapter=None, units=0.0, tenant=tenant, affinity=tenant.encode())
-        order = self._links.router.order(target)
+        listed = {server.name: server for server in self._links.listed}
+        order: Sequence[Replica | Server]
         if (named := request.query_params.get("server")) is not None:
-            order = [replica for replica in order if replica.name == named]
-            if not order:
-                raise NotFoundError(f"There is no ready replica {named!r}: GET /v1/servers lists them.", param="server")
+            if named not in listed:
+                raise NotFoundError(f"There is no replica {named!r}: GET /v1/servers lists them.", param="server")
+            order = self._connected([listed[named]])
         elif request.method == "POST" and request.url.path in FOR_ALL:
-            await self._ask_all(request, order, send)
+            await self._ask_all(request, self._connected(list(listed.values())), exchange, send)
             return
+        else:
+            order = self._links.router.order(Target(adapter=None, units=0.0, tenant=tenant, affinity=tenant.encode()))
+        error = no_replica()
         for replica in order[:MAX_TRIES]:
             try:
                 await self._forward(request, replica, exchange, send)
-            except aiohttp.ClientConnectorError:  # nothing of the body was read
-                self._links.router.failed(replica.name)
+            except ReplicaLostError as lost:
+                if request.method not in _SAFE and not isinstance(lost.__cause__, NOT_REACHED):
+                    message = "The replica that was asked is gone; look whether the change was made."
+                    raise ReplicaLostError(message) from lost
+                error = lost
             else:
                 return
-        raise no_replica()
+        raise error
 
-    async def _ask_all(self, request: Request, replicas: Sequence[Replica], send: Send) -> None:
+    def _connected(self, servers: Sequence[Server]) -> Sequence[Server]:
+        """These replicas, also those that the router leaves out for now.
+
+        Raises:
+            CapacityError: One of them does not report, or there is none.
+        """
+        if not servers:
+            raise no_replica()
+        for server in servers:
+            if server.name not in self._links.reports:
+                message = f"This gateway does not reach {server.name}; see GET /v1/servers, and try again later."
+                raise CapacityError(message, code="no_replica", retry_after_s=1)
+        return servers
+
+    async def _ask_all(self, request: Request, replicas: Sequence[Server], exchange: Exchange, send: Send) -> None:
         """Send a request without a body to all replicas; answers with the worst of their answers."""
-        headers = [(name, value) for name, value in self.headers_for_replica(request) if name != "content-length"]
+        headers = self.headers_for_replica(request)
 
-        async def ask(replica: Replica) -> Response:
-            async with self._links.session.post(url_of(replica, request), headers=headers) as answer:
-                return whole(answer, await answer.read())
+        async def ask(replica: Server) -> Response:
+            url = url_of(replica, request)
+            with self._links.using(replica.name, exchange.lose):
+                async with self._links.session.post(url, headers=headers, allow_redirects=False) as answer:
+                    return whole(answer, await answer.read())
 
+        watcher, asking = watch(request.receive, exchange), [asyncio.create_task(ask(each)) for each in replicas]
         try:
-            answers = await asyncio.gather(*map(ask, replicas))
+            with exchange.running():
+                answers = await asyncio.gather(*asking)
         except BROKEN as error:
             raise ReplicaLostError("A replica is gone, others go on; send the request again.") from error
-        if not answers:
-            raise no_replica()
+        finally:
+            await cancel_all([watcher, *asking])
         await max(answers, key=lambda answer: answer.status_code)(request.scope, request.receive, send)
 
-    async def _forward(self, request: Request, replica: Replica, exchange: Exchange, send: Send) -> None:
-        has_body = "content-length" in request.headers or "transfer-encoding" in request.headers
-        is_read = asyncio.Event()
-        if not has_body:
-            is_read.set()
-        body = _body_of(request, is_read) if has_body else None
+    async def _forward(self, request: Request, replica: Replica | Server, exchange: Exchange, send: Send) -> None:
+        """Have a replica answer.
+
+        Raises:
+            ReplicaLostError: The replica is gone, and the client got nothing; the cause says how.
+            ConnectionError: The rest of the answer does not come: the connection to the client must break.
+        """
         watchers: list[asyncio.Task[None]] = []
-        has_begun = False
+        headers, length = self.headers_for_replica(request), request.headers.get("content-length", "0")
+        body: AsyncIterator[bytes] | None = None
+        if request.method in _SAFE or (length == "0" and "transfer-encoding" not in request.headers):
+            watchers.append(watch(request.receive, exchange))
+        else:
+            body = _body_of(request, exchange, watchers)
+            headers += [("content-length", length)] if length != "0" else []
+        has_begun = is_feed = False
         try:
             with exchange.running(), self._links.using(replica.name, exchange.lose):
                 async with self._links.session.request(
                     request.method,
                     url_of(replica, request),
                     data=body,
-                    headers=self.headers_for_replica(request),
+                    headers=headers,
                     allow_redirects=False,
+                    expect100=body is not None,  # the replica sees the head at once, and may refuse the body
                 ) as answer:
-                    if is_read.is_set():
-                        watchers.append(watch(request.receive, exchange))
-                    if answer.content_type == "text/event-stream":
+                    self._links.router.answered(replica.name)
+                    if is_feed := answer.content_type == "text/event-stream":
                         watchers.append(asyncio.create_task(self._end_feed(exchange)))
                     has_begun = True
-                    headers = headers_for_client(answer)
-                    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+                    told = headers_for_client(answer)
+                    await send({"type": "http.response.start", "status": answer.status, "headers": told})
                     async for data in answer.content.iter_any():
                         await send({"type": "http.response.body", "body": data, "more_body": True})
                     await send({"type": "http.response.body", "body": b""})
-        except aiohttp.ClientConnectorError:
-            raise
         except BROKEN as error:
-            if has_begun:  # the connection is closed: the client sees that the answer is not whole
+            if body is None or isinstance(error, NOT_REACHED):  # else perhaps a body that was refused
+                self._links.router.failed(replica.name)
+            if has_begun:
                 raise ConnectionError("the replica is lost") from error
-            raise ReplicaLostError("The replica that was asked is gone; look whether the change was made.") from error
-        except DrainingError:
+            raise ReplicaLostError from error
+        except DrainingError as error:
             if not has_begun:
                 raise
+            if not is_feed:
+                raise ConnectionError("the answer is cut") from error
             await send({"type": "http.response.body", "body": b""})
         finally:
             await cancel_all(watchers)
@@ -134,9 +174,22 @@ class Forwarding:
         exchange.cut(DrainingError("The server is shutting down."))
 
     def headers_for_replica(self, request: Request) -> list[tuple[str, str]]:
-        """The client's headers for a replica, with proof that they come from a gateway."""
-        kept = [(name, value) for name, value in request.headers.items() if name not in _NOT_ASKED]
+        """The client's headers for a replica, with proof that they come from a gateway.
+
+        Content-Length is not among them. Values that are not UTF-8 are sent as the same text in UTF-8.
+        """
+        of_hop = {name.strip().lower() for name in ",".join(request.headers.getlist("connection")).split(",")}
+        dropped = _NOT_ASKED | of_hop
+        kept = [(name, _as_text(value)) for name, value in request.headers.items() if name not in dropped]
         return [*kept, (CLUSTER, self._links.token), ("x-request-id", str(request.state.request_id))]
+
+
+def _as_text(value: str) -> str:
+    """The text that aiohttp, which writes UTF-8, sends as the bytes that came; Latin-1 it cannot send."""
+    try:
+        return value.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        return value
 
 
 def watch(receive: Receive, exchange: Exchange) -> asyncio.Task[None]:
@@ -150,13 +203,18 @@ def watch(receive: Receive, exchange: Exchange) -> asyncio.Task[None]:
     return asyncio.create_task(until_gone())
 
 
-async def _body_of(request: Request, is_read: asyncio.Event) -> AsyncIterator[bytes]:
-    async for chunk in request.stream():
-        yield chunk
-    is_read.set()
+async def _body_of(request: Request, exchange: Exchange, watchers: list[asyncio.Task[None]]) -> AsyncIterator[bytes]:
+    """The body, as the replica takes it in; ends the exchange when the client leaves, then or later."""
+    try:
+        async for chunk in request.stream():
+            yield chunk
+    except ClientDisconnect as gone:
+        exchange.cut(gone)
+        raise
+    watchers.append(watch(request.receive, exchange))
 
 
-def url_of(replica: Replica, request: Request) -> URL:
+def url_of(replica: Replica | Server, request: Request) -> URL:
     """A replica's address with path and query as they came."""
     query = request.scope["query_string"]
     path = request.scope["raw_path"] + (b"?" + query if query else b"")

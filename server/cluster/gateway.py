@@ -201,7 +201,9 @@ class Gateway:
         try:
             with exchange.running(), self.links.using(replica.name, exchange.lose):
                 url = url_of(replica, asked.request)
-                async with self.links.session.post(url, data=asked.body, headers=headers) as answer:
+                async with self.links.session.post(
+                    url, data=asked.body, headers=headers, allow_redirects=False
+                ) as answer:
                     if not answer.content_type.startswith("text/event-stream"):
                         body = await answer.read()
                         if LENGTH in answer.headers:  # else the HTTP layer of the replica answered by itself

@@ -122,8 +122,9 @@ class Links:
     async def _read(self, server: Server) -> None:
         tiers: dict[str, str] = {}
         url, silence = server.url + STATE_PATH, aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=SILENT_S)
+        headers = {CLUSTER: self.token}
         async with self.session.get(
-            url, headers={CLUSTER: self.token}, timeout=silence, read_bufsize=MAX_LINE
+            url, headers=headers, timeout=silence, read_bufsize=MAX_LINE, allow_redirects=False
         ) as answer:
             if answer.status != 200:
                 log.error(

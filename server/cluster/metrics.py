@@ -43,7 +43,9 @@ class GatewayMetrics(Collector):
         backlog = GaugeMetricFamily("weft_replica_backlog_seconds", "Work that waits in a replica.", labels=["replica"])
         for server in self._gateway.links.listed:
             report = self._gateway.links.reports.get(server.name)
-            ready.add_metric([server.name, server.url], report is not None and report.state == "ready")
+            is_asked = not self._gateway.links.router.is_ejected(server.name)
+            is_ready = report is not None and report.state == "ready" and is_asked
+            ready.add_metric([server.name, server.url], is_ready)
             backlog.add_metric([server.name], report.backlog_s if report else 0.0)
         yield from (ready, backlog)
 

@@ -196,6 +196,10 @@ class Router:
         if state := self.states.get(name):
             state.admit()
 
+    def is_ejected(self, name: str) -> bool:
+        """Whether a replica that failed is left out for now."""
+        return name in self.states and self._clock() < self.states[name].ejected_until_s
+
     def weight_share(self, tenant: str, name: str) -> float:
         """The part of the tenant's running units that is at this replica, in (0, 1]; asked after `sent`."""
         total = self._units_of(tenant, "")

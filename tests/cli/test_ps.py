@@ -108,7 +108,7 @@ async def test_a_gateway_lists_its_servers_and_where_adapters_are(api: Api) -> N
         SERVER: "ready",
     }
     assert f"\n{BASE} on cpu: 0 running" in one.output
-    assert (none.exit_code, "no ready replica" in none.output) == (1, True)
+    assert (none.exit_code, "does not reach away" in none.output) == (1, True)
     assert (refused.exit_code, "Only the admin key" in refused.output) == (1, True)
     assert (dead.exit_code, f"{SERVER}" in dead.output, "pirate" in dead.output) == (0, True, False)
 

@@ -90,8 +90,12 @@ class FakeGateway:
         return new_client(key, self.url)
 
     async def list_server(self, name: str, role: Role) -> None:
-        """List a server at an address where nothing answers."""
+        """List a server at an address where nothing answers, and wait until the gateway knows a replica."""
         await self.registry.servers.announce(server_sample(name=name, role=role, model="", base=""))
+        async with asyncio.timeout(60), self.client(ADMIN_KEY) as admin:
+            asked = f"/v1/models?server={name}"
+            while role == "replica" and (await admin.get(asked)).status_code == 404:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0.05)
 
     async def metrics_page(self) -> str:
         """What its metrics port shows."""

@@ -121,6 +121,8 @@ class ScriptedReplica:
             await self._report(named, writer)
             return
         body = b""
+        if "expect" in named:
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if "content-length" in named:
             body = await reader.readexactly(int(named["content-length"]))
         while "transfer-encoding" in named:

@@ -31,7 +31,7 @@ export default function Live() {
       : !feed.problem && html`<${Skeleton} />`}`;
 }
 
-const SERVER_TONES = { ready: "good", draining: "warn", down: "bad", lost: "bad" };
+const SERVER_TONES = { ready: "good", draining: "warn", ejected: "warn", down: "bad", lost: "bad" };
 
 /** The servers that a gateway knows; a choice of the replica that the page shows. */
 function Servers({ shown }) {

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from weft.config import ServerConfig
-from weft.errors import DrainingError, ReplicaLostError, WeftError
+from weft.errors import DrainingError, NotFoundError, ReplicaLostError, WeftError
 from weft.registry.records import AdapterIdentity, AdapterVersion, Identity, UsageEvent
 from weft.registry.registry import Registry
 from weft.server.cluster.forwarding import (
@@ -43,6 +43,7 @@ from weft.server.hop import SESSION_HEADER, Counts
 from weft.server.http import sse
 from weft.server.http.body import Pace
 from weft.server.http.json_body import json_bytes
+from weft.server.http.unknown_routes import MAX_SHOWN
 from weft.server.threads import cancel_all
 
 log = structlog.get_logger("weft.server")
@@ -97,6 +98,8 @@ class Gateway:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with what a replica answers."""
+        if scope["path"].startswith("/internal/"):  # the gateway's token would open it
+            raise NotFoundError(f"There is no route {scope['path'][:MAX_SHOWN]}.")
         exchange = Exchange()
         with self.drain.running(exchange.cut):
             if scope["method"] == "POST" and scope["path"] in GENERATING:

@@ -423,6 +423,19 @@ async def test_internal_headers_of_clients_mean_nothing_to_replicas(
     assert replica.api.engine.requests[0].flow.weight == 1.0
 
 
+@pytest.mark.parametrize("path", ["/internal/state", "/internal%2Fstate", "/%69nternal/state?x=1", "/internal/x"])
+@pytest.mark.parametrize("who", ["a tenant", "an admin"])
+async def test_what_replicas_tell_gateways_is_told_to_nobody_else(
+    gateway: FakeGateway, replica: FakeReplica, key: str, path: str, who: str
+) -> None:
+    line = f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    head = f"{line}authorization: Bearer {key if who == 'a tenant' else ADMIN_KEY}\r\n\r\n".encode()
+    answers = [await said(each.url, [head]) for each in (gateway, replica)]
+    assert [answer.split()[1] for answer in answers] == [b"404", b"404"]
+    assert [b"boot_id" in answer for answer in answers] == [False, False]
+    assert [answer.count(b'"code":"not_found"') for answer in answers] == [1, 1]
+
+
 async def test_without_authentication_requests_count_for_the_default_tenant(cluster: FakeCluster) -> None:
     replica = await cluster.replica("one", auth="off")
     gateway = await cluster.gateway(auth="off")

@@ -1,27 +1,31 @@
 """A gateway's ASGI app: finds a replica for each request and passes both ways byte for byte.
 
 When a replica is lost or refuses for now, and the client has received nothing yet, another replica is asked. An answer
-that has begun ends with one error event. The gateway then records what the client was sent, because the replica may not
-come back. All servers that a request passes use one ledger id for it, so it counts once.
+that has begun ends with one error event. Each replica that is asked gets a ledger id of its own. Of one that is lost,
+the gateway records what the client was sent, which overrules what that replica may write: it bills what it had computed
+if only the connection broke, or some of it when it starts again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+import aiohttp
 import structlog
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from weft.config import ServerConfig
 from weft.errors import DrainingError, NotFoundError, ReplicaLostError, WeftError
-from weft.registry.records import AdapterIdentity, AdapterVersion, Identity, UsageEvent
+from weft.registry.records import RETRIED, AdapterIdentity, AdapterVersion, Identity, UsageEvent
 from weft.registry.registry import Registry
+from weft.server.auth.callers import DEFAULT_TENANT
 from weft.server.cluster.forwarding import (
     BROKEN,
     MAX_TRIES,
@@ -48,15 +52,19 @@ from weft.server.threads import cancel_all
 
 log = structlog.get_logger("weft.server")
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+_NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+_SAID_BY_ALL = re.compile(rb'"code":"(adapter_load_failed|db\.unavailable)"')
+"""In refusals that every replica would repeat."""
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", RESPONSES, MESSAGES})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Asked:
     """A request for a generation, and what the gateway knows of it."""
 
     request: Request
     body: bytes
+    """Empty once the answer has begun: nobody else is asked then."""
     headers: list[tuple[str, str]]
     tenant_id: str | None
     tenant: str | None
@@ -64,7 +72,6 @@ class Asked:
     version: AdapterVersion | None
     target: Target
     started_s: float
-    ledger_id: str
     tried: list[str] = field(default_factory=list)
     """Names of the replicas that were asked."""
 
@@ -93,6 +100,7 @@ class Gateway:
         self.router = router
         self.drain = drain
         self._max_body_bytes = config.max_body_bytes
+        self._default_tenant = DEFAULT_TENANT if config.auth == "off" else None
         self._forwarding = Forwarding(links, router, token, drain)
         self._pace = Pace()
 
@@ -108,8 +116,7 @@ class Gateway:
                 await self._forwarding.pass_on(Request(scope, receive), exchange, send)
 
     async def _generate(self, request: Request, exchange: Exchange, send: Send) -> None:
-        body = await json_bytes(request, self._max_body_bytes, self._pace)
-        asked = await self._asked(request, body)
+        asked = await self._asked(request, await json_bytes(request, self._max_body_bytes, self._pace))
         watcher = watch(request.receive, exchange)
         try:
             await self._try_replicas(asked, exchange, send)
@@ -122,11 +129,11 @@ class Gateway:
         session, sticky = fields.sticky or request.headers.get(SESSION_HEADER), secrets.token_hex(16)
         if session:  # any text, so not itself in a header
             sticky = hashlib.blake2b(session.encode(), digest_size=16, key=(tenant_id or "").encode()).hexdigest()
-        ledger_id = self.registry.usage.mint_id()
         adapter: AdapterIdentity | None = None
         version: AdapterVersion | None = None
         with suppress(WeftError):  # the replica says what is wrong
-            if identity.role == "admin" and (named := request.query_params.get("tenant")) is not None:
+            named = request.query_params.get("tenant", self._default_tenant)
+            if identity.role == "admin" and named is not None:
                 row = await self.registry.tenants.get_tenant(named)
                 tenant_id, tenant = row.id, row.name
             adapter, version = await self._resolve(tenant_id, fields, sticky)
@@ -141,14 +148,13 @@ class Gateway:
         return Asked(
             request=request,
             body=body,
-            headers=[*self._forwarding.headers_for_replica(request), (STICKY, sticky), (LEDGER_ID, ledger_id)],
+            headers=[*self._forwarding.headers_for_replica(request), (STICKY, sticky)],
             tenant_id=tenant_id,
             tenant=tenant,
             adapter=adapter,
             version=version,
             target=target,
             started_s=asyncio.get_running_loop().time(),
-            ledger_id=ledger_id,
         )
 
     async def _resolve(
@@ -166,32 +172,38 @@ class Gateway:
     async def _try_replicas(self, asked: Asked, exchange: Exchange, send: Send) -> None:
         whole: WholeAnswer | None = None
         error: WeftError = no_replica()
+        lost_id: str | None = None  # of the replica that was asked last, if it may have computed something
         while len(asked.tried) < MAX_TRIES:
             replica = next(iter(self.router.order(asked.target, asked.tried)), None)
             if replica is None or (asked.tried and not self.router.may_retry()):
                 break
+            if lost_id is not None:
+                await asyncio.shield(self._bill(asked, lost_id, RETRIED, Counts(0, 0, 0)))
+                lost_id = None
+            ledger_id = self.registry.usage.mint_id()
             self.num_retried += len(asked.tried) == 1
             asked.tried.append(replica.name)
             self.router.sent(replica.name, asked.target)
             try:
-                whole = await self._ask(asked, replica, exchange, send)
+                whole = await self._ask(asked, replica, ledger_id, exchange, send)
             except ReplicaLostError as lost:
-                error = lost
+                error, lost_id = lost, None if isinstance(lost.__cause__, _NOT_SENT) else ledger_id
                 continue
             finally:
                 self.router.ended(replica.name, asked.target)
             if whole is None:
                 return
-            if whole.status != 503:
+            if whole.status != 503 or _SAID_BY_ALL.search(whole.body):
                 break
-        if whole is not None:
-            await whole.send(send)
-            return
-        if asked.tried:  # of what replicas have computed, the client got nothing
-            await asyncio.shield(self._bill(asked, Counts(0, 0, 0)))
-        raise error
+        if lost_id is not None:
+            await asyncio.shield(self._bill(asked, lost_id, "error", Counts(0, 0, 0)))
+        if whole is None:
+            raise error
+        await whole.send(send)
 
-    async def _ask(self, asked: Asked, replica: Replica, exchange: Exchange, send: Send) -> WholeAnswer | None:
+    async def _ask(
+        self, asked: Asked, replica: Replica, ledger_id: str, exchange: Exchange, send: Send
+    ) -> WholeAnswer | None:
         """Have a replica answer.
 
         Returns:
@@ -202,7 +214,7 @@ class Gateway:
         """
         frames, has_begun, payload = Frames(), False, b""
         share = self.router.weight_share(asked.target.tenant, replica.name)
-        headers = [*asked.headers, (WEIGHT_SHARE, f"{share:.6f}")]
+        headers = [*asked.headers, (LEDGER_ID, ledger_id), (WEIGHT_SHARE, f"{share:.6f}")]
         try:
             with exchange.running(), self.links.using(replica.name, exchange.lose):
                 url = url_of(replica, asked.request)
@@ -219,7 +231,7 @@ class Gateway:
                         if payload := frames.take(data):
                             if not has_begun:
                                 self.router.answered(replica.name)
-                                has_begun = True
+                                has_begun, asked.body = True, b""
                                 await send(start)
                             await send({"type": "http.response.body", "body": payload, "more_body": True})
                             payload = b""
@@ -230,7 +242,7 @@ class Gateway:
             if not has_begun:
                 raise ReplicaLostError from error
             self.num_lost += 1
-            await asyncio.shield(self._bill(asked, frames.counts))
+            await asyncio.shield(self._bill(asked, ledger_id, "error", frames.counts))
             await _end_early(asked.request, payload, ReplicaLostError(), send)
         except DrainingError as error:
             if not has_begun:
@@ -238,13 +250,13 @@ class Gateway:
             await _end_early(asked.request, payload, error, send)
         return None
 
-    async def _bill(self, asked: Asked, counts: Counts) -> None:
+    async def _bill(self, asked: Asked, ledger_id: str, status: str, counts: Counts) -> None:
         """Record what the client got of an answer whose replica was lost; what fails is logged."""
         adapter, version = asked.adapter, asked.version
         try:
             await self.registry.usage.record(
                 UsageEvent(
-                    id=asked.ledger_id,
+                    id=ledger_id,
                     at=datetime.now(UTC),
                     tenant_id=asked.tenant_id,
                     tenant=asked.tenant,
@@ -256,7 +268,7 @@ class Gateway:
                     request_id=str(asked.request.state.request_id),
                     endpoint=asked.request.url.path,
                     service_class="interactive",
-                    status="error",
+                    status=status,
                     prompt_tokens=counts.prompt,
                     cached_tokens=counts.cached,
                     completion_tokens=counts.completion,
@@ -264,10 +276,11 @@ class Gateway:
                     ttft_s=None,
                     duration_s=asyncio.get_running_loop().time() - asked.started_s,
                     adapter_state=None,
+                    overrules=True,
                 )
             )
         except WeftError as error:
-            log.exception("usage_not_recorded", ledger_id=asked.ledger_id, code=error.code)
+            log.exception("usage_not_recorded", ledger_id=ledger_id, code=error.code)
 
 
 async def _end_early(request: Request, payload: bytes, error: WeftError, send: Send) -> None:

@@ -341,6 +341,31 @@ async def test_a_replica_that_hangs_is_given_up_when_its_reports_stop(
         assert answer.content == TEXT
 
 
+async def test_what_a_drained_replica_has_sent_still_reaches_its_client(
+    cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient
+) -> None:
+    """Its end is no loss: bytes are still on their way to a client that reads slowly."""
+    is_over = asyncio.Event()
+
+    async def on_its_way(_: Got, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(SSE_HEAD + FRAMES[0])
+        await is_over.wait()
+        writer.write(GOOD[len(SSE_HEAD + FRAMES[0]) :])
+
+    async with scripted(cluster, on_its_way, "one") as replicas:
+        await gateway.sees(one="ready")
+        async with client.stream("POST", COMPLETIONS, json=STREAM) as answer:
+            pieces = answer.aiter_bytes()
+            assert await anext(pieces) == event(1)
+            replicas["one"].state = "draining"
+            await gateway.sees(one="draining")
+            replicas["one"].ends_reports = True
+            await gateway.sees()
+            is_over.set()
+            assert event(1) + b"".join([piece async for piece in pieces]) == TEXT
+    assert await gateway.counts() == {"retries": 0, "lost_answers": 0}
+
+
 @pytest.mark.parametrize("sent", [b"", SSE_HEAD + FRAMES[0]])
 async def test_a_client_that_leaves_ends_the_exchange(cluster: FakeCluster, gateway: FakeGateway, sent: bytes) -> None:
     is_over = asyncio.Event()

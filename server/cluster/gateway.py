@@ -53,7 +53,7 @@ from weft.server.threads import cancel_all
 log = structlog.get_logger("weft.server")
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 _NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-_SAID_BY_ALL = re.compile(rb'"code":"(adapter_load_failed|db\.unavailable)"')
+_SAID_BY_ALL = re.compile(rb'"code":"(adapter_(load_failed|blob_missing|blob_corrupt)|db\.unavailable)"')
 """In refusals that every replica would repeat."""
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", RESPONSES, MESSAGES})
 

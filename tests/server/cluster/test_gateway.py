@@ -30,6 +30,7 @@ from fake_cluster import (
 )
 from raw_http import head_of
 from registry_samples import facts, publish_version
+from weft.adapters.blobs.local import CORRUPT
 from weft.errors import CapacityError
 from weft.registry.records import UsageQuery
 from weft.server.cluster import gateway as gateways
@@ -224,7 +225,7 @@ async def test_a_refusal_for_now_makes_another_replica_answer(
         assert len(asked(replicas)) == 2
 
 
-@pytest.mark.parametrize("code", ["adapter_load_failed", "db.unavailable"])
+@pytest.mark.parametrize("code", ["adapter_load_failed", "adapter_blob_missing", CORRUPT, "db.unavailable"])
 async def test_a_refusal_that_all_replicas_would_repeat_is_final(
     cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient, code: str
 ) -> None:

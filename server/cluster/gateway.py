@@ -245,13 +245,14 @@ class Gateway:
             await asyncio.shield(self._bill(asked, ledger_id, "error", frames.counts))
             await _end_early(asked.request, payload, ReplicaLostError(), send)
         except DrainingError as error:
+            await asyncio.shield(self._bill(asked, ledger_id, "error", frames.counts))
             if not has_begun:
                 raise
             await _end_early(asked.request, payload, error, send)
         return None
 
     async def _bill(self, asked: Asked, ledger_id: str, status: str, counts: Counts) -> None:
-        """Record what the client got of an answer whose replica was lost; what fails is logged."""
+        """Record what the client got of an answer that its replica or this gateway broke; what fails is logged."""
         adapter, version = asked.adapter, asked.version
         try:
             await self.registry.usage.record(

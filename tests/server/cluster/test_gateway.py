@@ -477,6 +477,8 @@ async def test_a_gateway_that_drains_refuses_what_is_new_and_ends_streams_at_its
             rest = b"".join([piece async for piece in pieces])
         assert error_of(rest.decode())["error"]["code"] == "server.draining"
         assert await draining == 1
+    (billed,) = await cluster.events(gateway.registry)
+    assert (billed.status, billed.prompt_tokens, billed.completion_tokens) == ("error", 7, 1), "what the client got"
 
 
 async def test_a_gateway_that_drains_finishes_what_runs(

@@ -229,6 +229,10 @@ class Removed:
     """Blobs (64 hex digits) that may be deleted."""
 
 
+RETRIED = "retried"
+"""Status of what another server was asked again, which has an event of its own: this one is no request."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageEvent:
     """One billable fact: a request, whatever its end."""
@@ -252,7 +256,7 @@ class UsageEvent:
     """The client's own id, only echoed; what cannot be stored of it is replaced."""
     endpoint: str
     status: str
-    """How it ended: a finish reason, `aborted`, `error`; `interrupted` when billed from a progress mark."""
+    """How it ended: a finish reason, `aborted`, `error`; `interrupted` when billed from a progress mark; `RETRIED`."""
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
@@ -262,6 +266,8 @@ class UsageEvent:
     adapter_state: str | None = None
     """Where the adapter was on arrival: device, host or stored."""
     service_class: ServiceClass = "interactive"
+    overrules: bool = False
+    """Replaces what another server has recorded under this id: it knows what the client got of a broken answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ from weft.server.adapters.validation import AdapterValidator
 from weft.server.app import create_app
 from weft.server.auth.admin_key import VARIABLE, AdminKey, admin_key, check_shared_secrets, given_pepper
 from weft.server.auth.browser import sign_in_fragment
+from weft.server.auth.callers import DEFAULT_TENANT
 from weft.server.batches.worker import BatchWorker
 from weft.server.drain import Drain
 from weft.server.garbage import Sweeper
@@ -51,7 +52,6 @@ from weft.server.usage.price_file import read_prices
 
 log = structlog.get_logger("weft.server")
 Announce = Callable[[str], None]
-DEFAULT_TENANT = "default"
 WITNESS_S = 10.0
 """For so long after a replica starts again, gateways may say what clients got of the requests it was killed under."""
 

@@ -19,7 +19,7 @@ from weft.errors import InvalidRequestError
 from weft.registry.db.clock import HOUR_US, from_micros, to_micros
 from weft.registry.db.models import UsageEventRow, UsageRollupRow
 from weft.registry.names import MAX_INTEGER, check_integer, check_text
-from weft.registry.records import GroupBy, Page, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
+from weft.registry.records import RETRIED, GroupBy, Page, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
 from weft.registry.usage.buckets import Buckets
 from weft.registry.usage.prices import PART, PriceTable
 
@@ -45,7 +45,10 @@ _FIGURES = (*SUMS, *_COSTS)
 
 _events = UsageEventRow.__table__
 _rollups = UsageRollupRow.__table__
-_EVENT_SUMS = (sa.literal(1).label("requests"), *(_events.c[name] for name in SUMS[1:]))
+_EVENT_SUMS = (
+    sa.case((_events.c.status == RETRIED, 0), else_=1).label("requests"),
+    *(_events.c[name] for name in SUMS[1:]),
+)
 """What one event adds to each of the sums."""
 _OPTIONAL = (
     *("tenant_id", "tenant", "key_id"),

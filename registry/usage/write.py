@@ -1,8 +1,8 @@
 """Usage in SQL: events, and the sums that are kept of them.
 
-An event counts once by its id: inserting it again changes nothing. Sums change in the transaction that inserts the
-event. An event adds to one row of each table of sums: by hour, by month, by time to the first token, by adapter. The
-names of tenants and adapters stay as the first event had them.
+An event counts once by its id: inserting it again changes nothing, unless it overrules the first one. Sums change in
+the transaction that inserts the event. An event adds to one row of each table of sums: by hour, by month, by time to
+the first token, by adapter. The names of tenants and adapters stay as the first event had them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.registry.db.clock import HOUR_US, from_micros, month_of, to_micros
 from weft.registry.db.database import insert_into
 from weft.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageMonthRow, UsageRollupRow
 from weft.registry.names import MAX_VERSION, check_integer, check_text, storable
-from weft.registry.records import AdapterUsage, UsageEvent
+from weft.registry.records import RETRIED, AdapterUsage, UsageEvent
 from weft.registry.usage.latency import bin_of
 from weft.registry.usage.query import SUMS, sum_of
 
@@ -72,14 +72,20 @@ def checked_event(event: UsageEvent) -> UsageEvent:
 
 
 async def insert_events(session: AsyncSession, events: Sequence[UsageEvent]) -> None:
-    """Insert the events that are new, and add them to the sums."""
+    """Insert the events that are new, or overrule those that are there, and add them to the sums."""
     rows: dict[str, dict[str, Any]] = {}
-    for event in events:
+    for event in sorted(events, key=lambda event: not event.overrules):
         rows.setdefault(event.id, _row(event))
     if not rows:
         return
     statement = insert_into(session, UsageEventRow).on_conflict_do_nothing().returning(UsageEventRow.id)
-    inserted = list(await session.scalars(statement, list(rows.values())))
+    inserted = set(await session.scalars(statement, list(rows.values())))
+    overruled = {event.id for event in events if event.overrules} - inserted
+    if overruled:  # deleted only now: another transaction's insert was waited for
+        deleted = delete(UsageEventRow).where(_events.id.in_(overruled)).returning(*_events)
+        found = [dict(row) for row in (await session.execute(deleted)).mappings()]
+        await add_to_sums(session, found, -1)
+        inserted |= set(await session.scalars(statement, [rows[event_id] for event_id in overruled]))
     await add_to_sums(session, (rows[event_id] for event_id in inserted))
 
 
@@ -115,15 +121,16 @@ def _row(event: UsageEvent) -> dict[str, Any]:
     return row
 
 
-async def add_to_sums(session: AsyncSession, rows: Iterable[dict[str, Any]]) -> None:
-    """Add events (rows of their table) that were inserted in this transaction to the sums."""
+async def add_to_sums(session: AsyncSession, rows: Iterable[dict[str, Any]], sign: int = 1) -> None:
+    """Add events (rows of their table) that were inserted in this transaction to the sums; -1 takes them off."""
     facts = [
         {
             **row,
+            **{name: sign * row[name] for name in SUMS[1:]},
             "at": row["at"] // HOUR_US * HOUR_US,
             "month": to_micros(month_of(from_micros(row["at"]))),
             "last_at": row["at"],
-            "requests": 1,
+            "requests": 0 if row["status"] == RETRIED else sign,
             "bin": bin_of(row["ttft_s"]),
         }
         for row in rows

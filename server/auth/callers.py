@@ -13,6 +13,8 @@ from weft.registry.names import no_such
 from weft.registry.records import Identity, Scope
 from weft.server.services import Services, services_of
 
+DEFAULT_TENANT = "default"
+"""Whose all requests are that name no tenant while authentication is off."""
 EVERY_TENANT = "*"
 """Stands for all tenants; no tenant can have this name."""
 TenantQuery = Annotated[str | None, Query(description="For admins: the tenant to act for.")]

@@ -1,14 +1,16 @@
 """A gateway's ASGI app: finds a replica for each request and passes both ways byte for byte.
 
 When a replica is lost or refuses for now, and the client has received nothing yet, another replica is asked. An answer
-that has begun ends with one error event. The gateway then records what the client was sent, because the replica may not
-come back. All servers that a request passes use one ledger id for it, so it counts once.
+that has begun ends with one error event. Each replica that is asked gets a ledger id of its own. Of one that is lost,
+the gateway records what the client was sent, which overrules what that replica may write: it bills what it had computed
+if only the connection broke, or some of it when it starts again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,12 +24,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from weft.config import ServerConfig
-from weft.errors import DrainingError, ReplicaLostError, WeftError
-from weft.registry.records import AdapterIdentity, AdapterVersion, Identity, UsageEvent
+from weft.errors import DrainingError, NotFoundError, ReplicaLostError, WeftError
+from weft.registry.records import RETRIED, AdapterIdentity, AdapterVersion, Identity, UsageEvent
 from weft.registry.registry import Registry
+from weft.server.auth.callers import DEFAULT_TENANT
 from weft.server.cluster.forwarding import (
     BROKEN,
     MAX_TRIES,
+    NOT_REACHED,
     Forwarding,
     headers_for_client,
     no_replica,
@@ -46,19 +50,23 @@ from weft.server.hop import SESSION_HEADER, Counts
 from weft.server.http import sse
 from weft.server.http.body import Pace
 from weft.server.http.json_body import json_bytes
+from weft.server.http.unknown_routes import MAX_SHOWN
 from weft.server.threads import cancel_all
 
 log = structlog.get_logger("weft.server")
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+_SAID_BY_ALL = re.compile(rb'"code":"(adapter_(load_failed|blob_missing|blob_corrupt)|db\.unavailable)"')
+"""In refusals that every replica would repeat."""
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", RESPONSES, MESSAGES})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
     """A request for a generation, and what the gateway knows of it."""
 
     request: Request
     body: bytes
+    """Empty once the answer has begun: nobody else is asked then."""
     headers: list[tuple[str, str]]
     target: Target
     event: Callable[..., UsageEvent]
@@ -87,11 +95,14 @@ class Gateway:
         self.links = links
         self.drain = drain
         self._max_body_bytes = config.max_body_bytes
+        self._default_tenant = DEFAULT_TENANT if config.auth == "off" else None
         self._forwarding = Forwarding(links, drain)
         self._pace = Pace()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with what a replica answers."""
+        if scope["path"].startswith("/internal/"):  # the gateway's token would open it
+            raise NotFoundError(f"There is no route {scope['path'][:MAX_SHOWN]}.")
         exchange = Exchange()
         with self.drain.running(exchange.cut):
             if scope["method"] == "POST" and scope["path"] in GENERATING:
@@ -100,8 +111,7 @@ class Gateway:
                 await self._forwarding.pass_on(Request(scope, receive), exchange, send)
 
     async def _generate(self, request: Request, exchange: Exchange, send: Send) -> None:
-        body = await json_bytes(request, self._max_body_bytes, self._pace)
-        asked = await self._asked(request, body)
+        asked = await self._asked(request, await json_bytes(request, self._max_body_bytes, self._pace))
         watcher = watch(request.receive, exchange)
         try:
             await self._try_replicas(asked, exchange, send)
@@ -114,11 +124,11 @@ class Gateway:
         session, sticky = fields.sticky or request.headers.get(SESSION_HEADER), secrets.token_hex(16)
         if session:  # any text, so not itself in a header
             sticky = hashlib.blake2b(session.encode(), digest_size=16, key=(tenant_id or "").encode()).hexdigest()
-        ledger_id = self.registry.usage.mint_id()
         adapter: AdapterIdentity | None = None
         version: AdapterVersion | None = None
         with suppress(WeftError):  # the replica says what is wrong
-            if identity.role == "admin" and (named := request.query_params.get("tenant")) is not None:
+            named = request.query_params.get("tenant", self._default_tenant)
+            if identity.role == "admin" and named is not None:
                 row = await self.registry.tenants.get_tenant(named)
                 tenant_id, tenant = row.id, row.name
             adapter, version = await self._resolve(tenant_id, fields, sticky)
@@ -132,7 +142,6 @@ class Gateway:
         )
         event = partial(
             UsageEvent,
-            id=ledger_id,
             tenant_id=tenant_id,
             tenant=tenant,
             key_id=identity.key_id,
@@ -143,7 +152,7 @@ class Gateway:
             request_id=str(request.state.request_id),
             endpoint=request.url.path,
         )
-        headers = [*self._forwarding.headers_for_replica(request), (STICKY, sticky), (LEDGER_ID, ledger_id)]
+        headers = [*self._forwarding.headers_for_replica(request), (STICKY, sticky)]
         return Asked(request, body, headers, target, event, asyncio.get_running_loop().time())
 
     async def _resolve(
@@ -161,32 +170,38 @@ class Gateway:
     async def _try_replicas(self, asked: Asked, exchange: Exchange, send: Send) -> None:
         best: Response | None = None
         error: WeftError = no_replica()
+        lost_id: str | None = None  # of the replica that was asked last, if it may have computed something
         while len(asked.tried) < MAX_TRIES:
             replica = next(iter(self.links.router.order(asked.target, asked.tried)), None)
             if replica is None or (asked.tried and not self.links.router.may_retry()):
                 break
+            if lost_id is not None:
+                await asyncio.shield(self._bill(asked, lost_id, RETRIED, Counts(0, 0, 0)))
+                lost_id = None
+            ledger_id = self.registry.usage.mint_id()
             self.num_retried += len(asked.tried) == 1
             asked.tried.append(replica.name)
             self.links.router.sent(replica.name, asked.target)
             try:
-                best = await self._ask(asked, replica, exchange, send)
+                best = await self._ask(asked, replica, ledger_id, exchange, send)
             except ReplicaLostError as lost:
-                error = lost
+                error, lost_id = lost, None if isinstance(lost.__cause__, NOT_REACHED) else ledger_id
                 continue
             finally:
                 self.links.router.ended(replica.name, asked.target)
             if best is None:
                 return
-            if best.status_code != 503:
+            if best.status_code != 503 or _SAID_BY_ALL.search(best.body):
                 break
-        if best is not None:
-            await best(asked.request.scope, asked.request.receive, send)
-            return
-        if asked.tried:  # of what replicas have computed, the client got nothing
-            await asyncio.shield(self._bill(asked, Counts(0, 0, 0)))
-        raise error
+        if lost_id is not None:
+            await asyncio.shield(self._bill(asked, lost_id, "error", Counts(0, 0, 0)))
+        if best is None:
+            raise error
+        await best(asked.request.scope, asked.request.receive, send)
 
-    async def _ask(self, asked: Asked, replica: Replica, exchange: Exchange, send: Send) -> Response | None:
+    async def _ask(
+        self, asked: Asked, replica: Replica, ledger_id: str, exchange: Exchange, send: Send
+    ) -> Response | None:
         """Have a replica answer.
 
         Returns:
@@ -197,7 +212,7 @@ class Gateway:
         """
         frames, has_begun, payload = Frames(), False, b""
         share = self.links.router.weight_share(asked.target.tenant, replica.name)
-        headers = [*asked.headers, (WEIGHT_SHARE, f"{share:.6f}")]
+        headers = [*asked.headers, (LEDGER_ID, ledger_id), (WEIGHT_SHARE, f"{share:.6f}")]
         try:
             with exchange.running(), self.links.using(replica.name, exchange.lose):
                 url = url_of(replica, asked.request)
@@ -215,7 +230,7 @@ class Gateway:
                         if payload := frames.take(data):
                             if not has_begun:
                                 self.links.router.answered(replica.name)
-                                has_begun = True
+                                has_begun, asked.body = True, b""
                                 await send({"type": "http.response.start", **start})
                             await send({"type": "http.response.body", "body": payload, "more_body": True})
                             payload = b""
@@ -226,19 +241,22 @@ class Gateway:
             if not has_begun:
                 raise ReplicaLostError from error
             self.num_lost += 1
-            await asyncio.shield(self._bill(asked, frames.counts))
+            await asyncio.shield(self._bill(asked, ledger_id, "error", frames.counts))
             await _end_early(asked.request, payload, ReplicaLostError(), send)
         except DrainingError as error:
+            await asyncio.shield(self._bill(asked, ledger_id, "error", frames.counts))
             if not has_begun:
                 raise
             await _end_early(asked.request, payload, error, send)
         return None
 
-    async def _bill(self, asked: Asked, counts: Counts) -> None:
-        """Record what the client got of an answer whose replica was lost; what fails is logged."""
+    async def _bill(self, asked: Asked, ledger_id: str, status: str, counts: Counts) -> None:
+        """Record what the client got of an answer that its replica or this gateway broke; what fails is logged."""
         event = asked.event(
             at=datetime.now(UTC),
-            status="error",
+            id=ledger_id,
+            status=status,
+            overrules=True,
             prompt_tokens=counts.prompt,
             cached_tokens=counts.cached,
             completion_tokens=counts.completion,
@@ -247,7 +265,7 @@ class Gateway:
         try:
             await self.registry.usage.record(event)
         except WeftError as error:
-            log.exception("usage_not_recorded", ledger_id=event.id, code=error.code)
+            log.exception("usage_not_recorded", ledger_id=ledger_id, code=error.code)
 
 
 async def _end_early(request: Request, payload: bytes, error: WeftError, send: Send) -> None:

@@ -1,7 +1,8 @@
 """A gateway's connections to replicas: which there are, by the registry; and what each reports, over a stream.
 
 A replica counts as ready while its stream is open and says so. When the stream breaks, or says nothing for some
-seconds, the replica is lost, and the requests that it was computing for this gateway are cut.
+seconds, the replica is lost, and the requests that it was computing for this gateway are cut. A replica that has
+drained ends its stream: it has sent all its answers, and those that are still on their way go on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from contextlib import contextmanager
 import aiohttp
 import msgspec
 import structlog
-from aiohttp.http import HttpProcessingError
 
 from weft.registry.servers import Server, Servers
 from weft.server.cluster.loads import Replica
@@ -26,9 +26,18 @@ LIST_S = 1.0
 """Seconds between two looks at the registry's list."""
 RECONNECT_S = 0.25
 CONNECT_S = 2.0
-MAX_LINE = 8 << 20
-"""A replica whose report has a line of twice as many bytes is lost."""
+MAX_LINE = 16 << 20
+"""A replica whose report has a line of more bytes is lost."""
+TICKS = 10
+"""Parts of the time after which a silent replica is lost. They are counted one by one: a gateway that stood still for a
+while finds its timers due before it has read what replicas said meanwhile, and that is one part."""
+TROUBLE_S = 60.0
+"""Seconds between two lines of the log about a replica that is not reached."""
 _decode = msgspec.json.Decoder(Report).decode
+
+
+class _RefusedError(ConnectionError):
+    """A server does not take this one for a gateway."""
 
 
 class Links:
@@ -110,33 +119,52 @@ class Links:
         )
 
     async def _keep_reading(self, server: Server) -> None:
+        now_s, told_s = asyncio.get_running_loop().time, float("-inf")
         while True:
+            has_drained = False
             try:
                 await self._read(server)
-            except (aiohttp.ClientError, HttpProcessingError, TimeoutError, OSError, ValueError) as error:
-                if server.name in self.reports:
-                    log.warning("replica_lost", name=server.name, url=server.url, error=repr(error))
-            self._lose(server.name)
+                has_drained = server.name in self.reports and self.reports[server.name].state == "draining"
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                if server.name in self.reports or now_s() - told_s >= TROUBLE_S:
+                    told_s = now_s()
+                    event, hint = "replica_not_reached", "Let its server.advertised_url be an address for gateways."
+                    if isinstance(error, _RefusedError):
+                        event, hint = "replica_refuses", "Give all servers one WEFT_PEPPER and one version."
+                    elif server.name in self.reports:
+                        event, hint = "replica_lost", "Look whether it runs; it is asked again when it reports."
+                    log.warning(event, name=server.name, url=server.url, error=repr(error), hint=hint)
+            if has_drained:
+                told_s = now_s()
+            self._lose(server.name, cuts=not has_drained)
             await asyncio.sleep(RECONNECT_S)
 
     async def _read(self, server: Server) -> None:
         tiers: dict[str, str] = {}
-        url, silence = server.url + STATE_PATH, aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=SILENT_S)
-        headers = {CLUSTER: self.token}
-        async with self.session.get(
-            url, headers=headers, timeout=silence, read_bufsize=MAX_LINE, allow_redirects=False
-        ) as answer:
+        async with asyncio.timeout(SILENT_S):
+            answer = await self.session.get(
+                server.url + STATE_PATH, headers={CLUSTER: self.token}, allow_redirects=False
+            )
+        async with answer:
             if answer.status != 200:
-                log.error(
-                    "replica_refuses",
-                    name=server.name,
-                    status=answer.status,
-                    hint="Give all servers one WEFT_PEPPER and one version.",
-                )
                 await asyncio.sleep(LIST_S)
-                return
-            async for line in answer.content:
-                self._take(server, _decode(line), tiers)
+                raise _RefusedError(f"HTTP {answer.status}")
+            rest, num_silent = b"", 0
+            while not answer.content.at_eof():
+                try:
+                    async with asyncio.timeout(SILENT_S / TICKS):
+                        data = await answer.content.readany()
+                except TimeoutError:
+                    num_silent += 1
+                    if num_silent == TICKS:
+                        raise
+                    continue
+                num_silent = 0
+                *lines, rest = (rest + data).split(b"\n")
+                if len(rest) > MAX_LINE:
+                    raise msgspec.DecodeError("a line without an end")
+                for line in lines:
+                    self._take(server, _decode(line), tiers)
 
     def _take(self, server: Server, report: Report, tiers: dict[str, str]) -> None:
         if report.boot_id != server.boot_id:
@@ -152,9 +180,9 @@ class Links:
             self._tell_router()
         self.router.report(server.name, server.boot_id, backlog_s=report.backlog_s, rate=report.rate, tiers=tiers)
 
-    def _lose(self, name: str) -> None:
+    def _lose(self, name: str, *, cuts: bool = True) -> None:
         if self.reports.pop(name, None) is not None:
             del self.tiers[name]
             self._tell_router()
-            for cut in list(self._cuts.get(name, ())):
+            for cut in list(self._cuts.get(name, ())) if cuts else ():
                 cut()

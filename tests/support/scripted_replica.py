@@ -73,6 +73,8 @@ class ScriptedReplica:
         self.boot_id = f"boot-of-{name}"
         self.is_silent = False
         """Whether it says nothing more of its state, over connections that stay open."""
+        self.ends_reports = False
+        """Whether it ends what it says of its state in order."""
         self.url = ""
         self._token = token
         self._writers: set[asyncio.StreamWriter] = set()
@@ -140,7 +142,7 @@ class ScriptedReplica:
             writer.write(b"HTTP/1.1 401 x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
             return
         writer.write(SSE_HEAD)
-        while True:
+        while not self.ends_reports:
             if not self.is_silent:
                 report = Report(
                     boot_id=self.boot_id,
@@ -154,6 +156,7 @@ class ScriptedReplica:
                 writer.write(chunk(msgspec.json.encode(report) + b"\n"))
                 await writer.drain()
             await asyncio.sleep(0.02)
+        writer.write(LAST_CHUNK)
 
 
 @asynccontextmanager

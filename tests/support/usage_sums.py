@@ -34,7 +34,8 @@ async def wrong_sums(database: Database) -> int:
             sums = [name for name in SUMS if name in table.__table__.columns]
             expected: Counter[tuple[object, ...]] = Counter()
             for event in filter(counts, events):
-                facts = {**vars(event), "at": event.at - event.at % HOUR_US, "requests": 1, "bin": bin_of(event.ttft_s)}
+                facts = {**vars(event), "at": event.at - event.at % HOUR_US, "bin": bin_of(event.ttft_s)}
+                facts["requests"] = int(event.status != "retried")
                 facts["month"] = to_micros(month_of(from_micros(event.at)))
                 expected.update({(*(facts[key] for key in keys), name): facts[name] for name in sums})
             stored = {

@@ -20,8 +20,9 @@ from usage_sums import wrong_sums
 from weft.errors import CapacityError, InvalidRequestError
 from weft.registry.db.database import Database
 from weft.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageMonthRow, UsageRollupRow
-from weft.registry.records import UsageEvent, UsageQuery
+from weft.registry.records import RETRIED, UsageEvent, UsageQuery
 from weft.registry.registry import Registry
+from weft.registry.usage import query as usage_query
 from weft.registry.usage import write as usage
 
 pytestmark = pytest.mark.anyio
@@ -38,6 +39,31 @@ async def test_the_summary_tells_all_use_and_the_last(database: Database) -> Non
         found = await usage.summary(session, ["adp_support", "adp_unused", ""])
     assert list(found) == ["adp_support"]
     assert (found["adp_support"].requests, found["adp_support"].last_used_at) == (3, later)
+
+
+@pytest.mark.parametrize("batches", ["wo", "ow", "w o", "o w", "w o w o", "o o"])
+@pytest.mark.parametrize("status", ["error", RETRIED])
+async def test_an_event_that_overrules_counts_whoever_was_first(database: Database, batches: str, status: str) -> None:
+    """`o` overrules what `w`, another server, wrote under the same id; a space begins another transaction."""
+    word = usage_event("use_1", at=NOON - timedelta(hours=1), status="aborted", completion_tokens=13)
+    tokens = {
+        "prompt_tokens": 10 * (status == "error"),
+        "cached_tokens": 0,
+        "completion_tokens": 7 * (status == "error"),
+    }
+    over = usage_event("use_1", status=status, ttft_s=None, overrules=True, **tokens)
+    for batch in batches.split():
+        async with database.write() as session:
+            events = [{"w": word, "o": over}[each] for each in batch]
+            await usage.insert_events(session, [usage_event(f"use_{batch}"), *events])
+    assert await wrong_sums(database) == 0
+    async with database.read() as session:
+        (row,) = await session.scalars(select(UsageEventRow).where(UsageEventRow.id == "use_1"))
+        assert {name: getattr(row, name) for name in tokens} == tokens
+        assert row.status == status
+        for range_ in (BY_KEY, replace(BY_KEY, bucket="1h"), replace(BY_KEY, bucket="1m")):  # sums, both, events
+            report = await usage_query.query(session, range_)
+            assert report.totals.requests == len(set(batches.split())) + (status == "error")
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,15 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
+import aiohttp
 import httpx
+import orjson
 import pytest
 
 from api_server import ADMIN_KEY, connect, eventually
@@ -15,10 +19,15 @@ from fake_cluster import FakeCluster, FakeGateway
 from raw_http import head_of
 from registry_samples import facts, publish_version
 from scripted_replica import LAST_CHUNK, SSE_HEAD, Got, Script, ScriptedReplica, chunk, framed, json_answer, scripted
+from weft.adapters.blobs.local import CORRUPT
 from weft.errors import CapacityError
+from weft.registry.records import UsageQuery
+from weft.server.cluster import gateway as gateways
 from weft.server.cluster import links
 from weft.server.cluster.forwarding import MAX_TRIES
 from weft.server.cluster.router import Router
+from weft.server.errors import error_body
+from weft.server.http.json_body import json_bytes
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"
@@ -26,6 +35,7 @@ ASK = {"model": "demo", "prompt": "x"}
 STREAM = {**ASK, "stream": True}
 PLAIN = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 NEVER = 3600
+EVER = UsageQuery(start=datetime(2000, 1, 1, tzinfo=UTC), end=datetime(2100, 1, 1, tzinfo=UTC))
 
 
 def event(number: int) -> bytes:
@@ -85,6 +95,11 @@ async def client(cluster: FakeCluster, gateway: FakeGateway) -> AsyncIterator[ht
         yield opened
 
 
+async def num_requests(cluster: FakeCluster) -> int:
+    """How many requests usage has."""
+    return (await cluster.registry.usage.query(EVER)).totals.requests
+
+
 def error_of(text: str) -> Any:
     """The last event, which is an error."""
     return json.loads(text.rstrip().rsplit("data: ", 1)[1])
@@ -100,8 +115,28 @@ async def test_a_replica_that_dies_before_the_client_sees_anything_is_replaced(
         assert (answer.status_code, answer.content) == (200, TEXT)
         assert [len(each.got) for each in replicas.values()] == [1, 1]
         assert len({got.body for got in asked(replicas)}) == 1
-        assert len(ledger_ids(*replicas.values())) == 1, "whatever both write of it counts once"
+        first, second = sorted(ledger_ids(*replicas.values()))
     assert await gateway.counts() == {"retries": 1, "lost_answers": 0}
+    (lost,) = await cluster.events(gateway.registry)
+    assert lost.id == first != second, "whatever the lost replica writes counts nothing"
+    assert (lost.status, lost.prompt_tokens, lost.completion_tokens) == ("retried", 0, 0)
+    assert await num_requests(cluster) == 0, "the replica that answers records the request"
+
+
+async def test_a_replica_that_is_never_reached_has_nothing_to_bill(
+    cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post, names = aiohttp.ClientSession.post, list[str]()
+
+    def refuse_first(session: aiohttp.ClientSession, url: Any, **options: Any) -> Any:
+        names.append(str(url))
+        return post(session, "http://127.0.0.1:1" if len(names) == 1 else url, **options)
+
+    monkeypatch.setattr(aiohttp.ClientSession, "post", refuse_first)
+    async with scripted(cluster, says(GOOD), "one", "two") as replicas:
+        await gateway.sees(one="ready", two="ready")
+        assert (await client.post(COMPLETIONS, json=STREAM)).content == TEXT
+        assert (len(names), len(asked(replicas))) == (2, 1)
     assert await cluster.events(gateway.registry) == []
 
 
@@ -152,9 +187,11 @@ async def test_a_request_whose_replicas_are_all_lost_is_an_error_that_costs_noth
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "replica_lost")
         assert answer.headers["retry-after"] == "1"
         assert [len(each.got) for each in replicas.values()].count(1) == len(asked(replicas)) == MAX_TRIES
-        (billed,) = await cluster.events(gateway.registry)
-        assert {billed.id} == ledger_ids(*replicas.values())
-    assert (billed.status, billed.prompt_tokens, billed.completion_tokens) == ("error", 0, 0)
+        billed = await cluster.events(gateway.registry)
+        assert sorted(each.id for each in billed) == sorted(ledger_ids(*replicas.values()))
+    assert sorted(each.status for each in billed) == ["error", *["retried"] * (MAX_TRIES - 1)]
+    assert {(each.prompt_tokens, each.completion_tokens) for each in billed} == {(0, 0)}
+    assert await num_requests(cluster) == 1
 
 
 async def test_the_budget_of_retries_is_kept(
@@ -175,6 +212,44 @@ async def test_a_refusal_for_now_makes_another_replica_answer(
         await gateway.sees(one="ready", two="ready")
         assert (await client.post(COMPLETIONS, json=STREAM)).content == TEXT
         assert len(asked(replicas)) == 2
+
+
+@pytest.mark.parametrize("code", ["adapter_load_failed", "adapter_blob_missing", CORRUPT, "db.unavailable"])
+async def test_a_refusal_that_all_replicas_would_repeat_is_final(
+    cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient, code: str
+) -> None:
+    body = orjson.dumps(error_body(CapacityError("Not now.", code=code)))
+    async with scripted(cluster, says(json_answer(503, body), GOOD), "one", "two") as replicas:
+        await gateway.sees(one="ready", two="ready")
+        answer = await client.post(COMPLETIONS, json=STREAM)
+        assert (answer.status_code, answer.content, len(asked(replicas))) == (503, body, 1)
+    assert await gateway.counts() == {"retries": 0, "lost_answers": 0}
+
+
+async def test_a_body_is_not_kept_while_its_answer_streams(
+    cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies = list[bytes]()
+    is_seen = asyncio.Event()
+
+    async def kept(*args: Any) -> bytes:
+        bodies.append(await json_bytes(*args))
+        return bodies[0]
+
+    async def wait(_: Got, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(SSE_HEAD + FRAMES[0])
+        await is_seen.wait()
+        writer.write(FRAMES[1] + FRAMES[2] + framed(DONE, 7, 2, 3) + LAST_CHUNK)
+
+    monkeypatch.setattr(gateways, "json_bytes", kept)
+    async with scripted(cluster, wait, "one"):
+        await gateway.sees(one="ready")
+        async with client.stream("POST", COMPLETIONS, json={**STREAM, "user": "x" * (1 << 16)}) as answer:
+            pieces = answer.aiter_bytes()
+            assert await anext(pieces) == event(1)
+            await eventually(lambda: sys.getrefcount(bodies[0]) == 2)  # the list's, and the argument
+            is_seen.set()
+            assert event(1) + b"".join([piece async for piece in pieces]) == TEXT
 
 
 async def test_where_all_refuse_the_client_gets_a_refusal_as_it_came(
@@ -254,6 +329,31 @@ async def test_a_replica_that_hangs_is_given_up_when_its_reports_stop(
         assert error_of(answer.text)["error"]["code"] == "replica_lost"
     else:
         assert answer.content == TEXT
+
+
+async def test_what_a_drained_replica_has_sent_still_reaches_its_client(
+    cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient
+) -> None:
+    """Its end is no loss: bytes are still on their way to a client that reads slowly."""
+    is_over = asyncio.Event()
+
+    async def on_its_way(_: Got, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(SSE_HEAD + FRAMES[0])
+        await is_over.wait()
+        writer.write(GOOD[len(SSE_HEAD + FRAMES[0]) :])
+
+    async with scripted(cluster, on_its_way, "one") as replicas:
+        await gateway.sees(one="ready")
+        async with client.stream("POST", COMPLETIONS, json=STREAM) as answer:
+            pieces = answer.aiter_bytes()
+            assert await anext(pieces) == event(1)
+            replicas["one"].state = "draining"
+            await gateway.sees(one="draining")
+            replicas["one"].ends_reports = True
+            await gateway.sees()
+            is_over.set()
+            assert event(1) + b"".join([piece async for piece in pieces]) == TEXT
+    assert await gateway.counts() == {"retries": 0, "lost_answers": 0}
 
 
 @pytest.mark.parametrize("sent", [b"", SSE_HEAD + FRAMES[0]])
@@ -366,6 +466,8 @@ async def test_a_gateway_that_drains_refuses_what_is_new_and_ends_streams_at_its
             rest = b"".join([piece async for piece in pieces])
         assert error_of(rest.decode())["error"]["code"] == "server.draining"
         assert await draining == 1
+    (billed,) = await cluster.events(gateway.registry)
+    assert (billed.status, billed.prompt_tokens, billed.completion_tokens) == ("error", 7, 1), "what the client got"
 
 
 async def test_a_gateway_that_drains_finishes_what_runs(
@@ -494,6 +596,23 @@ async def test_an_admin_acts_for_a_tenant(cluster: FakeCluster, gateway: FakeGat
     (billed,) = await cluster.events(gateway.registry)
     assert (billed.tenant, billed.key_id) == (("acme" if query else None), None)
     assert billed.adapter_digest == version.digest
+
+
+async def test_without_authentication_requests_are_routed_and_billed_as_the_default_tenants(
+    cluster: FakeCluster,
+) -> None:
+    tenant = await cluster.registry.tenants.create_tenant("default")
+    _, version, _ = await publish_version(cluster.registry, tenant.id, "sql", facts("weights"))
+    gateway = await cluster.gateway("open", auth="off")
+    broken = SSE_HEAD + FRAMES[0]
+    async with scripted(cluster, says(*[GOOD] * 8, broken), "one", "two") as replicas, gateway.client(None) as client:
+        await gateway.sees(one="ready", two="ready")
+        for number in range(9):
+            await client.post(COMPLETIONS, json={**STREAM, "model": "sql", "prompt": f"{number}"})
+        assert sorted(len(each.got) for each in replicas.values()) == [0, 9]
+    (billed,) = await cluster.events(gateway.registry)
+    assert (billed.tenant_id, billed.tenant) == (tenant.id, "default")
+    assert (billed.adapter, billed.adapter_digest, billed.key_id) == ("sql", version.digest, None)
 
 
 async def test_usage_that_cannot_be_recorded_still_ends_the_stream_with_its_error(

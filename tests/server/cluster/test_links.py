@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -188,11 +188,79 @@ async def test_what_is_known_goes_on_while_the_database_is_away_and_after_a_row_
         await links.close()
 
 
+@pytest.mark.parametrize(("state", "cut"), [("draining", []), ("ready", ["one"]), ("down", ["one"])])
+async def test_reports_that_end_are_a_loss_unless_the_replica_has_drained(
+    cluster: FakeCluster, state: str, cut: list[str]
+) -> None:
+    router, cuts = Router(time.monotonic), list[str]()
+    links = Links(cluster.registry.servers, router, cluster_token(cluster.registry.key_ring))
+    async with scripted(cluster, idle, "one") as replicas:
+        await links.start()
+        await _until(lambda: _ready(router))
+        replicas["one"].state = state
+        await _until(lambda: links.reports["one"].state == state)
+        with links.using("one", lambda: cuts.append("one")):
+            replicas["one"].ends_reports = True
+            await _until(lambda: "one" not in links.reports)
+        assert (_ready(router), cuts) == (set(), cut)
+        await links.close()
+
+
+async def test_a_gateway_that_stood_still_loses_no_replica_but_one_that_is_silent(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is stopped, or swapped out: its timers are due before it reads what came meanwhile."""
+    monkeypatch.setattr(links_module, "SILENT_S", 0.5)
+    router, cuts = Router(time.monotonic), list[str]()
+    links = Links(cluster.registry.servers, router, cluster_token(cluster.registry.key_ring))
+    async with scripted(cluster, idle, "one", "two") as replicas:
+        await links.start()
+        await _until(lambda: _ready(router) == {"one", "two"})
+        with links.using("one", lambda: cuts.append("one")), links.using("two", lambda: cuts.append("two")):
+            for _ in range(3):
+                time.sleep(1.0)  # noqa: ASYNC251 - all stands still
+                await asyncio.sleep(0.1)
+            assert cuts == []
+            replicas["two"].is_silent = True
+            await _until(lambda: cuts)
+            assert cuts == ["two"]
+        assert _ready(router) == {"one"}
+        await links.close()
+
+
+@pytest.mark.parametrize("trouble", ["replica_refuses", "replica_not_reached"])
+async def test_a_replica_that_is_not_reached_is_logged_at_once_and_then_at_times(
+    cluster: FakeCluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    router, printed, tries = Router(time.monotonic), "", 0
+    links = Links(cluster.registry.servers, router, cluster_token(cluster.registry.key_ring))
+    stranger, get = ScriptedReplica("stranger", "another token", idle), links.session.get
+    facts = {"url": "http://127.0.0.1:1"} if trouble == "replica_not_reached" else {}
+    await stranger.start(cluster.registry, **facts)
+
+    def count(*args: Any, **options: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        return get(*args, **options)
+
+    monkeypatch.setattr(links.session, "get", count)
+    await links.start()
+    await _until(lambda: tries > 5)
+    printed += capsys.readouterr().out
+    assert [line for line in printed.splitlines() if trouble in line and "hint" in line] == printed.splitlines()
+    assert printed.count(trouble) == 1
+    monkeypatch.setattr(links_module, "TROUBLE_S", 0.0)
+    await _until(lambda: tries > 10)
+    assert capsys.readouterr().out.count(trouble) > 1
+    await links.close()
+    stranger.die()
+
+
 async def test_a_report_that_is_no_report_counts_as_lost(cluster: FakeCluster, gateway: FakeGateway) -> None:
     async with scripted(cluster, idle, "one") as replicas:
         await gateway.sees(one="ready")
         replicas["one"].state = "unheard of"
+        assert (await gateway.servers())["one"]["state"] == "lost"
         await gateway.sees()
         replicas["one"].state = "ready"
         await gateway.sees(one="ready")
-        assert replace(replicas["one"].row()).name == "one"

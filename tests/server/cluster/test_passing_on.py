@@ -319,12 +319,35 @@ async def test_an_answer_that_breaks_is_billed_once_whoever_writes_first(
             await registry.usage.flush()
         events = await cluster.events(gateway.registry)
         assert len(events) == (1 if is_gateway_first else 2)
-        if is_gateway_first:
-            assert (events[-1].status, events[-1].completion_tokens) == ("error", got)
-        else:
-            assert events[-1].status == "aborted"
-            assert events[-1].completion_tokens >= got
+        assert (events[-1].status, events[-1].completion_tokens) == ("error", got)
         await gateway.sees(one="ready")
+
+
+@pytest.mark.parametrize("is_gateway_first", [True, False])
+async def test_an_answer_after_a_broken_connection_is_billed_alone_and_once(
+    cluster: FakeCluster, gateway: FakeGateway, replica: FakeReplica, client: httpx.AsyncClient, is_gateway_first: bool
+) -> None:
+    """The replica that was asked first lives on, and bills what it has computed as if its client had left."""
+    both = [replica, await cluster.replica("two", max_body_bytes=LIMIT)]
+    await gateway.sees(one="ready", two="ready")
+    for each in both:
+        each.api.engine.token_s = 0.02
+    asking = asyncio.create_task(client.post(COMPLETIONS, json={**ASK, "max_tokens": 50, "ignore_eos": True}))
+    await eventually(lambda: any(len(each.api.engine.requests) for each in both))
+    first = next(each for each in both if each.api.engine.requests)
+    await asyncio.sleep(0.3)
+    first.http.drop()
+    answer = await asking
+    assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 50)
+    await eventually(lambda: not first.api.services.drain.num_running)
+    order = [gateway.registry, first.api.services.registry]
+    for registry in order if is_gateway_first else reversed(order):
+        await registry.usage.flush()
+    events = await cluster.events(gateway.registry)
+    assert sorted((event.status, event.completion_tokens) for event in events) == [("length", 50), ("retried", 0)]
+    assert sum(event.prompt_tokens for event in events) == answer.json()["usage"]["prompt_tokens"]
+    usage = (await client.get("/v1/usage")).json()["totals"]
+    assert (usage["requests"], usage["completion_tokens"]) == (1, 50)
 
 
 async def test_a_client_that_leaves_is_billed_by_the_replica(
@@ -421,6 +444,19 @@ async def test_internal_headers_of_clients_mean_nothing_to_replicas(
     (billed,) = await cluster.events()
     assert billed.id != "use_" + "0" * 30
     assert replica.api.engine.requests[0].flow.weight == 1.0
+
+
+@pytest.mark.parametrize("path", ["/internal/state", "/internal%2Fstate", "/%69nternal/state?x=1", "/internal/x"])
+@pytest.mark.parametrize("who", ["a tenant", "an admin"])
+async def test_what_replicas_tell_gateways_is_told_to_nobody_else(
+    gateway: FakeGateway, replica: FakeReplica, key: str, path: str, who: str
+) -> None:
+    line = f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    head = f"{line}authorization: Bearer {key if who == 'a tenant' else ADMIN_KEY}\r\n\r\n".encode()
+    answers = [await said(each.url, [head]) for each in (gateway, replica)]
+    assert [answer.split()[1] for answer in answers] == [b"404", b"404"]
+    assert [b"boot_id" in answer for answer in answers] == [False, False]
+    assert [answer.count(b'"code":"not_found"') for answer in answers] == [1, 1]
 
 
 async def test_without_authentication_requests_count_for_the_default_tenant(cluster: FakeCluster) -> None:

@@ -50,6 +50,10 @@ class Membership:
 
     async def _announce(self) -> None:
         try:
-            await self._servers.announce(self.server)
+            before = await self._servers.announce(self.server)
         except CapacityError:
             log.warning("beat_failed", name=self.server.name)  # gateways keep what they know
+            return
+        if before not in (None, self.server.boot_id):
+            hint = "Give each server an empty data folder of its own (--data-dir), not a copy of another one's."
+            log.error("another_server_has_this_name", name=self.server.name, boot_id=before, hint=hint)

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
+from api_server import eventually
 from fake_cluster import FakeCluster
 from registry_samples import server_sample
 from weft.errors import CapacityError
@@ -59,6 +62,20 @@ async def test_beats_outlive_an_outage_of_the_database(cluster: FakeCluster, mon
         patch.setattr(servers, "leave", away)
         await member.stop()  # its row ages
     assert await servers.listed() == [OWN]
+
+
+async def test_two_servers_with_one_name_say_so(cluster: FakeCluster) -> None:
+    one, other = (Membership(cluster.registry.servers, replace(OWN, boot_id=boot_id)) for boot_id in ("one", "other"))
+    with capture_logs() as logs:
+        await one.start()
+        await asyncio.sleep(0.1)
+        assert logs == []
+        await other.start()
+        await eventually(lambda: {log["boot_id"] for log in logs} == {"one", "other"})
+        assert {log["event"] for log in logs} == {"another_server_has_this_name"}
+        assert "data folder" in logs[0]["hint"]
+    for each in (other, one):
+        await each.stop()
 
 
 async def test_a_start_without_a_database_fails(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:

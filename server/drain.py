@@ -60,6 +60,8 @@ class Drain:
     """Counts running work, and ends it in order. Thread: the event loop's."""
 
     def __init__(self) -> None:
+        self.is_near = False
+        """Load balancers are to choose others: /ready says no, but work is still taken."""
         self.is_draining = False
         self.began = asyncio.Event()
         """Set with `is_draining`, for work that ends at once instead of running on."""
@@ -73,13 +75,13 @@ class Drain:
         """How many registered pieces of work are running."""
         return len(self._running)
 
-    def check(self) -> None:
-        """Return if new work may start.
+    def check(self, *, or_near: bool = False) -> None:
+        """Return if new work may start; with `or_near`, only if it may go on to.
 
         Raises:
             DrainingError: The server is shutting down.
         """
-        if self.is_draining:
+        if self.is_draining or (or_near and self.is_near):
             raise _refusal()
 
     @contextmanager
@@ -131,9 +133,11 @@ class Drain:
 async def first_of(seconds: float, *events: asyncio.Event) -> None:
     """Wait for one of the events, for at most so many seconds."""
     waits = [asyncio.ensure_future(event.wait()) for event in events]
-    await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
+    try:
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 def _refusal() -> DrainingError:

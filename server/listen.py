@@ -80,8 +80,9 @@ class Shutdown:
         self.server: ApiServer | None = None
         """The server that is ended when asked; None before it listens."""
         self.before_drain: Callable[[], Awaitable[None]] | None = None
-        """Called once before new work is refused."""
+        """Called once before new work is refused. The server drains also when it fails, or a second signal ends it."""
         self._draining: asyncio.Task[None] | None = None
+        self._noticing: asyncio.Future[None] | None = None
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.ask)
@@ -96,12 +97,18 @@ class Shutdown:
             self._draining = asyncio.ensure_future(self._drain_then_exit(self.server))
         elif self.num_asked == 2:
             self.drain.hurry()
+            if self._noticing is not None:
+                self._noticing.cancel()
         else:
             self.server.should_exit = self.server.force_exit = True
 
     async def _drain_then_exit(self, server: ApiServer) -> None:
+        self.drain.is_near = True
         if self.before_drain is not None:
-            await self.before_drain()
+            self._noticing = asyncio.ensure_future(self.before_drain())
+            (error,) = await asyncio.gather(self._noticing, return_exceptions=True)
+            if isinstance(error, Exception):
+                log.error("notice_failed", exc_info=error)
         log.info("draining", running=self.drain.num_running, limit_s=self._drain_s)
         num_cut = await self.drain.drain(self._drain_s)
         log.info("drained", cut=num_cut)

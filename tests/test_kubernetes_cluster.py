@@ -18,6 +18,7 @@ from gateway_schemas import RAY_SERVICE
 from system_tools import require_module
 from weft.config import GatewayConfig
 from weft.server.cluster.launch.up import SECRETS
+from weft.server.cluster.membership import GATEWAY_NOTICE_S
 from weft.server.drain import SETTLE_S
 from weft.server.listen import STOP_S
 from weft.server.settings import load_config
@@ -161,7 +162,9 @@ def test_requests_have_their_time_to_finish() -> None:
     drain_s = load_config({}, {"WEFT_MODEL__PATH": "x"}).server.drain_s
     worker = ray_templates(render("kuberay")["RayService", "weft"])["worker"]["spec"]
     for spec in (pod("weft-gateway"), pod("weft-replica"), worker):
-        assert spec["terminationGracePeriodSeconds"] > drain_s + SETTLE_S + STOP_S + 10  # the engine ends after that
+        assert (
+            spec["terminationGracePeriodSeconds"] > drain_s + GATEWAY_NOTICE_S + SETTLE_S + STOP_S + 10
+        )  # for the engine
 
 
 def test_gateways_are_probed_without_replicas_and_replicas_have_time_to_load() -> None:

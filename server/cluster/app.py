@@ -80,7 +80,7 @@ class OwnRoutes:
         return _json({"status": "ok"})
 
     async def _ready(self, _: Request) -> Response:
-        self._gateway.drain.check()
+        self._gateway.drain.check(or_near=True)
         if not any(report.state == "ready" for report in self._gateway.links.reports.values()):
             raise no_replica()
         return _json({"status": "ready"})

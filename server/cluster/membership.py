@@ -10,11 +10,14 @@ import structlog
 from weft.errors import CapacityError
 from weft.registry.servers import BEAT_S, Server, Servers
 from weft.server.cluster.wire import REPORT_S
+from weft.server.drain import first_of
 from weft.server.threads import cancel_all
 
 log = structlog.get_logger("weft.server")
 NOTICE_S = 4 * REPORT_S
 """Seconds between saying that a replica drains and refusing requests: gateways choose others meanwhile."""
+GATEWAY_NOTICE_S = 3.0
+"""The same for a gateway: load balancers ask for /ready less often."""
 
 
 class Membership:
@@ -24,6 +27,7 @@ class Membership:
         self.server = server
         self._servers = servers
         self._beating: asyncio.Task[None] | None = None
+        self._has_changed = asyncio.Event()
 
     async def start(self) -> None:
         """List the server; raises CapacityError if the database cannot answer."""
@@ -31,9 +35,10 @@ class Membership:
         self._beating = asyncio.create_task(self._beat(), name="weft-beat")
 
     async def drain(self) -> None:
-        """Say that this server takes no new requests soon, and wait until gateways know."""
+        """Say that this server takes no new requests soon, and give others the time to notice."""
         self.server = replace(self.server, state="draining")
-        await asyncio.gather(self._announce(), asyncio.sleep(NOTICE_S))
+        self._has_changed.set()
+        await asyncio.sleep(GATEWAY_NOTICE_S if self.server.role == "gateway" else NOTICE_S)
 
     async def stop(self) -> None:
         """Take the server off the list."""
@@ -45,7 +50,8 @@ class Membership:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(BEAT_S)
+            await first_of(BEAT_S, self._has_changed)
+            self._has_changed.clear()
             await self._announce()
 
     async def _announce(self) -> None:

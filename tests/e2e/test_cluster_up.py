@@ -77,7 +77,10 @@ def test_sigterm_lets_streams_end_and_drains_the_gateway_before_the_replicas(tmp
         cluster.tenant("acme")
         reader.start()
         assert started.wait(60)
-        assert cluster.stop() == 0
+        cluster.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: cluster.admin.get("/ready").status_code == 503)
+        assert ask(cluster)  # a load balancer may not have noticed yet
+        assert cluster.process.wait(60) == 0
         reader.join()
         assert "data: [DONE]" in lines
         log = cluster.log.read_text()

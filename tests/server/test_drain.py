@@ -5,9 +5,10 @@ import asyncio
 import pytest
 
 from api_adapters import upload
-from api_server import Api, Client
+from api_server import Api, Client, eventually
 from weft.errors import DrainingError
 from weft.server.drain import Drain
+from weft.server.listen import ApiServer, Shutdown
 
 pytestmark = pytest.mark.anyio
 
@@ -30,6 +31,29 @@ async def test_work_is_cut_at_once_if_somebody_hurries() -> None:
         drain.hurry()
         await asyncio.wait_for(ended.wait(), 25)
     assert await draining == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a defect"), None])
+async def test_a_signal_ends_a_server_whose_notice_fails_or_is_cut_short(error: Exception | None) -> None:
+    shutdown, began = Shutdown(1_000_000), asyncio.Event()
+    shutdown.server = ApiServer(None)
+
+    async def before_drain() -> None:
+        began.set()
+        shutdown.drain.check()
+        with pytest.raises(DrainingError):
+            shutdown.drain.check(or_near=True)
+        if error is not None:
+            raise error
+        await asyncio.Event().wait()
+
+    shutdown.before_drain = before_drain
+    shutdown.ask()
+    await began.wait()
+    if error is None:
+        shutdown.ask()
+    await eventually(lambda: shutdown.server is not None and shutdown.server.should_exit)
+    assert shutdown.drain.is_draining
 
 
 async def test_an_upload_while_draining_is_refused_unread_with_a_time(api: Api, acme: Client) -> None:

@@ -30,11 +30,29 @@ async def test_a_server_is_listed_from_start_to_stop(cluster: FakeCluster) -> No
     await member.start()
     assert await servers.listed() == [OWN]
     await member.drain()
-    assert [each.state for each in await servers.listed()] == ["draining"]
     await asyncio.sleep(0.1)
-    assert [each.state for each in await servers.listed()] == ["draining"], "later beats say so too"
+    assert [each.state for each in await servers.listed()] == ["draining"]
     await member.stop()
     assert await servers.listed() == []
+
+
+async def test_a_drain_is_told_at_once_and_waits_for_no_database(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "BEAT_S", 1_000_000.0)
+    told: asyncio.Queue[str] = asyncio.Queue()
+    member = Membership(cluster.registry.servers, OWN)
+    await member.start()
+
+    async def hang(server: Server) -> None:
+        told.put_nowait(server.state)
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster.registry.servers, "announce", hang)
+        await member.drain()
+        assert await asyncio.wait_for(told.get(), 60) == "draining"
+    await member.stop()
 
 
 async def test_beats_outlive_an_outage_of_the_database(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:

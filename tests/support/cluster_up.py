@@ -77,6 +77,7 @@ def cluster_up(root: Path, *arguments: str, **environment: str) -> Iterator[Clus
         match = announced()
         assert match is not None
         running = ClusterUp(url=match[1], process=process, data_dir=data_dir, log=log)
+        assert running.admin.get("/ready").status_code == 200
         wait_until(lambda: running.num_replicas() == 2)
         yield running
         running.api.close()

@@ -105,13 +105,12 @@ class LimitLeases:
         Raises:
             CapacityError: The database cannot answer; code db.unavailable.
         """
-        lease = LimitLeaseRow
         async with self._database.write() as session:
             if not is_billed:
                 kept = {"owner": f"{self._owner}/{token_hex(4)}", "until": await self._clock(session) + HELD_US}
-                months = update(lease).where(lease.owner == self._owner, lease.kind == "tokens_per_month")
+                months = update(LimitLeaseRow).filter_by(owner=self._owner, kind="tokens_per_month")
                 await session.execute(months.values(kept))
-            await session.execute(delete(lease).where(lease.owner == self._owner))
+            await session.execute(delete(LimitLeaseRow).where(LimitLeaseRow.owner == self._owner))
 
     async def exchange(self, asks: Sequence[LeaseAsk], grace_us: int = 0) -> list[LeaseAnswer]:
         """Give back and take, in one transaction.

@@ -113,8 +113,13 @@ class Drain:
         with self.running(exchange.cut), exchange.running():
             yield
 
-    async def drain(self, limit_s: float) -> int:
-        """Refuse new work, wait up to `limit_s` seconds for what runs, then cut it; returns how many were cut."""
+    async def drain(self, limit_s: float, notice_s: float = 0.0) -> int:
+        """Refuse new work, wait up to `limit_s` seconds for what runs, then cut it; returns how many were cut.
+
+        Before that, go on for `notice_s` seconds, unless somebody hurries.
+        """
+        self.is_near = True
+        await first_of(notice_s, self._hurry)
         self.is_draining = True
         self.began.set()
         await first_of(limit_s, self._idle, self._hurry)

@@ -79,10 +79,9 @@ class Shutdown:
         self._drain_s = drain_s
         self.server: ApiServer | None = None
         """The server that is ended when asked; None before it listens."""
-        self.before_drain: Callable[[], Awaitable[None]] | None = None
-        """Called once before new work is refused. The server drains also when it fails, or a second signal ends it."""
+        self.before_drain: Callable[[], float] = lambda: 0.0
+        """Tells others that the server drains; returns how many seconds they need to notice."""
         self._draining: asyncio.Task[None] | None = None
-        self._noticing: asyncio.Future[None] | None = None
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.ask)
@@ -97,20 +96,13 @@ class Shutdown:
             self._draining = asyncio.ensure_future(self._drain_then_exit(self.server))
         elif self.num_asked == 2:
             self.drain.hurry()
-            if self._noticing is not None:
-                self._noticing.cancel()
         else:
             self.server.should_exit = self.server.force_exit = True
 
     async def _drain_then_exit(self, server: ApiServer) -> None:
-        self.drain.is_near = True
-        if self.before_drain is not None:
-            self._noticing = asyncio.ensure_future(self.before_drain())
-            (error,) = await asyncio.gather(self._noticing, return_exceptions=True)
-            if isinstance(error, Exception):
-                log.error("notice_failed", exc_info=error)
-        log.info("draining", running=self.drain.num_running, limit_s=self._drain_s)
-        num_cut = await self.drain.drain(self._drain_s)
+        notice_s = self.before_drain()
+        log.info("draining", running=self.drain.num_running, notice_s=notice_s, limit_s=self._drain_s)
+        num_cut = await self.drain.drain(self._drain_s, notice_s)
         log.info("drained", cut=num_cut)
         server.should_exit = True
 

@@ -14,10 +14,9 @@ from weft.server.drain import first_of
 from weft.server.threads import cancel_all
 
 log = structlog.get_logger("weft.server")
-NOTICE_S = 4 * REPORT_S
-"""Seconds between saying that a replica drains and refusing requests: gateways choose others meanwhile."""
-GATEWAY_NOTICE_S = 3.0
-"""The same for a gateway: load balancers ask for /ready less often."""
+NOTICE_S = {"replica": 4 * REPORT_S, "gateway": 3.0}
+"""Seconds between saying that a server drains and refusing requests. Meanwhile gateways choose other replicas, and load
+balancers, which ask for /ready less often, choose other gateways."""
 
 
 class Membership:
@@ -34,11 +33,11 @@ class Membership:
         await self._servers.announce(self.server)
         self._beating = asyncio.create_task(self._beat(), name="weft-beat")
 
-    async def drain(self) -> None:
-        """Say that this server takes no new requests soon, and give others the time to notice."""
+    def drain(self) -> float:
+        """Say that this server takes no new requests soon; returns how many seconds others need to notice."""
         self.server = replace(self.server, state="draining")
         self._has_changed.set()
-        await asyncio.sleep(GATEWAY_NOTICE_S if self.server.role == "gateway" else NOTICE_S)
+        return NOTICE_S[self.server.role]
 
     async def stop(self) -> None:
         """Take the server off the list."""
@@ -61,5 +60,5 @@ class Membership:
             log.warning("beat_failed", name=self.server.name)  # gateways keep what they know
             return
         if before not in (None, self.server.boot_id):
-            hint = "Give each server an empty data folder of its own (--data-dir), not a copy of another one's."
-            log.error("another_server_has_this_name", name=self.server.name, boot_id=before, hint=hint)
+            hint = "Give each server its own data folder (--data-dir), not a copy."
+            log.error("server_name_taken", name=self.server.name, boot_id=before, hint=hint)

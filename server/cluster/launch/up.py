@@ -39,8 +39,6 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
 """Seconds until a child that died is started again; they double with each death."""
 STEADY_S = 60.0
 """The delay is the first one again for a child that lived for so long."""
-READY_S = 0.05
-"""Seconds between two looks at whether a gateway that starts has a replica."""
 SLACK_S = 60.0
 """Seconds above `server.drain_s` after which a child that does not end is killed."""
 RAY_DEFAULTS = {
@@ -134,7 +132,7 @@ async def _announce_ready(url: str, announce: Announce) -> None:
         while not is_ready:
             with suppress(httpx.TransportError):
                 is_ready = (await client.get(f"{url}/ready")).is_success
-            await asyncio.sleep(READY_S)
+            await asyncio.sleep(0.05)
     announce(f"weft: listening on {url}")
 
 

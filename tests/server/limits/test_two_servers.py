@@ -188,9 +188,9 @@ async def test_a_month_holds_when_a_server_is_killed_and_starts_again(tmp_path: 
         return now_us
 
     async def got(leases: limit_leases.LimitLeases, tokens: int) -> int:
-        ask = {"kind": "tokens_per_month", "limit": 1000, "held": 0, "spare": 0, "back": 0, "returns": ()}
-        asked = limit_leases.LeaseAsk(holder_id="ten_acme", needs=[tokens], growth=0, ahead=0, **ask)  # type: ignore[arg-type]
-        return (await leases.exchange([asked]))[0].granted
+        ask = dict.fromkeys(limit_leases.LeaseAsk.__dataclass_fields__, 0) | {"limit": 1000}
+        ask |= {"holder_id": "ten_acme", "kind": "tokens_per_month", "needs": [tokens], "returns": ()}  # type: ignore[dict-item]
+        return (await leases.exchange([limit_leases.LeaseAsk(**ask)]))[0].granted  # type: ignore[arg-type]
 
     async with AsyncExitStack() as stack:
 

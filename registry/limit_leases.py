@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from secrets import token_hex
 from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import FromClause, delete, func, select, text
+from sqlalchemy import FromClause, delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from weft.registry.db.clock import MINUTE_US, from_micros, month_after, month_of, to_micros
-from weft.registry.db.database import Database, insert_into
+from weft.registry.db.database import Database, database_us, insert_into
 from weft.registry.db.models import LimitBucketRow, LimitLeaseRow, UsageMonthRow
 
 Kind = Literal["requests_per_minute", "concurrent_requests", "tokens_per_minute", "tokens_per_month"]
@@ -36,15 +37,6 @@ AHEAD_SHARE = 8
 """For later requests a server gets at most this part of what is left: the rest is for other servers."""
 KEPT_US = 10 * MINUTE_US
 """Rows that say nothing any more are deleted after so long."""
-_CLOCKS = {
-    "sqlite": "SELECT CAST((julianday('now') - 2440587.5) * 86400000000 AS INTEGER)",
-    "postgresql": "SELECT CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS BIGINT)",
-}
-
-
-async def database_us(session: AsyncSession) -> int:
-    """Microseconds since 1970 on the database's clock."""
-    return int(await session.scalar(text(_CLOCKS[session.get_bind().dialect.name])) or 0)
 
 
 class LeaseAnswer(NamedTuple):
@@ -101,13 +93,21 @@ class LimitLeases:
         self.is_in_doubt = False
         """Whether an exchange that failed may have happened all the same."""
 
-    async def forget(self) -> None:
-        """Delete this server's leases: nothing of it runs. What it used of a month is in the ledger.
+    async def forget(self, *, is_billed: bool) -> None:
+        """Delete this server's leases: nothing of it runs.
+
+        Args:
+            is_billed: Whether the ledger has all that it used of a month. If not, what it held of months counts on for
+                a while under another name, so that this server's next leases do not replace it.
 
         Raises:
             CapacityError: The database cannot answer; code db.unavailable.
         """
         async with self._database.write() as session:
+            if not is_billed:
+                kept = {"owner": f"{self._owner}/{token_hex(4)}", "until": await self._clock(session) + HELD_US}
+                months = update(LimitLeaseRow).filter_by(owner=self._owner, kind="tokens_per_month")
+                await session.execute(months.values(kept))
             await session.execute(delete(LimitLeaseRow).where(LimitLeaseRow.owner == self._owner))
 
     async def exchange(self, asks: Sequence[LeaseAsk], grace_us: int = 0) -> list[LeaseAnswer]:

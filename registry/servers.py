@@ -1,7 +1,8 @@
 """The servers that share this registry: how each is reached, and in what state it is.
 
 A server writes its row when it takes requests, when its state changes, and every `BEAT_S` seconds. Whether it lives
-right now is not asked here: gateways stay connected to the replicas that they find here and see that themselves.
+right now is not asked here: gateways stay connected to the replicas that they find here and see that themselves. All
+times are by one clock, that of the database.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Literal
 from sqlalchemy import delete, select
 
 from weft.registry.cache import Transactions
-from weft.registry.db.database import insert_into
+from weft.registry.db.clock import from_micros
+from weft.registry.db.database import database_us, insert_into
 from weft.registry.db.models import ServerRow
 
 BEAT_S = 5.0
@@ -48,13 +50,16 @@ class Server:
 class Servers(Transactions):
     """The part of the registry that lists servers."""
 
-    async def announce(self, server: Server) -> None:
-        """Write a server's row, or say that it still is there."""
-        values = {**asdict(server), "seen_at": self.clock()}
+    async def announce(self, server: Server) -> str | None:
+        """Write a server's row, or say that it still is there; returns the boot id that the row had before."""
         async with self.database.write() as session:
+            now = from_micros(await database_us(session))
+            before = await session.scalar(select(ServerRow.boot_id).where(ServerRow.name == server.name))
+            values = {**asdict(server), "seen_at": now}
             row = insert_into(session, ServerRow).values(**values)
             await session.execute(row.on_conflict_do_update(index_elements=[ServerRow.name], set_=values))
-            await session.execute(delete(ServerRow).where(ServerRow.seen_at < self.clock() - 2 * GONE))
+            await session.execute(delete(ServerRow).where(ServerRow.seen_at < now - 2 * GONE))
+        return before
 
     async def leave(self, server: Server) -> None:
         """Delete the row of a server that ends, unless it was started again meanwhile."""
@@ -64,11 +69,13 @@ class Servers(Transactions):
 
     async def listed(self, role: Role | None = None) -> list[Server]:
         """The servers with a recent beat, by name."""
-        rows = select(ServerRow).where(ServerRow.seen_at >= self.clock() - GONE).order_by(ServerRow.name)
+        rows, fields = select(ServerRow).order_by(ServerRow.name), Server.__dataclass_fields__
         if role is not None:
             rows = rows.where(ServerRow.role == role)
-        fields = Server.__dataclass_fields__
-        return [Server(**{name: getattr(row, name) for name in fields}) for (row,) in await self.database.rows(rows)]
+        async with self.database.read() as session:
+            since = from_micros(await database_us(session)) - GONE
+            found = await session.scalars(rows.where(ServerRow.seen_at >= since))
+            return [Server(**{name: getattr(row, name) for name in fields}) for row in found]
 
 
 def server_name(data_dir: Path) -> str:

@@ -61,6 +61,8 @@ class Drain:
     """Counts running work, and ends it in order. Thread: the event loop's."""
 
     def __init__(self) -> None:
+        self.is_near = False
+        """Load balancers are to choose others: /ready says no, but work is still taken."""
         self.is_draining = False
         self.began = asyncio.Event()
         """Set with `is_draining`, for work that ends at once instead of running on."""
@@ -74,13 +76,13 @@ class Drain:
         """How many registered pieces of work are running."""
         return len(self._running)
 
-    def check(self) -> None:
-        """Return if new work may start.
+    def check(self, *, or_near: bool = False) -> None:
+        """Return if new work may start; with `or_near`, only if it may go on to.
 
         Raises:
             DrainingError: The server is shutting down.
         """
-        if self.is_draining:
+        if self.is_draining or (or_near and self.is_near):
             raise _refusal()
 
     @contextmanager
@@ -112,8 +114,13 @@ class Drain:
         with self.running(exchange.cut), exchange.running():
             yield
 
-    async def drain(self, limit_s: float) -> int:
-        """Refuse new work, wait up to `limit_s` seconds for what runs, then cut it; returns how many were cut."""
+    async def drain(self, limit_s: float, notice_s: float = 0.0) -> int:
+        """Refuse new work, wait up to `limit_s` seconds for what runs, then cut it; returns how many were cut.
+
+        Before that, go on for `notice_s` seconds, unless somebody hurries.
+        """
+        self.is_near = True
+        await first_of(notice_s, self._hurry)
         self.is_draining = True
         self.began.set()
         await first_of(limit_s, self._idle, self._hurry)
@@ -132,9 +139,11 @@ class Drain:
 async def first_of(seconds: float, *events: asyncio.Event) -> None:
     """Wait for one of the events, for at most so many seconds."""
     waits = [asyncio.ensure_future(event.wait()) for event in events]
-    await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
+    try:
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 def _refusal() -> DrainingError:

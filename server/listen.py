@@ -79,8 +79,8 @@ class Shutdown:
         self._drain_s = drain_s
         self.server: ApiServer | None = None
         """The server that is ended when asked; None before it listens."""
-        self.before_drain: Callable[[], Awaitable[None]] | None = None
-        """Called once before new work is refused."""
+        self.before_drain: Callable[[], float] = lambda: 0.0
+        """Tells others that the server drains; returns how many seconds they need to notice."""
         self._draining: asyncio.Task[None] | None = None
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -100,10 +100,9 @@ class Shutdown:
             self.server.should_exit = self.server.force_exit = True
 
     async def _drain_then_exit(self, server: ApiServer) -> None:
-        if self.before_drain is not None:
-            await self.before_drain()
-        log.info("draining", running=self.drain.num_running, limit_s=self._drain_s)
-        num_cut = await self.drain.drain(self._drain_s)
+        notice_s = self.before_drain()
+        log.info("draining", running=self.drain.num_running, notice_s=notice_s, limit_s=self._drain_s)
+        num_cut = await self.drain.drain(self._drain_s, notice_s)
         log.info("drained", cut=num_cut)
         server.should_exit = True
 

@@ -18,6 +18,7 @@ from gateway_schemas import RAY_SERVICE
 from system_tools import require_module
 from weft.config import GatewayConfig
 from weft.server.cluster.launch.up import SECRETS
+from weft.server.cluster.membership import NOTICE_S
 from weft.server.drain import SETTLE_S
 from weft.server.listen import STOP_S
 from weft.server.settings import load_config
@@ -107,10 +108,11 @@ def test_servers_start_with_settings_that_exist(role: str) -> None:
     assert container["args"] == ["serve", "--role", role]
     own = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
     given = {**settings(), **own, "WEFT_SERVER__ROLE": role}
+    given["WEFT_SERVER__ADVERTISED_URL"] = given["WEFT_SERVER__ADVERTISED_URL"].replace("$(POD_IP)", "10.0.0.7")
     config = load_config({}, {n: v for n, v in given.items() if n.startswith("WEFT_")})
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"http": config.server.port, "metrics": config.server.metrics_port}
-    assert config.server.advertised_url == f"http://$(POD_IP):{ports['http']}"
+    assert config.server.advertised_url == f"http://10.0.0.7:{ports['http']}"
     assert [entry["name"] for entry in container["env"]].index("POD_IP") == 0  # before what is made of it
     assert container["envFrom"] == [{"configMapRef": {"name": "weft"}}, {"secretRef": {"name": "weft"}}]
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
@@ -157,11 +159,37 @@ def test_everything_means_the_same_pods() -> None:
     assert found["StatefulSet", "weft-replica"]["spec"]["serviceName"] == "weft-replica"
 
 
+def test_clients_reach_gateways_alone_and_prometheus_all_metrics() -> None:
+    found = render("cluster")
+    pods = [found[of]["spec"]["template"] for of in (("Deployment", "weft-gateway"), ("StatefulSet", "weft-replica"))]
+    policies = [policy["spec"] for (kind, _), policy in found.items() if kind == "NetworkPolicy"]
+    rules = [
+        {
+            rule["ports"][0]["port"]: [peer["podSelector"]["matchLabels"] for peer in rule.get("from", ())]
+            for policy in policies
+            if policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+            for rule in policy["ingress"]
+        }
+        for pod in pods
+    ]
+    prometheus, gateway = {"app.kubernetes.io/name": "prometheus"}, {"app": "weft-gateway"}
+    assert gateway.items() <= pods[0]["metadata"]["labels"].items()
+    assert rules == [{"metrics": [prometheus], "http": []}, {"metrics": [prometheus], "http": [gateway]}]
+
+
+def test_the_form_of_addresses_that_settings_name_for_ipv6_is_good() -> None:
+    text = (FOLDER / "cluster" / "settings.yaml").read_text()
+    url = re.findall(r"http://\S+", text)[0].replace("$(POD_IP)", "fd00::7")
+    assert load_config({"server": {"host": "::", "role": "replica", "advertised_url": url}}, settings())
+
+
 def test_requests_have_their_time_to_finish() -> None:
     drain_s = load_config({}, {"WEFT_MODEL__PATH": "x"}).server.drain_s
     worker = ray_templates(render("kuberay")["RayService", "weft"])["worker"]["spec"]
     for spec in (pod("weft-gateway"), pod("weft-replica"), worker):
-        assert spec["terminationGracePeriodSeconds"] > drain_s + SETTLE_S + STOP_S + 10  # the engine ends after that
+        assert (
+            spec["terminationGracePeriodSeconds"] > drain_s + NOTICE_S["gateway"] + SETTLE_S + STOP_S + 10
+        )  # for the engine
 
 
 def test_gateways_are_probed_without_replicas_and_replicas_have_time_to_load() -> None:

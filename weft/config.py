@@ -40,6 +40,8 @@ _BLOB_URL = re.compile(
     r"|(?!\w[\w+.-]+:).+",  # a folder; what looks like another scheme is none
     re.ASCII,
 )
+_SERVER_URL = re.compile(r"https?://(?:\[([\da-f.]*:[\da-f:.]*)\]|([\w.-]+))(?::(\d{1,5}))?", re.ASCII | re.IGNORECASE)
+"""Groups: an IPv6 address, or else a name or an IPv4 address; a port."""
 
 
 def _require(ok: bool, setting: str, expected: str, got: object) -> None:
@@ -216,7 +218,7 @@ class ServerConfig:
     passes each to a replica, which computes it; docs/cluster.md says how."""
     advertised_url: str | None = None
     """Where gateways reach this replica, such as http://10.0.0.7:8000; when not set, at `server.host` and
-    `server.port`."""
+    `server.port`. A replica that listens at all addresses (0.0.0.0) needs it."""
     host: str = "127.0.0.1"
     """Address to bind."""
     port: int = 8000
@@ -251,8 +253,10 @@ class ServerConfig:
         _check_bounds("server", self, max_body_bytes=(1024, math.inf), max_upload_bytes=(1024, math.inf))
         _check_bounds("server", self, max_logprobs=(0, 100), max_stops=(1, 1024), drain_s=(0, math.inf))
         _check_choices("server", self, role=ServerRole, auth=Auth, metrics_aliases=MetricsAliases)
-        is_url = self.advertised_url is None or re.fullmatch(r"https?://[^/\s]+", self.advertised_url) is not None
-        _require(is_url, "server.advertised_url", "an address such as http://10.0.0.7:8000", self.advertised_url)
+        url, is_everywhere = self.advertised_url, self.host in ("0.0.0.0", "::")  # noqa: S104 - refused
+        is_own = _is_server_url(url) if url is not None else not (is_everywhere and self.role == "replica")
+        own = "set to this server's own address, such as http://10.0.0.7:8000 or http://[fd00::7]:8000"
+        _require(is_own, "server.advertised_url", own, url and re.sub(".*@", "...@", url))
         for origin in self.allowed_origins:
             is_origin = origin == "*" or re.fullmatch(r"\w+://[^/\s*]+", origin) is not None
             _require(is_origin, "server.cors_origins", "origins such as https://chat.example.org", origin)
@@ -378,6 +382,17 @@ class GatewayConfig:
 
     server: ServerConfig
     registry: RegistryConfig
+
+
+def _is_server_url(url: str) -> bool:
+    """Whether it is http or https, a host that others can reach, perhaps a port, and nothing else."""
+    found = _SERVER_URL.fullmatch(url)
+    if found is None or not 0 < int(found[3] or 80) <= 65535:
+        return False
+    try:
+        return not ipaddress.ip_address(found[1] or found[2]).is_unspecified
+    except ValueError:
+        return found[2] is not None  # a name
 
 
 def usable_cores() -> int:

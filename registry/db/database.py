@@ -30,6 +30,10 @@ TURN_S = 30.0
 CLOSE_S = 1.0
 """Seconds that reads may take when the database is closed; then they are cancelled."""
 _WRITER = {"weft_writer": True}
+_CLOCKS = {
+    "sqlite": "SELECT CAST((julianday('now') - 2440587.5) * 86400000000 AS INTEGER)",
+    "postgresql": "SELECT CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS BIGINT)",
+}
 
 
 class Database:
@@ -189,6 +193,11 @@ def insert_into(session: AsyncSession, table: Any) -> postgresql_dialect.Insert 
     if session.get_bind().dialect.name == "postgresql":
         return postgresql_dialect.insert(table)
     return sqlite_dialect.insert(table)
+
+
+async def database_us(session: AsyncSession) -> int:
+    """Microseconds since 1970 on the database's clock, which all servers share."""
+    return int(await session.scalar(text(_CLOCKS[session.get_bind().dialect.name])) or 0)
 
 
 def _reason(error: DBAPIError) -> str:

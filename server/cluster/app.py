@@ -76,7 +76,7 @@ class OwnRoutes:
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, _: Request) -> Response:
-        self._gateway.drain.check()
+        self._gateway.drain.check(or_near=True)
         if not any(report.state == "ready" for report in self._gateway.links.reports.values()):
             raise no_replica()
         return JSONResponse({"status": "ready"})

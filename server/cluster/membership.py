@@ -10,11 +10,13 @@ import structlog
 from weft.errors import CapacityError
 from weft.registry.servers import BEAT_S, Server, Servers
 from weft.server.cluster.wire import REPORT_S
-from weft.server.threads import cancel_all, repeat
+from weft.server.drain import first_of
+from weft.server.threads import cancel_all
 
 log = structlog.get_logger("weft.server")
-NOTICE_S = 4 * REPORT_S
-"""Seconds between saying that a replica drains and refusing requests: gateways choose others meanwhile."""
+NOTICE_S = {"replica": 4 * REPORT_S, "gateway": 3.0}
+"""Seconds between saying that a server drains and refusing requests. Meanwhile gateways choose other replicas, and load
+balancers, which ask for /ready less often, choose other gateways."""
 
 
 class Membership:
@@ -24,20 +26,18 @@ class Membership:
         self.server = server
         self._servers = servers
         self._beating: asyncio.Task[None] | None = None
+        self._has_changed = asyncio.Event()
 
     async def start(self) -> None:
         """List the server; raises CapacityError if the database cannot answer."""
-        await self._announce()
-        self._beating = asyncio.create_task(repeat(self._announce, BEAT_S, "beat_failed"), name="weft-beat")
+        await self._servers.announce(self.server)
+        self._beating = asyncio.create_task(self._beat(), name="weft-beat")
 
-    async def drain(self) -> None:
-        """Say that this server takes no new requests soon, and wait until gateways know."""
+    def drain(self) -> float:
+        """Say that this server takes no new requests soon; returns how many seconds others need to notice."""
         self.server = replace(self.server, state="draining")
-        try:
-            await self._announce()
-        except CapacityError as error:
-            log.warning("beat_failed", error=error.message)  # gateways hear it over their connections
-        await asyncio.sleep(NOTICE_S)
+        self._has_changed.set()
+        return NOTICE_S[self.server.role]
 
     async def stop(self) -> None:
         """Take the server off the list."""
@@ -47,5 +47,18 @@ class Membership:
         except CapacityError:
             log.warning("server_still_listed", name=self.server.name)  # its row ages
 
+    async def _beat(self) -> None:
+        while True:
+            await first_of(BEAT_S, self._has_changed)
+            self._has_changed.clear()
+            await self._announce()
+
     async def _announce(self) -> None:
-        await self._servers.announce(self.server)
+        try:
+            before = await self._servers.announce(self.server)
+        except CapacityError:
+            log.warning("beat_failed", name=self.server.name)  # gateways keep what they know
+            return
+        if before not in (None, self.server.boot_id):
+            hint = "Give each server its own data folder (--data-dir), not a copy."
+            log.error("server_name_taken", name=self.server.name, boot_id=before, hint=hint)

@@ -59,6 +59,7 @@ async def _serve_until(config: GatewayConfig, announce: Announce, shutdown: Shut
         )
         membership = Membership(registry.servers, own)
         await membership.start()
+        shutdown.before_drain = membership.drain
         stack.push_async_callback(membership.stop)
         if server.metrics_port is not None:
             listen_beside(stack, apps.metrics, server.host, server.metrics_port)

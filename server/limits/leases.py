@@ -248,7 +248,7 @@ async def open_leased_accounts(registry: Registry, server_name: str, stack: Asyn
         CapacityError: The database cannot answer; code db.unavailable.
     """
     leases = LimitLeases(registry.database, server_name)
-    await leases.forget()  # of this server's run before, of which the ledger has everything by now
+    await leases.forget(is_billed=False)  # of this server's run before: requests that died with it are billed later
     accounts = LeasedAccounts(leases, registry.usage)
     running = asyncio.create_task(accounts.run(), name="weft-limit-leases")
 
@@ -258,7 +258,7 @@ async def open_leased_accounts(registry: Registry, server_name: str, stack: Asyn
             await running
         with contextlib.suppress(CapacityError):  # else others wait until the leases end
             await registry.usage.flush()
-            await leases.forget()
+            await leases.forget(is_billed=True)
 
     stack.push_async_callback(close)
     return accounts

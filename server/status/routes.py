@@ -121,7 +121,7 @@ async def health() -> HealthView:
 @health_router.get("/ready")
 async def ready(services: Wired) -> HealthView:
     """Answer 200 when requests are taken, else 503 with the reason. While the engine is paused they are, and wait."""
-    services.drain.check()
+    services.drain.check(or_near=True)
     if services.engine.ready is None:
         raise EngineUnavailableError("The engine is starting; try again in a moment.", code="engine_starting")
     await services.registry.check()

@@ -16,6 +16,7 @@ import pytest
 from idleness import wait_until
 from postgres_server import fresh_database
 from ray_cluster import RayCluster, ray_cluster
+from weft.server.cluster.loads import ranked
 from weft_cluster import Cluster, weft_cluster
 from weft_server import DEMO_ADAPTERS, DEMO_NAMES, WeftServer, upload_bytes
 
@@ -191,7 +192,10 @@ def test_a_killed_replica_is_noticed_by_its_own_streams_alone_and_comes_back(clu
     assert cluster.start_replica(folder) == victim
     cluster.wait_for(*cluster.replicas)
     sent += [ask(gateway, f"adapter{index}", "hello", max_tokens=2)["usage"] for index in range(NUM_ADAPTERS)]
-    assert cluster.engine(victim)["residents"]  # it serves its part again
+    digests = {adapter["digest"] for adapter in gateway.get("/v1/adapters").json()["data"]}
+    share = {digest for digest in digests if ranked(digest, cluster.replicas)[0] == victim}
+    assert len(digests) == NUM_ADAPTERS > len(share)
+    assert {each["digest"] for each in cluster.engine(victim)["residents"]} == share, "it has its share again"
     wait_for_usage(cluster.gateway, before, sent)
 
 

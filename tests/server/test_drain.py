@@ -5,9 +5,10 @@ import asyncio
 import pytest
 
 from api_adapters import upload
-from api_server import Api, Client
+from api_server import Api, Client, eventually
 from weft.errors import DrainingError
 from weft.server.drain import Drain
+from weft.server.listen import ApiServer, Shutdown
 
 pytestmark = pytest.mark.anyio
 
@@ -30,6 +31,19 @@ async def test_work_is_cut_at_once_if_somebody_hurries() -> None:
         drain.hurry()
         await asyncio.wait_for(ended.wait(), 25)
     assert await draining == 1
+
+
+async def test_work_is_taken_until_others_have_noticed_the_drain_or_somebody_hurries() -> None:
+    shutdown = Shutdown(1_000_000)
+    shutdown.server, shutdown.before_drain = ApiServer(None), lambda: 1_000_000.0
+    shutdown.ask()
+    await asyncio.sleep(0.1)
+    shutdown.drain.check()
+    with pytest.raises(DrainingError):
+        shutdown.drain.check(or_near=True)
+    shutdown.ask()
+    await eventually(lambda: shutdown.server is not None and shutdown.server.should_exit)
+    assert shutdown.drain.is_draining
 
 
 async def test_an_upload_while_draining_is_refused_unread_with_a_time(api: Api, acme: Client) -> None:

@@ -201,12 +201,26 @@ def test_a_gateway_refuses_misspelt_settings_too(environ: dict[str, str]) -> Non
     ("url", "is_good"),
     [
         *((each, True) for each in ("http://10.0.0.7:8000", "https://weft-1.internal", "http://[fd00::1]:8000")),
+        *((each, True) for each in ("HTTP://Weft_1:1", "http://[::ffff:10.0.0.7]", "http://h:65535")),
         *((each, False) for each in ("10.0.0.7:8000", "ftp://x", "http://", "http://x/path", "http://x y", "")),
+        *((each, False) for each in ("http://user:secret@h", "http://secret@h:1", "http://h?x", "http://h#x")),
+        *((each, False) for each in ("http://h:99999", "http://h:0", "http://h:", "http://h:x", "http://fd00::1:8000")),
+        *((each, False) for each in ("http://[::1", "http://[:::]", "http://[10.0.0.7]", "http://[h]", "http://h\n")),
+        *((each, False) for each in ("http://0.0.0.0:80", "http://[::]:80", "http://[0::0]")),
     ],
 )
 def test_the_address_for_gateways_is_one(url: str, is_good: bool) -> None:
     if is_good:
         assert ServerConfig(advertised_url=url).advertised_url == url
     else:
-        with pytest.raises(ConfigError, match="advertised_url"):
+        with pytest.raises(ConfigError, match="advertised_url") as refused:
             ServerConfig(advertised_url=url)
+        assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_replica_that_listens_everywhere_must_say_where_it_is(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"server\.advertised_url must be set to this server's own address"):
+        ServerConfig(host=host, role="replica")
+    assert ServerConfig(host=host, role="replica", advertised_url="http://h:1").host == host
+    assert ServerConfig(host=host, role="gateway").advertised_url is None

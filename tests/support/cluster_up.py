@@ -106,6 +106,7 @@ def cluster_up(
         match = announced()
         assert match is not None
         running = ClusterUp(url=match[1], process=process, data_dir=data_dir, log=log)
+        assert running.admin.get("/ready").status_code == 200
         wait_until(lambda: running.num_replicas() == num_replicas)
         yield running
         running.api.close()

@@ -16,6 +16,8 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+import httpx
+
 from weft.config import Config, environment, usable_cores
 from weft.engine.start_checks import check_start, count_cuda_devices
 from weft.errors import ConfigError
@@ -113,14 +115,25 @@ async def _run(groups: Sequence[Starts], drain_s: float, announce: Announce, url
         await asyncio.wait((asking, starting), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             await starting
-            announce(f"weft: listening on {url}")
             keeping += [asyncio.create_task(_keep(name, starts[name], running, announce)) for name in starts]
+            keeping.append(asyncio.create_task(_announce_ready(url, announce)))
             await asking
     finally:
         await cancel_all(keeping)
         for group in groups:
             await asyncio.gather(*(asyncio.to_thread(running[name].end, drain_s + SLACK_S) for name in group))
         await asyncio.gather(starting, return_exceptions=True)  # of a start that a signal ended
+
+
+async def _announce_ready(url: str, announce: Announce) -> None:
+    """Say that the gateway listens once it has a replica: what clients ask before is refused."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        is_ready = False
+        while not is_ready:
+            with suppress(httpx.TransportError):
+                is_ready = (await client.get(f"{url}/ready")).is_success
+            await asyncio.sleep(0.05)
+    announce(f"weft: listening on {url}")
 
 
 async def _keep(name: str, start: Callable[[], Child], running: dict[str, Child], announce: Announce) -> None:

@@ -124,6 +124,11 @@ def test_replicas_share_cores_and_gpus_and_the_gateway_alone_has_the_ports(
     environs = [started[f"replica-{number}"][1] for number in range(2)]
     assert [env["CUDA_VISIBLE_DEVICES"] for env in environs] == ["4", "6"]
     assert [env["WEFT_MODEL__THREADS"] for env in environs] == ["2"] * 2
+    up("--set", "server.host=0.0.0.0", *given)
+    arguments, env = started["replica-0"]
+    at = {"role": "replica", "host": arguments[arguments.index("--host") + 1]}
+    config = load_config({"server": at}, {name: value for name, value in env.items() if name.startswith("WEFT_")})
+    assert config.server.advertised_url is None
 
 
 def test_ray_gets_a_token_of_its_own_unless_it_runs_already(

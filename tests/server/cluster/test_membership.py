@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
+from api_server import eventually
 from fake_cluster import FakeCluster
 from registry_samples import server_sample
 from weft.errors import CapacityError
@@ -18,7 +21,6 @@ OWN = server_sample()
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "BEAT_S", 0.01)
-    monkeypatch.setattr(membership, "NOTICE_S", 0.0)
 
 
 async def test_a_server_is_listed_from_start_to_stop(cluster: FakeCluster) -> None:
@@ -26,12 +28,30 @@ async def test_a_server_is_listed_from_start_to_stop(cluster: FakeCluster) -> No
     member = Membership(servers, OWN)
     await member.start()
     assert await servers.listed() == [OWN]
-    await member.drain()
-    assert [each.state for each in await servers.listed()] == ["draining"]
+    assert 1 <= member.drain() < Membership(servers, replace(OWN, role="gateway")).drain()
     await asyncio.sleep(0.1)
-    assert [each.state for each in await servers.listed()] == ["draining"], "later beats say so too"
+    assert [each.state for each in await servers.listed()] == ["draining"]
     await member.stop()
     assert await servers.listed() == []
+
+
+async def test_a_drain_is_told_at_once_and_waits_for_no_database(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "BEAT_S", 1_000_000.0)
+    told: asyncio.Queue[str] = asyncio.Queue()
+    member = Membership(cluster.registry.servers, OWN)
+    await member.start()
+
+    async def hang(server: Server) -> None:
+        told.put_nowait(server.state)
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster.registry.servers, "announce", hang)
+        member.drain()
+        assert await asyncio.wait_for(told.get(), 60) == "draining"
+    await member.stop()
 
 
 async def test_beats_outlive_an_outage_of_the_database(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +79,20 @@ async def test_beats_outlive_an_outage_of_the_database(cluster: FakeCluster, mon
         patch.setattr(servers, "leave", away)
         await member.stop()  # its row ages
     assert await servers.listed() == [OWN]
+
+
+async def test_two_servers_with_one_name_say_so(cluster: FakeCluster) -> None:
+    one, other = (Membership(cluster.registry.servers, replace(OWN, boot_id=boot_id)) for boot_id in ("one", "other"))
+    with capture_logs() as logs:
+        await one.start()
+        await asyncio.sleep(0.1)
+        assert logs == []
+        await other.start()
+        await eventually(lambda: {log["boot_id"] for log in logs} == {"one", "other"})
+        assert {log["event"] for log in logs} == {"server_name_taken"}
+        assert "data folder" in logs[0]["hint"]
+    for each in (other, one):
+        await each.stop()
 
 
 async def test_a_start_without_a_database_fails(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:

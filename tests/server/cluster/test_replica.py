@@ -13,7 +13,6 @@ from fake_cluster import PEPPER, FakeCluster, FakeReplica
 from weft.adapters.ref import ResidentAdapter
 from weft.engine.status import EngineLoad, TenantLoad
 from weft.errors import ConfigError
-from weft.server.cluster import membership
 from weft.server.cluster.duties import Duties
 from weft.server.cluster.replica import join
 from weft.server.cluster.wire import CLUSTER, LEDGER_ID, LENGTH, STATE_PATH, WEIGHT_SHARE, Frames, cluster_token
@@ -99,7 +98,6 @@ async def test_without_the_token_there_is_no_state(cluster: FakeCluster, replica
 async def test_reports_say_what_changed_and_end_when_all_is_drained(
     cluster: FakeCluster, replica: FakeReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(membership, "NOTICE_S", 0.0)
     engine, services = replica.api.engine, replica.api.services
     near = ResidentAdapter(digest="sha256:near", tier="device", pages=1, running=0)
     engine.residents = [near]
@@ -119,7 +117,7 @@ async def test_reports_say_what_changed_and_end_when_all_is_drained(
         while json.loads(await anext(lines))["state"] != "down":
             pass
         engine.ready = ready
-        await replica.membership.drain()
+        replica.membership.drain()
         while json.loads(await anext(lines))["state"] != "draining":
             pass
         await services.drain.drain(1.0)

@@ -56,6 +56,10 @@ async def test_a_replica_is_ready_or_down_or_lost(api: Api) -> None:
 
 async def test_a_gateway_that_drains_is_alive_and_not_ready(api: Api) -> None:
     async with gateway_before(api) as (gateway, _):
+        gateway.drain.is_near = True
+        async with gateway.client(ADMIN_KEY) as admin:
+            answers = [(await admin.get(path)).status_code for path in ("/health", "/ready", "/v1/servers")]
+        assert answers == [200, 503, 200]
         gateway.drain.is_draining = True
         async with gateway.client(ADMIN_KEY) as admin:
             answers = [(await admin.get(path)).status_code for path in ("/health", "/ready", "/v1/servers")]

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.registry.keys import KeyRing
 from weft.registry.registry import Registry
 from weft.server.cluster.wire import Frames, cluster_token, frame
 from weft.server.hop import Counts
@@ -44,12 +44,13 @@ def test_an_empty_payload_still_carries_counts() -> None:
 
 
 @pytest.mark.anyio
-async def test_servers_with_one_pepper_have_one_token_that_is_no_digest_of_a_key(tmp_path: Path) -> None:
+async def test_servers_with_one_pepper_have_one_token_that_is_no_secret_and_no_digest_of_one(tmp_path: Path) -> None:
     tokens = []
     for folder, pepper in (("a", "p" * 16), ("b", "p" * 16), ("c", "q" * 16)):
-        registry = await Registry.open(None, tmp_path / folder, pepper=pepper)
+        registry = await Registry.open(None, tmp_path / folder, "admin-secret", pepper=pepper)
         tokens.append(cluster_token(registry.key_ring))
-        assert isinstance(registry.key_ring, KeyRing)
+        secrets = (pepper, "admin-secret")
+        assert tokens[-1] not in (*secrets, *map(registry.key_ring.digest, secrets))
         await registry.close()
     assert tokens[0] == tokens[1] != tokens[2]
-    assert all(len(token) == 64 and token.isalnum() for token in tokens)
+    assert all(re.fullmatch("[0-9a-f]{64}", token) for token in tokens)

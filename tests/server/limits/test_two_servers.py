@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from api_server import BASE, Api, eventually, new_client
 from api_server import api as open_api
 from postgres_server import KINDS, fresh_database
+from registry_samples import NOON, usage_event
 from weft.registry import limit_leases
 from weft.registry.db.clock import to_micros, utc_now
+from weft.registry.registry import Registry
 from weft.server.limits.leases import LeasedAccounts, open_leased_accounts
 
 pytestmark = pytest.mark.anyio
@@ -32,6 +35,8 @@ class Two:
 
     apis: tuple[Api, ...]
     clients: tuple[httpx.AsyncClient, ...] = ()
+    now_us: int = field(default_factory=lambda: to_micros(utc_now()))
+    """The database's clock, which stands still."""
 
     async def limit(self, **limits: int) -> None:
         """Make these the limits of tenant acme; the servers know them at once."""
@@ -58,10 +63,10 @@ def statuses(answers: list[httpx.Response]) -> dict[int, int]:
 @pytest.fixture(params=KINDS)
 async def two(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Two]:
     url = f"sqlite:///{tmp_path / 'shared.sqlite'}" if request.param == "sqlite" else fresh_database()
-    begin = to_micros(utc_now())
+    opened = Two(())
 
     async def standing(_session: AsyncSession) -> int:
-        return begin
+        return opened.now_us
 
     monkeypatch.setattr(limit_leases.LimitLeases.__init__, "__defaults__", (standing,))
     async with AsyncExitStack() as stack:
@@ -74,7 +79,8 @@ async def two(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
             accounts = await open_leased_accounts(api.services.registry, f"srv_{name}", stack)
             api.services = api.app.state.services = replace(api.services, accounts=accounts)
             apis.append(api)
-        yield Two(tuple(apis))
+        opened.apis = tuple(apis)
+        yield opened
 
 
 async def test_sixty_requests_a_minute_stay_sixty(two: Two) -> None:
@@ -145,7 +151,7 @@ async def test_a_revoked_key_and_a_new_limit_count_at_both_within_a_second(two: 
     assert statuses(await two.send(4)) == {401: 4}
 
 
-async def test_a_server_that_starts_again_has_its_old_part_back(two: Two) -> None:
+async def test_a_server_that_starts_again_has_its_old_part_back_after_a_minute(two: Two) -> None:
     await two.limit(tokens_per_month=100)
     registry = two.apis[0].services.registry
     tenant_id = (await two.clients[0].get("/v1/me")).json()["tenant"]["id"]
@@ -167,7 +173,45 @@ async def test_a_server_that_starts_again_has_its_old_part_back(two: Two) -> Non
     async with AsyncExitStack() as stack:
         assert isinstance(await open_leased_accounts(registry, "srv_three", stack), LeasedAccounts)
         await asyncio.sleep(0.2)
+        assert statuses(await two.send(1, max_tokens=90)) == {429: 1}, "what was cut off is not billed yet"
+        two.now_us += limit_leases.HELD_US
+        await asyncio.sleep(0.2)
         assert statuses(await two.send(1, max_tokens=90)) == {200: 1}
+
+
+async def test_a_month_holds_when_a_server_is_killed_and_starts_again(tmp_path: Path) -> None:
+    """Killed under a request of 900 tokens, which are billed a moment after the start."""
+    url, now_us = f"sqlite:///{tmp_path}/shared.sqlite", to_micros(NOON)
+
+    async def clock(_session: AsyncSession) -> int:
+        return now_us
+
+    async def got(leases: limit_leases.LimitLeases, tokens: int) -> int:
+        ask = dict.fromkeys(limit_leases.LeaseAsk.__dataclass_fields__, 0) | {"limit": 1000}
+        ask |= {"holder_id": "ten_acme", "kind": "tokens_per_month", "needs": [tokens], "returns": ()}  # type: ignore[dict-item]
+        return (await leases.exchange([limit_leases.LeaseAsk(**ask)]))[0].granted  # type: ignore[arg-type]
+
+    async with AsyncExitStack() as stack:
+
+        async def server(folder: str, name: str, **options: float) -> tuple[Registry, limit_leases.LimitLeases]:
+            registry = await Registry.open(url, tmp_path / folder, pepper="p" * 16, **options)  # type: ignore[arg-type]
+            stack.push_async_callback(registry.close)
+            return registry, limit_leases.LimitLeases(registry.database, name, clock)
+
+        one, leases = await server("one", "srv_one")
+        assert await got(leases, 1000) == 1000
+        one.usage.progress(usage_event(one.usage.mint_id(), prompt_tokens=100, completion_tokens=800))
+        await one.usage.flush()
+        shutil.copytree(tmp_path / "one", tmp_path / "again")
+        again, leases = await server("again", "srv_one", grace_s=0.1)
+        await leases.forget(is_billed=False)
+        _, others = await server("other", "srv_other")
+        assert await got(others, 1) == await got(leases, 1) == 0
+        await asyncio.sleep(0.2)
+        await again.usage.flush()
+        now_us += limit_leases.HELD_US
+        assert await got(others, 101) == 0
+        assert await got(others, 100) == 100
 
 
 def test_a_server_that_is_alone_does_not_load_leases() -> None:

@@ -37,7 +37,6 @@ from weft.server.batches.worker import BatchWorker
 from weft.server.drain import Drain
 from weft.server.garbage import Sweeper
 from weft.server.limits.gate import Gate
-from weft.server.limits.leases import open_leased_accounts
 from weft.server.limits.windows import Accounts
 from weft.server.listen import ApiServer, Shutdown, bind, listen_beside, metrics_app, run_until_signal, url_of
 from weft.server.logs import configure_logs
@@ -152,6 +151,11 @@ async def open_services(
     validator = AdapterValidator(ready, blobs, base_names(config))
     stack.push_async_callback(validator.close)
     metrics, scheduler = metrics_of(config, ready), config.scheduler
+    accounts = Accounts()
+    if is_replica:  # only servers over one database share limits
+        from weft.server.limits.leases import open_leased_accounts
+
+        accounts = await open_leased_accounts(registry, name, stack)
     services = Services(
         config=config,
         registry=registry,
@@ -167,7 +171,7 @@ async def open_services(
         staged=await asyncio.to_thread(open_staged, config, blobs),
         server_name=name,
         is_duty=is_duty,
-        accounts=await open_leased_accounts(registry, name, stack) if is_replica else Accounts(),
+        accounts=accounts,
         memory=MemoryBlobs(int(config.adapter.push_gib * GIB)),
         prices=prices,
         default_tenant=await _default_tenant(registry) if config.server.auth == "off" else None,

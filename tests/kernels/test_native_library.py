@@ -15,8 +15,10 @@ import torch
 from implementations import copy_sources, needs_compiler
 from weft.config import environment
 from weft.kernels.dispatch import kernels_for, torch_kernels
+from weft.kernels.kv_layer import KvLayer
 from weft.kernels.native import library as native_library
 from weft.kernels.native import rows as rows_native
+from weft.kernels.native.attention import ARGUMENTS
 from weft.kernels.native.library import FLAGS, NativeUnavailableError, load_library, native_function
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="the CPU kernels are compiled on Linux only")
@@ -222,8 +224,10 @@ def test_other_dtypes_are_refused() -> None:
 @needs_compiler
 def test_too_little_memory_is_an_error_and_not_the_end_of_the_process() -> None:
     task = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
-    attention = native_function("attention", torch.float32, "i" * 16 + "fii", ctypes.c_bool)
-    assert attention(*[0] * 10, 0, task.data_ptr(), 1, 1, 1, 1 << 50, 1.0, 0, 0)
+    kv = KvLayer(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+    attend = native_function("attend", torch.float32, ARGUMENTS, ctypes.c_bool)
+    no_rows, head_dim = (0, 0, 0, 0.0, 0, 0, 0), 1 << 50
+    assert attend(0, 0, 0, *no_rows, kv.address, 0, 0, task.data_ptr(), 1, 1, 1, head_dim, 1.0, 0, 0)
 
 
 @pytest.mark.usefixtures("little_sources")

@@ -12,7 +12,8 @@ with pauses. All arms run on one server, in reverse order in every second repeat
     same       the flooding tenant itself sends the quiet requests, for another adapter
     weights    two flooding tenants of weights 3 and 1, no quiet requests
 
-With `--replicas 2` there are two replicas and two gateways: floods go through one, quiet requests through the other.
+With `--replicas 2` there are two replicas, each with half of the cores, and two gateways on all of them: floods go
+through one gateway, quiet requests through the other.
 
 Each arm is also measured without the quiet requests, to see what they cost the flood. "Flood step" is the mean time of
 an engine step then. Prints tables and, last, one JSON line.

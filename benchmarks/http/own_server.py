@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import struct
 import tempfile
@@ -152,7 +153,12 @@ def plain_server(
 
 @contextlib.contextmanager
 def cluster(
-    model: str | Path, settings: Sequence[str], num_replicas: int, program: str = PROGRAM
+    model: str | Path,
+    settings: Sequence[str],
+    num_replicas: int,
+    program: str = PROGRAM,
+    *,
+    divides_cores: bool = False,
 ) -> Iterator[tuple[list[OwnServer], list[OwnServer]]]:
     """Serve a model from replicas and two gateways over one registry until the block is left.
 
@@ -161,6 +167,7 @@ def cluster(
         settings: Of the replicas.
         num_replicas: How many there are.
         program: The module that is run for each replica.
+        divides_cores: Whether each replica has its own part of the cores, as it has on a machine of its own.
 
     Returns:
         The replicas, and the gateways.
@@ -174,14 +181,21 @@ def cluster(
             given = [f"server.role={role}", *stores, *own]
             return stack.enter_context(plain_server(model, given, root / f"{role}{number}", program, **shared))
 
-        replicas = [start("replica", number, program, settings) for number in range(num_replicas)]
+        replicas, cores = list[OwnServer](), sorted(os.sched_getaffinity(0))
+        for number in range(num_replicas):
+            if divides_cores:
+                os.sched_setaffinity(0, cores[number::num_replicas] or cores)  # a child inherits it
+            try:
+                replicas.append(start("replica", number, program, settings))
+            finally:
+                os.sched_setaffinity(0, cores)
         yield replicas, [start("gateway", number, PROGRAM, ()) for number in range(2)]
 
 
 @contextlib.contextmanager
 def many_servers(model: str | Path, settings: Sequence[str], num_replicas: int) -> Iterator[OwnServer]:
-    """One gateway of a `cluster`, which knows the other."""
-    with cluster(model, settings, num_replicas) as (_, (gateway, other)):
+    """One gateway of a `cluster` whose replicas divide the cores; it knows the other gateway."""
+    with cluster(model, settings, num_replicas, divides_cores=True) as (_, (gateway, other)):
         yield replace(gateway, other_url=other.url)
 
 

@@ -83,7 +83,7 @@ def read_yaml(path: Path) -> dict[str, dict[str, object]]:
     return {str(section): dict(part or {}) for section, part in content.items()}
 
 
-def parse_yaml(path: Path, what: str, param: str | None = None) -> Any:  # noqa: ANN401 - what a file says
+def parse_yaml(path: Path, what: str, param: str | None = None) -> object:
     """The content of a YAML file.
 
     Args:

@@ -85,7 +85,7 @@ class Forwarding:
         raise error
 
     def _connected(self, servers: Sequence[Server]) -> Sequence[Server]:
-        """These replicas, also those that the router leaves out for now.
+        """These replicas, if this gateway is connected to all of them; the router may have ejected some.
 
         Raises:
             CapacityError: One of them does not report, or there is none.

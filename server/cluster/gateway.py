@@ -1,6 +1,6 @@
 """A gateway's ASGI app: finds a replica for each request and passes both ways byte for byte.
 
-When a replica is lost or refuses for now, and the client has received nothing yet, another replica is asked. An answer
+When a replica is lost or answers 503, and the client has received nothing yet, another replica is asked. An answer
 that has begun ends with one error event. Each replica that is asked gets a ledger id of its own. Of one that is lost,
 the gateway records what the client was sent, which overrules what that replica may write: it bills what it had computed
 if only the connection broke, or some of it when it starts again.

@@ -197,7 +197,7 @@ class Router:
             state.admit()
 
     def is_ejected(self, name: str) -> bool:
-        """Whether a replica that failed is left out for now."""
+        """Whether a replica that failed is left out until its time is over."""
         return name in self.states and self._clock() < self.states[name].ejected_until_s
 
     def weight_share(self, tenant: str, name: str) -> float:

@@ -225,7 +225,7 @@ def test_a_killed_gateway_leaves_nothing_running(cluster: Cluster) -> None:
 
 def test_a_rolling_restart_is_not_seen_by_clients(cluster: Cluster) -> None:
     if isinstance(cluster, RayCluster):
-        pytest.skip("Ray's replicas are restarted by Ray")
+        pytest.skip("Ray starts and ends its replicas by itself: nobody else can restart them")
     gateway, is_over = cluster.gateway.tenant("acme"), threading.Event()
 
     def ask_on(number: int) -> int:

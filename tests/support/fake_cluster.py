@@ -92,10 +92,17 @@ class FakeGateway:
     async def list_server(self, name: str, role: Role) -> None:
         """List a server at an address where nothing answers, and wait until the gateway knows a replica."""
         await self.registry.servers.announce(server_sample(name=name, role=role, model="", base=""))
+        if role == "replica":
+            await self.lists(name)
+
+    async def lists(self, name: str, *, is_listed: bool = True) -> None:
+        """Wait until it knows a replica of this name, or has forgotten it."""
         async with asyncio.timeout(60), self.client(ADMIN_KEY) as admin:
-            asked = f"/v1/models?server={name}"
-            while role == "replica" and (await admin.get(asked)).status_code == 404:  # noqa: ASYNC110 - it tells nobody
-                await asyncio.sleep(0.05)
+            while True:
+                answer = await admin.get("/v1/models", params={"server": name})
+                if (answer.status_code != 404) == is_listed:
+                    return
+                await asyncio.sleep(0.02)
 
     async def metrics_page(self) -> str:
         """What its metrics port shows."""

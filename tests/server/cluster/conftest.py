@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from fake_cluster import FakeCluster, FakeGateway, fake_cluster
@@ -25,3 +26,14 @@ async def cluster(tmp_path: Path, database_url: str | None) -> AsyncIterator[Fak
 @pytest.fixture
 async def gateway(cluster: FakeCluster) -> FakeGateway:
     return await cluster.gateway()
+
+
+@pytest.fixture
+async def key(cluster: FakeCluster) -> str:
+    return await cluster.key("acme")
+
+
+@pytest.fixture
+async def client(gateway: FakeGateway, key: str) -> AsyncIterator[httpx.AsyncClient]:
+    async with gateway.client(key) as opened:
+        yield opened

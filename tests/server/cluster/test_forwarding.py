@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -21,17 +20,6 @@ from weft.server.http.body import Pace
 pytestmark = pytest.mark.anyio
 PLAIN = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 NEVER = 3600
-
-
-@pytest.fixture
-async def key(cluster: FakeCluster) -> str:
-    return await cluster.key("acme")
-
-
-@pytest.fixture
-async def client(gateway: FakeGateway, key: str) -> AsyncIterator[httpx.AsyncClient]:
-    async with gateway.client(key) as opened:
-        yield opened
 
 
 @pytest.fixture
@@ -250,16 +238,9 @@ async def test_a_pause_is_refused_while_a_listed_replica_is_away(cluster: FakeCl
         assert replicas["one"].got == []
     await cluster.registry.servers.leave(replicas["one"].row())
     await cluster.registry.servers.leave(replicas["two"].row())
-    await eventually_unlisted(gateway)
+    await gateway.lists("one", is_listed=False)
     async with gateway.client(ADMIN_KEY) as admin:
         assert (await admin.post("/pause")).json()["error"]["code"] == "no_replica"
-
-
-async def eventually_unlisted(gateway: FakeGateway) -> None:
-    """Wait until it has forgotten all replicas."""
-    async with asyncio.timeout(60), gateway.client(ADMIN_KEY) as admin:
-        while (await admin.get("/v1/models?server=one")).status_code != 404:  # noqa: ASYNC110 - it tells nobody
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("end", ["link", "client", "drain"])

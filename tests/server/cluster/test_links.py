@@ -218,7 +218,7 @@ async def test_a_gateway_that_stood_still_loses_no_replica_but_one_that_is_silen
         await _until(lambda: _ready(router) == {"one", "two"})
         with links.using("one", lambda: cuts.append("one")), links.using("two", lambda: cuts.append("two")):
             for _ in range(3):
-                time.sleep(1.0)  # noqa: ASYNC251 - all stands still
+                time.sleep(1.0)  # noqa: ASYNC251 - this blocks the loop as SIGSTOP does
                 await asyncio.sleep(0.1)
             assert cuts == []
             replicas["two"].is_silent = True

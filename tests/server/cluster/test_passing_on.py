@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import httpx
@@ -36,17 +36,6 @@ async def gateway(cluster: FakeCluster, replica: FakeReplica) -> FakeGateway:
     gateway = await cluster.gateway(max_body_bytes=LIMIT)
     await gateway.sees(one="ready")
     return gateway
-
-
-@pytest.fixture
-async def key(cluster: FakeCluster) -> str:
-    return await cluster.key("acme")
-
-
-@pytest.fixture
-async def client(gateway: FakeGateway, key: str) -> AsyncIterator[httpx.AsyncClient]:
-    async with gateway.client(key) as opened:
-        yield opened
 
 
 class RawClient:

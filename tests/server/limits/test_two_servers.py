@@ -187,14 +187,16 @@ async def test_a_month_holds_when_a_server_is_killed_and_starts_again(tmp_path: 
         return now_us
 
     async def got(leases: limit_leases.LimitLeases, tokens: int) -> int:
-        ask = dict.fromkeys(limit_leases.LeaseAsk.__dataclass_fields__, 0) | {"limit": 1000}
-        ask |= {"holder_id": "ten_acme", "kind": "tokens_per_month", "needs": [tokens], "returns": ()}  # type: ignore[dict-item]
-        return (await leases.exchange([limit_leases.LeaseAsk(**ask)]))[0].granted  # type: ignore[arg-type]
+        nothing = {"held": 0, "spare": 0, "back": 0, "ahead": 0}
+        ask = limit_leases.LeaseAsk(
+            holder_id="ten_acme", kind="tokens_per_month", limit=1000, needs=[tokens], returns=(), **nothing
+        )
+        return (await leases.exchange([ask]))[0].granted
 
     async with AsyncExitStack() as stack:
 
-        async def server(folder: str, name: str, **options: float) -> tuple[Registry, limit_leases.LimitLeases]:
-            registry = await Registry.open(url, tmp_path / folder, pepper="p" * 16, **options)  # type: ignore[arg-type]
+        async def server(folder: str, name: str, grace_s: float = 0.0) -> tuple[Registry, limit_leases.LimitLeases]:
+            registry = await Registry.open(url, tmp_path / folder, pepper="p" * 16, grace_s=grace_s)
             stack.push_async_callback(registry.close)
             return registry, limit_leases.LimitLeases(registry.database, name, clock)
 

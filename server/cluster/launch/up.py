@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import signal
 import time
@@ -22,6 +21,7 @@ from weft.config import Config, environment, usable_cores
 from weft.engine.start_checks import check_start, count_cuda_devices
 from weft.errors import ConfigError
 from weft.registry.db.database import Database
+from weft.registry.keys import kept_secret
 from weft.server.auth.admin_key import VARIABLE, admin_key, given_pepper
 from weft.server.cluster.launch.children import Child
 from weft.server.listen import bind, url_of
@@ -169,7 +169,10 @@ def _shared_environment(config: Config, data_dir: Path, replicas: int, announce:
     settings = {
         environment_name(name): "null" if value is None else str(value) for name, value in (given | own).items()
     }
-    kept = {VARIABLE: key.secret, "WEFT_PEPPER": pepper or _kept_secret(data_dir / "cluster.pepper")}
+    kept = {
+        VARIABLE: key.secret,
+        "WEFT_PEPPER": pepper or kept_secret(data_dir / "cluster.pepper", secrets.token_hex(32)),
+    }
     return {**environ, **settings, **kept, "WEFT_CONFIG": ""}  # the settings are complete
 
 
@@ -178,15 +181,8 @@ def _ray_environment(plan: Mapping[str, object], data_dir: Path) -> dict[str, st
     if plan["address"] is not None:
         return {}
     token = data_dir / "ray.token"
-    _kept_secret(token)
+    kept_secret(token, secrets.token_hex(32))
     return {**RAY_DEFAULTS, "RAY_AUTH_TOKEN_PATH": str(token)}
-
-
-def _kept_secret(path: Path) -> str:
-    """The secret in a file, which is made (mode 0600) when it is missing."""
-    with suppress(FileExistsError), os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secrets.token_hex(32))
-    return path.read_text().strip()
 
 
 async def _upgrade(url: str, data_dir: Path) -> None:

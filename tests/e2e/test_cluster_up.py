@@ -36,8 +36,11 @@ def test_its_secrets_are_for_this_user_alone_and_its_servers_share_cores_and_ada
     assert (cluster.data_dir / "cluster.pepper").stat().st_mode & 0o777 == 0o600
     assert {each.name for each in cluster.data_dir.glob("*-*")} >= {"replica-0", "replica-1"}
     environ = cluster.child("replica-1").environ()
-    cores = len(os.sched_getaffinity(0))
-    assert environ["WEFT_MODEL__THREADS"] == str(max(1, cores // 2))
+    cores = sorted(os.sched_getaffinity(0))
+    assert environ["WEFT_MODEL__THREADS"] == str(max(1, len(cores) // 2))
+    parts = [cluster.child(f"replica-{number}").cpu_affinity() for number in range(2)]
+    assert [core for part in parts for core in part] == cores if len(cores) > 1 else parts == [cores, cores]
+    assert sorted(cluster.child("gateway").cpu_affinity()) == cores
     assert environ["WEFT_REGISTRY__BLOB_URL"] == str(cluster.data_dir / "blobs")
     assert "WEFT_PEPPER" not in json.dumps(cluster.child("replica-1").cmdline())
 

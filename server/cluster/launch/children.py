@@ -23,13 +23,19 @@ class Child(subprocess.Popen[str]):
         arguments: Of `weft`.
         environment: All of it.
         held: File descriptors that it keeps open as long as it lives.
+        cores: It and its own children run on these; all that we may use if empty.
     """
 
     def __init__(
-        self, name: str, arguments: Sequence[str], environment: Mapping[str, str], held: Sequence[int] = ()
+        self,
+        name: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        held: Sequence[int] = (),
+        cores: Sequence[int] = (),
     ) -> None:
         super().__init__(
-            [sys.executable, "-P", "-m", "weft.cli.cluster.child", *arguments],
+            [sys.executable, "-P", "-m", "weft.cli.cluster.child", ",".join(map(str, cores)), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import time
@@ -184,3 +185,10 @@ def test_a_child_that_does_not_drain_in_time_is_killed(monkeypatch: pytest.Monke
         monkeypatch.setattr(slow, "terminate", lambda: None)
         slow.end(0.1)
         assert slow.wait() == -signal.SIGKILL
+
+
+def test_replicas_divide_the_cores_that_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {7, 1, 3, 2, 5})
+    assert [launch.own_cores(number, 2) for number in range(2)] == [[1, 2], [3, 5, 7]]
+    assert launch.own_cores(4, 5) == [7]
+    assert launch.own_cores(4, 6) == []

@@ -87,6 +87,19 @@ async def test_two_openers_at_once_both_find_the_schema(tmp_path: Path, database
     await again.close()
 
 
+async def test_a_server_that_starts_waits_for_the_upgrade_of_another_one(
+    database: Database, tmp_path: Path, database_url: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres, "LOCK_MS", 100)
+    async with database.write():  # as during an upgrade
+        opening = asyncio.create_task(Database.open(database_url, tmp_path))
+        done, _ = await asyncio.wait({opening}, timeout=0.3)
+        assert not done
+    opened = await opening
+    await opened.check()
+    await opened.close()
+
+
 @pytest.mark.parametrize("revision", ["9999", "0099"])
 async def test_a_database_with_an_unknown_schema_is_refused_and_left_as_it_is(
     database: Database, tmp_path: Path, database_url: str | None, revision: str

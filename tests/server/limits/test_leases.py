@@ -227,6 +227,21 @@ async def test_the_database_is_away(world: World) -> None:
 
 
 @IN_SQLITE
+async def test_the_database_is_away_when_a_server_asks_for_the_first_time(world: World) -> None:
+    limits, server = Limits(requests_per_minute=60, concurrent_requests=4), world.servers[0]
+    server.leases.is_away = True
+    refused = world.start(world.request(server, limits))
+    await world.step(0.2)
+    assert refused.result() is None
+    assert isinstance(server.refusals[-1], CapacityError)
+    server.leases.is_away = False
+    await world.step(1.5)
+    back = world.start(world.request(server, limits))
+    await world.step(0.2)
+    assert back.result() is not None
+
+
+@IN_SQLITE
 async def test_after_an_outage_slots_stay_with_those_whose_requests_run(world: World) -> None:
     limits = Limits(concurrent_requests=4)
     one, other = world.servers[:2]

@@ -169,18 +169,18 @@ async def _billed(session: AsyncSession, ids: Collection[str], month: datetime) 
 
 def _answer(ask: LeaseAsk, others: int, bucket: LimitBucketRow | None, billed: int, now: int) -> LeaseAnswer:
     """The answer, where other servers hold so much."""
-    used, at, returned, rate = float(billed + others + ask.held), now, 0.0, (ask.limit or 0) / MINUTE_US
+    used, returned, rate = float(billed + others + ask.held), 0.0, (ask.limit or 0) / MINUTE_US
     if ask.kind in MINUTELY:
         least, used = used, 0.0
-        if bucket is not None:
-            used, at, returned = bucket.used - rate * max(0, now - bucket.at), max(now, bucket.at), bucket.returned
+        if bucket is not None:  # where the clock was put back, the bucket refills from now on
+            used, returned = bucket.used - rate * max(0, now - bucket.at), bucket.returned
         used, returned = max(used, least + max(0, ask.back)) - ask.back, returned + max(0, ask.back)
         used = min(used, ask.limit or 0)  # a smaller limit begins used up, not in debt
         for amount, seen in ask.returns:
             # Tokens that drained while they were reserved are not given back: with those taken since, any window would
             # have more than the limit. `used + returned` has fallen only as the bucket drained.
             low = min(seen.used, ask.limit or 0) + seen.returned - rate * max(0, now - seen.at)
-            credit = max(0.0, min(amount, low - returned)) if returned >= seen.returned else 0.0
+            credit = max(0.0, min(amount, low - returned)) if returned >= seen.returned and now >= seen.at else 0.0
             used, returned = used - credit, returned + credit
         used = max(used, least)
     granted = 0
@@ -191,7 +191,7 @@ def _answer(ask: LeaseAsk, others: int, bucket: LimitBucketRow | None, billed: i
             granted += need if granted + need <= room else 0
         granted += max(0, min(ask.ahead, (room - granted) // AHEAD_SHARE))
         granted = max(0, min(granted - ask.spare, left))
-    return LeaseAnswer(granted, used + granted, at, returned, billed)
+    return LeaseAnswer(granted, used + granted, now, returned, billed)
 
 
 async def _put(session: AsyncSession, table: FromClause, rows: list[dict[str, Any]]) -> None:

@@ -11,6 +11,7 @@ from weft.errors import CapacityError, EngineUnavailableError, WeftError
 from weft.registry.records import Removed
 from weft.server.pins import sync_pins
 from weft.server.services import Services
+from weft.server.threads import in_thread
 
 log = structlog.get_logger("weft.server")
 IN_USE_POLL_S = 0.5
@@ -87,7 +88,7 @@ async def _delete_some(services: Services, weights: list[str]) -> tuple[list[str
             elif doomed[-1] in services.memory:
                 await _free(services, doomed[-1])
             else:
-                await asyncio.to_thread(services.blobs.delete, doomed[-1])
+                await in_thread(services.blobs.delete, doomed[-1])
             doomed.pop()
     return used, doomed
 

@@ -157,8 +157,8 @@ async def _upgrade(engine: AsyncEngine) -> tuple[str | None, str | None]:
             async with engine.execution_options(**_WRITER).begin() as connection:
                 return await connection.run_sync(upgrade)
         except DBAPIError as error:
-            # SQLite does not wait by itself for the lock that the change to WAL mode takes.
-            if not sqlite.is_busy(error) or tries_left == 0:
+            # SQLite does not wait by itself for the lock that the change to WAL mode takes. Upgrades may take long.
+            if not (sqlite.is_busy(error) or postgres.is_busy(error)) or tries_left == 0:
                 raise
         tries_left -= 1
         await asyncio.sleep(RETRY_MS / 1000)

@@ -19,6 +19,7 @@ STATEMENT_MS = 30_000
 _LOCK = 0x77656674
 """Key of the advisory lock: `weft`."""
 _FULL = ("53100", "53200")
+_BUSY = "55P03"
 
 
 def open_postgres(url: URL) -> AsyncEngine:
@@ -65,6 +66,11 @@ def open_postgres(url: URL) -> AsyncEngine:
 def is_full(error: DBAPIError) -> bool:
     """Whether the database's disk is full."""
     return getattr(error.orig, "sqlstate", None) in _FULL
+
+
+def is_busy(error: DBAPIError) -> bool:
+    """Whether another server held the writers' lock for `LOCK_MS`."""
+    return getattr(error.orig, "sqlstate", None) == _BUSY
 
 
 def _begin(connection: Connection) -> None:

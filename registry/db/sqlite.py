@@ -6,6 +6,7 @@ A transaction that has read can always write: it never finds that another one wr
 from __future__ import annotations
 
 import sqlite3
+from contextlib import suppress
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
@@ -24,7 +25,10 @@ def open_sqlite(url: URL) -> AsyncEngine:
     # No cache of prepared statements: an INSERT of many rows takes 100 kB, for each number of rows and each
     # connection. Preparing a statement again costs less than the way to the connection's thread.
     engine = create_async_engine(
-        url.set(drivername="sqlite+aiosqlite"), pool_size=4, max_overflow=4, connect_args={"cached_statements": 0}
+        url.set(drivername="sqlite+aiosqlite"),
+        pool_size=4,
+        max_overflow=4,
+        connect_args={"cached_statements": 0, "factory": _Connection},
     )
     event.listen(engine.sync_engine, "connect", _set_up_connection)
     event.listen(engine.sync_engine, "begin", _begin)
@@ -46,6 +50,19 @@ def is_busy(error: DBAPIError) -> bool:
 def is_full(error: DBAPIError) -> bool:
     """Whether the disk is full."""
     return getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+
+
+class _Connection(sqlite3.Connection):
+    """Ends its transaction when it is closed. By itself SQLite keeps it, and its lock, as long as a statement has rows.
+
+    A cancelled task leaves such a statement, in a cycle of objects that may live for minutes.
+    """
+
+    def close(self) -> None:
+        """Roll back, and close."""
+        with suppress(sqlite3.Error):
+            self.rollback()
+        super().close()
 
 
 def _set_up_connection(connection: DBAPIConnection, _record: object) -> None:

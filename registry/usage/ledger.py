@@ -127,12 +127,8 @@ class UsageLedger:
                 from its last progress mark.
             InvalidRequestError: A field cannot be stored.
         """
-        event = usage.checked_event(event)
-        if self._unsealed_since is None:
-            self._unsealed_since = self.monotonic()
-        self._has_unmoved.set()
         # The event is recorded even if the caller is cancelled while it waits.
-        await asyncio.shield(self._append_final(event))
+        await asyncio.shield(self._append_final(usage.checked_event(event)))
 
     def progress(self, event: UsageEvent) -> None:
         """Record the progress of a request after its tokens were sent. Counts only if no `record` follows.
@@ -258,6 +254,10 @@ class UsageLedger:
         return max(self.monotonic() - self.unmoved_since, 0.0)
 
     async def _append_final(self, event: UsageEvent) -> None:
+        # In one go with the append: a flush in between would leave the event, and not be told of it.
+        if self._unsealed_since is None:
+            self._unsealed_since = self.monotonic()
+        self._has_unmoved.set()
         try:
             await self.journal.append(_encoder.encode(_Entry("final", event)))
         except CapacityError:
@@ -335,8 +335,8 @@ class UsageLedger:
             await self._has_unmoved.wait()
             await asyncio.sleep(self.interval_s)
             if not await self._flush_or_log():
-                self._has_unmoved.set()
                 await asyncio.sleep(self.interval_s)
+                self._has_unmoved.set()  # not before: another caller's flush may have failed meanwhile
 
     async def _flush_or_log(self) -> bool:
         try:

@@ -120,7 +120,8 @@ class LeasedAccounts(Accounts):
         self._wake = asyncio.Event()
         self._next: asyncio.Future[None] | None = None
         """The end of the next exchange; None while nobody waits for it."""
-        self._paced_s = self._looked_s = self._good_s = self._retry_s = -math.inf
+        self._paced_s = self._looked_s = self._retry_s = -math.inf
+        self._good_s = monotonic()
         self._blind_s = math.inf
         """When the database last answered before an outage that is not long over."""
 

@@ -70,6 +70,32 @@ async def test_nobody_waits_for_a_store_that_hangs(api: Api, monkeypatch: pytest
     await cancel_all(api.services.removals)
 
 
+async def test_a_server_that_stops_holds_the_lock_until_its_delete_has_ended(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else another one could publish the same content, and lose it to the delete that is still on its way."""
+    (digest,) = lonely_blobs(api, 1)
+    delete, is_asked, is_over = api.services.blobs.delete, threading.Event(), threading.Event()
+
+    def slowly(sha256: str) -> bool:
+        is_asked.set()
+        is_over.wait(60)
+        return delete(sha256)
+
+    monkeypatch.setattr(api.services.blobs, "delete", slowly)
+    removal = asyncio.create_task(delete_blobs(api.services, [digest]))
+    await eventually(is_asked.is_set)
+    stopping = asyncio.create_task(cancel_all([removal]))
+    others_write = asyncio.create_task(api.services.registry.tenants.create_tenant("acme"))
+    await asyncio.wait({stopping, others_write}, timeout=0.3)
+    assert not stopping.done()
+    assert not others_write.done()
+    is_over.set()
+    await stopping
+    await others_write
+    assert api.files() == []
+
+
 async def test_a_database_that_is_away_ends_no_removal(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     def away(_: object) -> None:
         raise CapacityError("away", code="db.unavailable")

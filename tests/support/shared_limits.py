@@ -99,6 +99,8 @@ class World:
     def __init__(self, database: Database, num_servers: int) -> None:
         self.database = database
         self.now_s = 0.0
+        self.put_back_s = 0.0
+        """By so much the clock of the database was put back."""
         self.servers = [self._server(index) for index in range(num_servers)]
         self.requests: list[Request] = []
         self._waiting: set[asyncio.Task[Request | None]] = set()
@@ -113,7 +115,7 @@ class World:
             await database.close()
 
     async def _clock(self, _session: AsyncSession) -> int:
-        return START_US + round(self.now_s * 1e6)
+        return START_US + round((self.now_s - self.put_back_s) * 1e6)
 
     def _server(self, index: int) -> Server:
         ledger = FakeLedger(self)

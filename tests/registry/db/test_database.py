@@ -87,6 +87,41 @@ async def test_two_openers_at_once_both_find_the_schema(tmp_path: Path, database
     await again.close()
 
 
+@IN_SQLITE
+async def test_a_cancelled_writer_lets_go_of_the_lock(database: Database) -> None:
+    """It is cut off in a statement that has rows to give, which SQLite goes on with until somebody has them."""
+    slow = """
+        WITH RECURSIVE count (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM count WHERE n < 200000)
+        INSERT INTO usage_months SELECT n, '', '', 0, 0 FROM count RETURNING month
+    """
+
+    async def write() -> None:
+        async with database.write() as session:
+            await session.execute(text(slow))
+
+    for _ in range(3):
+        writing = asyncio.create_task(write())
+        await asyncio.sleep(0.02)
+        assert not writing.done()
+        writing.cancel()
+        await asyncio.wait({writing})
+        async with database.write() as session:
+            assert await session.scalar(text("SELECT count(*) FROM usage_months")) == 0
+
+
+async def test_a_server_that_starts_waits_for_the_upgrade_of_another_one(
+    database: Database, tmp_path: Path, database_url: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres, "LOCK_MS", 100)
+    async with database.write():  # as during an upgrade
+        opening = asyncio.create_task(Database.open(database_url, tmp_path))
+        done, _ = await asyncio.wait({opening}, timeout=0.3)
+        assert not done
+    opened = await opening
+    await opened.check()
+    await opened.close()
+
+
 @pytest.mark.parametrize("revision", ["9999", "0099"])
 async def test_a_database_with_an_unknown_schema_is_refused_and_left_as_it_is(
     database: Database, tmp_path: Path, database_url: str | None, revision: str

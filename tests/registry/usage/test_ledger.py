@@ -5,6 +5,7 @@ import errno
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 from unittest.mock import DEFAULT, AsyncMock, Mock
 
@@ -291,6 +292,38 @@ async def test_the_lag_is_the_age_of_the_oldest_event_not_moved(ledger: UsageLed
     assert ledger.lag_s() == 7
     await ledger.flush()
     assert ledger.lag_s() == 0
+
+
+async def test_an_event_is_moved_though_a_flush_begins_just_before_it_is_written(
+    ledger: UsageLedger, database: Database
+) -> None:
+    """The flush has looked into the journal by then: the event waits for the next one, and counts as waiting."""
+    await asyncio.gather(ledger.record(usage_event("use_1")), ledger.flush())
+    assert (ledger.unmoved_since < inf) != ("use_1" in await _stored(database))
+    await ledger.flush()
+    assert list(await _stored(database)) == ["use_1"]
+    assert ledger.unmoved_since == inf
+
+
+async def test_a_failed_move_is_tried_again_whoever_else_fails_meanwhile(
+    database: Database, tmp_path: Path, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = await _open(database, tmp_path, clock, interval_s=0.05)
+    has_failed = asyncio.Event()
+
+    async def unavailable(*_: object) -> int:
+        has_failed.set()
+        raise CapacityError("down", code="db.unavailable")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(usage, "insert_events", unavailable)
+        await ledger.record(usage_event("use_1"))
+        await asyncio.wait_for(has_failed.wait(), 60)
+        await asyncio.sleep(0)  # the task that moves events waits before it tries again
+        with pytest.raises(CapacityError):
+            await ledger.flush()
+    await _until_moved(database, 1)
+    await ledger.close()
 
 
 async def test_many_flushes_at_once_move_each_event_once(ledger: UsageLedger, database: Database) -> None:

@@ -227,6 +227,34 @@ async def test_the_database_is_away(world: World) -> None:
 
 
 @IN_SQLITE
+async def test_the_database_is_away_when_a_server_asks_for_the_first_time(world: World) -> None:
+    limits, server = Limits(requests_per_minute=60, concurrent_requests=4), world.servers[0]
+    server.leases.is_away = True
+    refused = world.start(world.request(server, limits))
+    await world.step(0.2)
+    assert refused.result() is None
+    assert isinstance(server.refusals[-1], CapacityError)
+    server.leases.is_away = False
+    await world.step(1.5)
+    back = world.start(world.request(server, limits))
+    await world.step(0.2)
+    assert back.result() is not None
+
+
+@IN_SQLITE
+async def test_the_clock_of_the_database_is_put_back(world: World) -> None:
+    """The bucket refills as before, and what running requests give back is lost: how long they ran is not known."""
+    limit, rng = 6000, random.Random(7)
+    limits = Limits(tokens_per_minute=limit)
+    await world.load(limits, 10, 40, rng, tokens=(100, 300), used_share=0.5, run_s=(0.2, 3.0))
+    world.put_back_s = 3600.0
+    await world.load(limits, 30, 5, rng, tokens=(100, 300), used_share=0.5, run_s=(0.2, 3.0))
+    used = [(each.at_s, float(each.used if each.end_s < world.now_s else each.reserved)) for each in world.requests]
+    assert world.excess(used, limit, limit / 60) <= 1e-6
+    assert sum(amount for at_s, amount in used if at_s > 10) >= 0.9 * limit / 60 * 30
+
+
+@IN_SQLITE
 async def test_after_an_outage_slots_stay_with_those_whose_requests_run(world: World) -> None:
     limits = Limits(concurrent_requests=4)
     one, other = world.servers[:2]

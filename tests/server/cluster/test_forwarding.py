@@ -363,6 +363,23 @@ async def test_headers_of_one_hop_end_there(cluster: FakeCluster, gateway: FakeG
     ]
 
 
+@pytest.mark.parametrize("method", ["GET", "OPTIONS"])
+async def test_long_headers_of_an_answer_are_passed_on(
+    cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient, method: str
+) -> None:
+    """As those of a replica that repeats the headers that a preflight of CORS asks for."""
+    names = "a" * 15_000
+
+    async def repeats(_: Got, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(PLAIN.replace(b"\r\n\r\n", f"\r\naccess-control-allow-headers: {names}\r\n\r\n".encode()))
+
+    async with scripted(cluster, repeats, "one"):
+        await gateway.sees(one="ready")
+        answer = await client.request(method, "/v1/models", headers={"access-control-request-headers": names})
+        assert (answer.status_code, answer.headers.get("access-control-allow-headers")) == (200, names)
+        assert (await gateway.servers())["one"]["state"] == "ready"
+
+
 @pytest.mark.parametrize(
     ("given", "passed"), [("\u4e2d\u00e9".encode(), "\u4e2d\u00e9"), (b"a\tb", "a\tb"), (b"caf\xe9", "caf\u00e9")]
 )

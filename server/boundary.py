@@ -38,7 +38,11 @@ def outer_layers(
     """What is around the routes of every role, outermost first: CORS, then `Boundary`, then authentication."""
     layers = [
         Middleware(Boundary, drain=drain, answered=answered),
-        Middleware(AuthMiddleware, keys=registry if config.auth == "on" else None),
+        Middleware(
+            AuthMiddleware,
+            keys=registry if config.auth == "on" else None,
+            uses_up_links=config.role != "gateway",
+        ),
     ]
     if origins := config.allowed_origins:
         # Without credentials, so no cookie: a page of another origin needs a key of its own.

@@ -142,6 +142,7 @@ class Forwarding:
                     data=body,
                     headers=headers,
                     allow_redirects=False,
+                    middlewares=() if request.method in _SAFE else (_once,),
                     expect100=body is not None,  # the replica sees the head at once, and may refuse the body
                 ) as answer:
                     self._links.router.answered(replica.name)
@@ -182,6 +183,16 @@ class Forwarding:
         dropped = _NOT_ASKED | of_hop
         kept = [(name, _as_text(value)) for name, value in request.headers.items() if name not in dropped]
         return [*kept, (CLUSTER, self._links.token), ("x-request-id", str(request.state.request_id))]
+
+
+async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+    """Send a request once: aiohttp sends PUT and DELETE again by itself where a connection breaks."""
+    try:
+        return await send(request)
+    except NOT_REACHED:
+        raise
+    except aiohttp.ClientConnectionError as error:
+        raise ReplicaLostError from error
 
 
 def _as_text(value: str) -> str:

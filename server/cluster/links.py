@@ -19,6 +19,7 @@ from weft.registry.servers import Server, Servers
 from weft.server.cluster.loads import Replica
 from weft.server.cluster.router import Router
 from weft.server.cluster.wire import CLUSTER, SILENT_S, STATE_PATH, Report
+from weft.server.http.wire import MAX_HEAD_BYTES
 from weft.server.threads import cancel_all, repeat
 
 log = structlog.get_logger("weft.server")
@@ -61,6 +62,7 @@ class Links:
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
+            max_field_size=MAX_HEAD_BYTES,  # an answer may repeat what the request's headers said
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
         )
 

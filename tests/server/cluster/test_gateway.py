@@ -294,11 +294,24 @@ async def test_without_a_ready_replica_the_error_says_when_to_come_again(
         for state in ("draining", "down"):
             replicas["one"].state = state
             await gateway.sees(one=state)
-            for path, method in ((COMPLETIONS, "POST"), ("/v1/models", "GET"), ("/ready", "GET")):
+            others = ("/v1/models", "/ready") if state == "draining" else ("/ready",)
+            for path, method in ((COMPLETIONS, "POST"), *((other, "GET") for other in others)):
                 answer = await client.request(method, path, json=ASK if method == "POST" else None)
                 assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
                 assert answer.headers["retry-after"] == "1"
         assert asked(replicas) == []
+
+
+async def test_a_replica_without_its_engine_answers_what_needs_none(
+    cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient
+) -> None:
+    raw = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
+    async with scripted(cluster, says(raw), "one") as replicas:
+        replicas["one"].state = "down"
+        await gateway.sees(one="down")
+        assert (await client.post(COMPLETIONS, json=ASK)).json()["error"]["code"] == "no_replica"
+        assert (await client.get("/v1/models")).json() == {}
+        assert [got.line for got in asked(replicas)] == ["GET /v1/models HTTP/1.1"]
 
 
 @pytest.mark.parametrize("sent", [b"", SSE_HEAD, SSE_HEAD + FRAMES[0]])

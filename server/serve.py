@@ -38,7 +38,7 @@ from weft.server.drain import Drain
 from weft.server.garbage import Sweeper
 from weft.server.limits.gate import Gate
 from weft.server.limits.windows import Accounts
-from weft.server.listen import ApiServer, Shutdown, bind, listen_beside, metrics_app, run_until_signal, url_of
+from weft.server.listen import ApiServer, Shutdown, bind, listen, listen_beside, metrics_app, run_until_signal, url_of
 from weft.server.logs import configure_logs
 from weft.server.pins import sync_pins
 from weft.server.services import Services, base_names
@@ -88,11 +88,13 @@ async def _serve_until(config: Config, announce: Announce, shutdown: Shutdown) -
 
             duties = Duties()
             services = await open_services(config, key, announce, stack, shutdown.drain, duties.is_own)
+            listen(listener)  # gateways connect as soon as it is listed
             url = url_of(config.server.host, listener)
             app, membership = await join(create_app(services), services, url, stack, duties)
             shutdown.before_drain = membership.drain
         else:
             services = await open_services(config, key, announce, stack, shutdown.drain)
+            listen(listener)
             app = create_app(services)
         server = ApiServer(app)
         if config.server.metrics_port is not None:

@@ -18,7 +18,7 @@ from weft.registry.servers import Server, server_name
 from weft.server.auth.admin_key import VARIABLE, admin_key, check_shared_secrets, given_pepper
 from weft.server.auth.browser import sign_in_fragment
 from weft.server.cluster.membership import Membership
-from weft.server.listen import ApiServer, Shutdown, bind, listen_beside, run_until_signal, url_of
+from weft.server.listen import ApiServer, Shutdown, bind, listen, listen_beside, run_until_signal, url_of
 from weft.server.logs import configure_logs
 from weft.server.threads import cancel_all
 
@@ -57,6 +57,7 @@ async def _serve_until(config: GatewayConfig, announce: Announce, shutdown: Shut
             url=server.advertised_url or url,
             version=weft.__version__,
         )
+        listen(listener)
         membership = Membership(registry.servers, own)
         await membership.start()
         shutdown.before_drain = membership.drain

@@ -30,7 +30,7 @@ from weft.registry.servers import server_name
 from weft.server.adapters.staged_files import open_staged
 from weft.server.adapters.validation import AdapterValidator
 from weft.server.app import create_app
-from weft.server.auth.admin_key import VARIABLE, AdminKey, admin_key, check_shared_secrets, given_pepper
+from weft.server.auth.admin_key import IS_OFF, VARIABLE, AdminKey, admin_key, check_shared_secrets, given_pepper
 from weft.server.auth.browser import sign_in_fragment
 from weft.server.auth.callers import DEFAULT_TENANT
 from weft.server.batches.worker import BatchWorker
@@ -246,7 +246,7 @@ def _announce(announce: Announce, config: Config, key: AdminKey, listener: socke
     for line in key.announcement:
         announce(f"weft: {line}")
     if config.server.auth == "off":
-        announce("weft: authentication is off: everybody on this machine is admin")
+        announce(IS_OFF)
     url = url_of(config.server.host, listener)
     announce(f'weft: ask for the base model with "model": "{base_names(config)[0]}"')
     if sign_in:

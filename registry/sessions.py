@@ -53,8 +53,8 @@ class Sessions(Transactions):
             )
         return token, ends
 
-    async def follow_link(self, token: str) -> Identity:
-        """The owner of the key that made this link; uses the link up.
+    async def follow_link(self, token: str, *, uses_up: bool = True) -> Identity:
+        """The owner of the key that made this link; uses the link up unless told otherwise.
 
         Raises:
             AuthenticationError: There is no such link, or it has been used or expired; code session.link_used.
@@ -62,7 +62,7 @@ class Sessions(Transactions):
         link = (SessionRow.digest == self.key_ring.digest(token), SessionRow.kind == "link")
         async with self.database.read() as session:
             row = await session.scalar(select(SessionRow).where(*link))
-        if row is not None:  # a guessed token makes no writer wait
+        if row is not None and uses_up:  # a guessed token makes no writer wait
             async with self._change() as session:
                 row = await session.scalar(delete(SessionRow).where(*link).returning(SessionRow))
         if row is None or row.expires_at <= self.clock():

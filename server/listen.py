@@ -20,7 +20,6 @@ from weft.server.http.wire import BoundedReads
 
 log = structlog.get_logger("weft.server")
 KEEP_ALIVE_S = 65
-BACKLOG = 2048  # as uvicorn's
 STOP_S = 3
 """Seconds that connections have to close once everything was drained."""
 
@@ -132,7 +131,7 @@ def bind(host: str, port: int, setting: str = "server.port") -> Generator[socket
         yield bound
 
 
-def listen(bound: socket.socket, setting: str = "server.port") -> None:
+def listen(bound: socket.socket) -> None:
     """Let clients connect; they wait until a server takes the socket.
 
     A server does this before it says that it listens, since uvloop does not tell when it fails.
@@ -141,8 +140,8 @@ def listen(bound: socket.socket, setting: str = "server.port") -> None:
         ConfigError: Another process has listened there since the socket was bound.
     """
     host, port = bound.getsockname()[:2]
-    with _in_words(host, port, setting):
-        bound.listen(BACKLOG)
+    with _in_words(host, port, "server.port"):
+        bound.listen(2048)  # as uvicorn's
 
 
 @contextmanager
@@ -161,7 +160,6 @@ def listen_beside(stack: AsyncExitStack, app: object, host: str, port: int) -> N
         ConfigError: The port is taken.
     """
     listener = stack.enter_context(bind(host, port, "server.metrics_port"))
-    listen(listener, "server.metrics_port")
     server = ApiServer(app)
     serving = asyncio.create_task(server.serve([listener]))
 

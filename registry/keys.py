@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import cast
 
 from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.errors import AuthenticationError, InvalidRequestError
+from weft.errors import AuthenticationError, ConfigError, InvalidRequestError
 from weft.registry import audit
 from weft.registry.audit import ADMIN
 from weft.registry.cache import Changes, ReadThroughCache, Transactions
@@ -122,6 +122,21 @@ class KeyRing:
 def keyed_digest(pepper: bytes, secret: str) -> str:
     """HMAC-SHA256 of a secret under the pepper: 64 hex digits."""
     return hmac.new(pepper, secret.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make the data folder (mode 0700), and see that files can be written there.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        message = f"Cannot write to {folder}: {error.strerror}. Give another folder with --data-dir."
+        raise ConfigError(message, param="server.data_dir") from error
 
 
 def read_pepper(data_dir: Path, pepper: str | None) -> bytes:

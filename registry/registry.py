@@ -20,7 +20,7 @@ from weft.registry.db.clock import Clock, utc_now
 from weft.registry.db.database import Database
 from weft.registry.db.models import AuditRow
 from weft.registry.grants import Grants
-from weft.registry.keys import KeyRing, Keys, read_pepper
+from weft.registry.keys import KeyRing, Keys, prepare_folder, read_pepper
 from weft.registry.limits import Limits
 from weft.registry.names import check_text
 from weft.registry.records import Resolution
@@ -93,9 +93,10 @@ class Registry:
             monotonic: Seconds that never jump, for the ages of answers and of usage in the journal.
 
         Raises:
-            ConfigError: The URL is not understood, another process has the folder, or a newer Weft wrote the database.
+            ConfigError: The URL is not understood, the folder cannot be written, another process has it, or a newer
+                Weft wrote the database.
         """
-        await asyncio.to_thread(data_dir.mkdir, mode=0o700, parents=True, exist_ok=True)
+        await asyncio.to_thread(prepare_folder, data_dir)
         secret = await asyncio.to_thread(read_pepper, data_dir, pepper)
         database = await Database.open(database_url, data_dir)
 

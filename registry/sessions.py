@@ -54,7 +54,7 @@ class Sessions(Transactions):
         return token, ends
 
     async def follow_link(self, token: str, *, uses_up: bool = True) -> Identity:
-        """The owner of the key that made this link; uses the link up, unless another server is to do it.
+        """The owner of the key that made this link; uses the link up unless told otherwise.
 
         Raises:
             AuthenticationError: There is no such link, or it has been used or expired; code session.link_used.

@@ -36,13 +36,10 @@ def outer_layers(
     config: ServerConfig, registry: Registry, drain: Drain, answered: Callable[[int], None]
 ) -> list[Middleware]:
     """What is around the routes of every role, outermost first: CORS, then `Boundary`, then authentication."""
+    keys, uses_links = registry if config.auth == "on" else None, config.role != "gateway"
     layers = [
         Middleware(Boundary, drain=drain, answered=answered),
-        Middleware(
-            AuthMiddleware,
-            keys=registry if config.auth == "on" else None,
-            uses_up_links=config.role != "gateway",
-        ),
+        Middleware(AuthMiddleware, keys=keys, uses_links=uses_links),
     ]
     if origins := config.allowed_origins:
         # Without credentials, so no cookie: a page of another origin needs a key of its own.

@@ -108,8 +108,13 @@ class Shutdown:
 
 
 @contextmanager
-def bind(host: str, port: int) -> Generator[socket.socket, None, None]:
-    """A socket bound to the address, not yet listening.
+def bind(host: str, port: int, setting: str = "server.port") -> Generator[socket.socket, None, None]:
+    """A socket bound to the address, not yet listening: another process may bind it as well, until one of them listens.
+
+    Args:
+        host: Address.
+        port: 0 takes a free one.
+        setting: Where the port comes from.
 
     Raises:
         ConfigError: The address is not ours, or taken.
@@ -121,12 +126,31 @@ def bind(host: str, port: int) -> Generator[socket.socket, None, None]:
         raise ConfigError(f"server.host {host!r} cannot be used: {error.strerror}.", param="server.host") from error
     with bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+        with _in_words(host, port, setting):
             bound.bind(address)
-        except OSError as error:
-            message = f"Cannot listen on {host} port {port}: {error.strerror}. Choose another with --port."
-            raise ConfigError(message, param="server.port") from error
         yield bound
+
+
+def listen(bound: socket.socket) -> None:
+    """Let clients connect; they wait until a server takes the socket.
+
+    A server does this before it says that it listens, since uvloop does not tell when it fails.
+
+    Raises:
+        ConfigError: Another process has listened there since the socket was bound.
+    """
+    host, port = bound.getsockname()[:2]
+    with _in_words(host, port, "server.port"):
+        bound.listen(2048)  # as uvicorn's
+
+
+@contextmanager
+def _in_words(host: str, port: int, setting: str) -> Generator[None, None, None]:
+    try:
+        yield
+    except OSError as error:
+        message = f"Cannot listen on {host} port {port}: {error.strerror}. Choose another server.host or {setting}."
+        raise ConfigError(message, param=setting) from error
 
 
 def listen_beside(stack: AsyncExitStack, app: object, host: str, port: int) -> None:
@@ -135,7 +159,7 @@ def listen_beside(stack: AsyncExitStack, app: object, host: str, port: int) -> N
     Raises:
         ConfigError: The port is taken.
     """
-    listener = stack.enter_context(bind(host, port))
+    listener = stack.enter_context(bind(host, port, "server.metrics_port"))
     server = ApiServer(app)
     serving = asyncio.create_task(server.serve([listener]))
 

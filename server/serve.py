@@ -30,7 +30,7 @@ from weft.registry.servers import server_name
 from weft.server.adapters.staged_files import open_staged
 from weft.server.adapters.validation import AdapterValidator
 from weft.server.app import create_app
-from weft.server.auth.admin_key import VARIABLE, AdminKey, admin_key, check_shared_secrets, given_pepper
+from weft.server.auth.admin_key import IS_OFF, VARIABLE, AdminKey, admin_key, check_shared_secrets, given_pepper
 from weft.server.auth.browser import sign_in_fragment
 from weft.server.auth.callers import DEFAULT_TENANT
 from weft.server.batches.worker import BatchWorker
@@ -38,7 +38,7 @@ from weft.server.drain import Drain
 from weft.server.garbage import Sweeper
 from weft.server.limits.gate import Gate
 from weft.server.limits.windows import Accounts
-from weft.server.listen import ApiServer, Shutdown, bind, listen_beside, metrics_app, run_until_signal, url_of
+from weft.server.listen import ApiServer, Shutdown, bind, listen, listen_beside, metrics_app, run_until_signal, url_of
 from weft.server.logs import configure_logs
 from weft.server.pins import sync_pins
 from weft.server.services import Services, base_names
@@ -88,11 +88,13 @@ async def _serve_until(config: Config, announce: Announce, shutdown: Shutdown) -
 
             duties = Duties()
             services = await open_services(config, key, announce, stack, shutdown.drain, duties.is_own)
+            listen(listener)  # gateways connect as soon as it is listed
             url = url_of(config.server.host, listener)
             app, membership = await join(create_app(services), services, url, stack, duties)
             shutdown.before_drain = membership.drain
         else:
             services = await open_services(config, key, announce, stack, shutdown.drain)
+            listen(listener)
             app = create_app(services)
         server = ApiServer(app)
         if config.server.metrics_port is not None:
@@ -244,7 +246,7 @@ def _announce(announce: Announce, config: Config, key: AdminKey, listener: socke
     for line in key.announcement:
         announce(f"weft: {line}")
     if config.server.auth == "off":
-        announce("weft: authentication is off: everybody on this machine is admin")
+        announce(IS_OFF)
     url = url_of(config.server.host, listener)
     announce(f'weft: ask for the base model with "model": "{base_names(config)[0]}"')
     if sign_in:

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import httpx
 
 from weft.config import environment as weft_environment
 from weft.errors import ConfigError, WeftError
+from weft.registry.keys import prepare_folder
 
 HOST = "127.0.0.1"
 PROGRAM = "weft.cli"
@@ -145,18 +145,3 @@ def choose_port(wanted: int | None) -> int:
                 continue
             return int(probe.getsockname()[1])
     raise ConfigError(f"Port {wanted} cannot be used: {reason}. Choose another --port, or leave it out.", param="port")
-
-
-def prepare_folder(folder: Path) -> None:
-    """Make the folder (mode 0700) and see that files can be written there.
-
-    Raises:
-        ConfigError: They cannot.
-    """
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        message = f"Cannot write to {folder}: {error.strerror}. Give another folder with --data-dir."
-        raise ConfigError(message, param="data_dir") from error

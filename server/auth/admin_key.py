@@ -12,6 +12,7 @@ from weft.registry.keys import kept_secret
 
 VARIABLE = "WEFT_ADMIN_KEY"
 FILE = "admin.key"
+IS_OFF = "weft: authentication is off: everybody on this machine is admin"
 MIN_LENGTH = 16
 
 

@@ -36,13 +36,13 @@ class AuthMiddleware:
     Args:
         app: What lies behind.
         keys: Where keys are looked up; None makes every caller on this machine an admin.
-        uses_up_links: False in a gateway: the replica behind it authenticates again, and a link works once.
+        uses_links: A link that begins a session is used up. A gateway leaves that to the replica, which looks again.
     """
 
-    def __init__(self, app: ASGIApp, keys: Registry | None, *, uses_up_links: bool = True) -> None:
+    def __init__(self, app: ASGIApp, keys: Registry | None, *, uses_links: bool = True) -> None:
         self._app = app
-        self._uses_up_links = uses_up_links
         self._registry = keys
+        self._uses_links = uses_links
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with its caller, or answer 401."""
@@ -68,7 +68,7 @@ class AuthMiddleware:
             return await self._registry.key_ring.identify_session(token)
         secret = _bearer(headers)
         if secret.startswith(LINK_PREFIX) and (scope["method"], scope["path"]) == ("POST", SIGN_IN):
-            return await self._registry.sessions.follow_link(secret, uses_up=self._uses_up_links)
+            return await self._registry.sessions.follow_link(secret, uses_up=self._uses_links)
         return await self._registry.key_ring.authenticate(secret)
 
 

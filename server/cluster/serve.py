@@ -15,10 +15,10 @@ from weft.config import GatewayConfig, environment
 from weft.errors import ConfigError
 from weft.registry.registry import Registry
 from weft.registry.servers import Server, server_name
-from weft.server.auth.admin_key import VARIABLE, admin_key, check_shared_secrets, given_pepper
+from weft.server.auth.admin_key import IS_OFF, VARIABLE, admin_key, check_shared_secrets, given_pepper
 from weft.server.auth.browser import sign_in_fragment
 from weft.server.cluster.membership import Membership
-from weft.server.listen import ApiServer, Shutdown, bind, listen_beside, run_until_signal, url_of
+from weft.server.listen import ApiServer, Shutdown, bind, listen, listen_beside, run_until_signal, url_of
 from weft.server.logs import configure_logs
 from weft.server.threads import cancel_all
 
@@ -57,6 +57,7 @@ async def _serve_until(config: GatewayConfig, announce: Announce, shutdown: Shut
             url=server.advertised_url or url,
             version=weft.__version__,
         )
+        listen(listener)
         membership = Membership(registry.servers, own)
         await membership.start()
         shutdown.before_drain = membership.drain
@@ -67,7 +68,9 @@ async def _serve_until(config: GatewayConfig, announce: Announce, shutdown: Shut
         gc.freeze()
         gc.set_threshold(10_000, 20)  # else collections are a part of the time under load
         announce("weft: gateway, which passes requests on to the replicas of its registry")
-        if server.auth == "on" and (sign_in := await sign_in_fragment(registry, key.secret)):
+        if server.auth == "off":
+            announce(IS_OFF)
+        elif sign_in := await sign_in_fragment(registry, key.secret):
             announce(f"weft: dashboard {url}/{sign_in} (signs in as admin, once, within 10 minutes)")
         announce(f"weft: listening on {url}")
         sys.stdout.flush()

@@ -33,6 +33,7 @@ def ask(cluster: ClusterUp) -> str:
 
 def test_its_secrets_are_for_this_user_alone_and_its_servers_share_cores_and_adapters(cluster: ClusterUp) -> None:
     assert ask(cluster)
+    assert "replica_not_reached" not in cluster.log.read_text()  # it listens before it is listed
     assert (cluster.data_dir / "cluster.pepper").stat().st_mode & 0o777 == 0o600
     assert {each.name for each in cluster.data_dir.glob("*-*")} >= {"replica-0", "replica-1"}
     environ = cluster.child("replica-1").environ()

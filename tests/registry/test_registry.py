@@ -128,3 +128,10 @@ def test_times_keep_their_microseconds(clock: StandingClock) -> None:
     assert iso(from_micros(1)) == "1970-01-01T00:00:00.000001Z"
     with pytest.raises(ValueError, match="timezone"):
         to_micros(clock.now.replace(tzinfo=None))
+
+
+async def test_a_folder_that_cannot_be_written_is_said_plainly(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    for folder in (tmp_path / "taken", Path("/proc/self")):  # the second is read-only, for root as well
+        with pytest.raises(ConfigError, match=f"Cannot write to {folder}: .* Give another folder with --data-dir"):
+            await Registry.open("sqlite:///unused", folder, pepper="p" * 16)

@@ -22,11 +22,10 @@ from weft.config import Config, environment, usable_cores
 from weft.engine.start_checks import check_start, count_cuda_devices
 from weft.errors import ConfigError
 from weft.registry.db.database import Database
-from weft.registry.keys import kept_secret
+from weft.registry.keys import kept_secret, prepare_folder
 from weft.server.auth.admin_key import VARIABLE, admin_key, given_pepper
 from weft.server.cluster.launch.children import Child
 from weft.server.listen import bind, url_of
-from weft.server.server_process import prepare_folder
 from weft.server.settings import environment_name
 from weft.server.threads import cancel_all
 

@@ -338,18 +338,6 @@ NO_PATHS = [
 ]
 
 
-async def test_a_link_signs_in_through_a_gateway_once(cluster: FakeCluster, gateway: FakeGateway) -> None:
-    await cluster.replica("one")
-    await gateway.sees(one="ready")
-    async with gateway.client(ADMIN_KEY) as admin:
-        link = (await admin.post("/v1/session/links")).json()["link"]
-    async with gateway.client(link) as browser:
-        answers = [await browser.post("/v1/session") for _ in range(2)]
-    assert [answer.status_code for answer in answers] == [201, 401]
-    assert answers[0].json()["role"] == "admin"
-    assert answers[1].json()["error"]["code"] == "session.link_used"
-
-
 async def test_targets_that_are_no_paths_are_refused(cluster: FakeCluster, gateway: FakeGateway, key: str) -> None:
     async with scripted(cluster, plain, "one") as replicas:
         await gateway.sees(one="ready")

@@ -153,7 +153,7 @@ def test_ray_gets_a_token_of_its_own_unless_it_runs_already(
     [
         ("model.path: cannot read", ("--model", "{empty}")),
         ("model.path is required", ()),
-        ("Choose another with --port", (*MODEL, "--port", "{taken}")),
+        ("Choose another server.host or server.port", (*MODEL, "--port", "{taken}")),
         ("database that cannot be used", (*MODEL, "--database-url", "sqlite:///{empty}")),
         ("go with --ray", (*MODEL, "--address", "auto")),
         ("is the folder of a single server", (*MODEL, "--data-dir", "{single}")),

@@ -478,3 +478,17 @@ async def test_a_pause_is_for_all_replicas(
         assert [each.api.engine.paused for each in (replica, other)] == ["keep", None]
         assert (await admin.post("/resume", json={})).status_code == 200
         assert [each.api.engine.paused for each in (replica, other)] == [None, None]
+
+
+async def test_a_link_signs_in_through_a_gateway_once(cluster: FakeCluster, gateway: FakeGateway) -> None:
+    async with gateway.client(ADMIN_KEY) as admin:
+        link = (await admin.post("/v1/session/links")).json()["link"]
+    async with gateway.client(link) as browser:
+        begun = await browser.post("/v1/session")
+        assert (begun.status_code, begun.json()["role"]) == (201, "admin")
+        again = await browser.post("/v1/session")
+        assert (again.status_code, again.json()["error"]["code"]) == (401, "session.link_used")
+    cookie = begun.headers["set-cookie"].partition(";")[0]
+    async with gateway.client(None) as browser:
+        headers = {"cookie": cookie, "sec-fetch-site": "same-origin"}
+        assert (await browser.get("/v1/me", headers=headers)).json()["role"] == "admin"

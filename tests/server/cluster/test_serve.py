@@ -1,0 +1,35 @@
+"""What a gateway says when it starts."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from weft.config import Auth, GatewayConfig, RegistryConfig, ServerConfig
+from weft.server.cluster.serve import _serve_until
+from weft.server.listen import run_until_signal
+
+
+class _ListensError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("auth", "told"), [("off", "everybody on this machine is admin"), ("on", "dashboard http")])
+def test_a_gateway_says_who_may_come(auth: Auth, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_PEPPER", "p" * 32)
+    monkeypatch.setenv("WEFT_ADMIN_KEY", "k" * 32)
+    said: list[str] = []
+
+    def announce(line: str) -> None:
+        said.append(line)
+        if "listening on" in line:
+            raise _ListensError
+
+    server = ServerConfig(role="gateway", port=0, data_dir=tmp_path, auth=auth)
+    config = GatewayConfig(server=server, registry=RegistryConfig())
+    with pytest.raises(_ListensError):
+        run_until_signal(partial(_serve_until, config, announce), 0)
+    assert told in said[1]
+    assert len(said) == 3

@@ -70,11 +70,9 @@ class Forwarding:
             await self._ask_all(request, self._connected(list(listed.values())), exchange, send)
             return
         else:
+            order = self._links.router.order(Target(adapter=None, units=0.0, tenant=tenant, affinity=tenant.encode()))
             # Where no engine runs, its server still answers what needs none.
-            order = (
-                self._links.router.order(Target(adapter=None, units=0.0, tenant=tenant, affinity=tenant.encode()))
-                or self._links.down
-            )
+            order = order or [listed[name] for name, report in self._links.reports.items() if report.state == "down"]
         error = no_replica()
         for replica in order[:MAX_TRIES]:
             try:

@@ -82,11 +82,6 @@ class Links:
         """The replicas that the registry lists, and those that are connected all the same."""
         return [server for server, _ in self._followed.values()]
 
-    @property
-    def down(self) -> list[Server]:
-        """The replicas whose engine is away."""
-        return [each for each in self.listed if each.name in self.reports and self.reports[each.name].state == "down"]
-
     @contextmanager
     def using(self, name: str, cut: Callable[[], None]) -> Iterator[None]:
         """Call `cut` if the replica is lost during the block."""

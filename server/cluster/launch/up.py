@@ -155,9 +155,8 @@ def own_cores(number: int, replicas: int) -> Sequence[int]:
     and such a step takes twice as long. Neighbours in a part have their memory close to each other.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
-    if len(cores) < replicas:
-        return []
-    return cores[number * len(cores) // replicas : (number + 1) * len(cores) // replicas]
+    start, end = (each * len(cores) // replicas for each in (number, number + 1))
+    return cores[start:end] if len(cores) >= replicas else []
 
 
 def _shared_environment(config: Config, data_dir: Path, replicas: int, announce: Announce) -> dict[str, str]:

@@ -54,10 +54,10 @@ def create_app(services: Services) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         middleware=outer_layers(services.config.server, services.registry, services.drain, services.metrics.answered),
+        # Not by include_router: it takes every route apart a second time, which the first requests would wait for.
+        routes=[route for router in ROUTERS for route in router.routes],
     )
     app.state.services = services
-    for router in ROUTERS:
-        app.include_router(router)
     add_dashboard(app)
     errors.install(app)
     app.openapi = cache(partial(openapi_page, app))  # type: ignore[method-assign]

@@ -19,6 +19,8 @@ from registry_samples import facts, publish_version
 from weft.errors import InvalidRequestError, NotFoundError, WeftError
 from weft.registry.registry import Registry
 
+pytestmark = pytest.mark.no_cover
+
 TENANTS = st.sampled_from(["acme", "other"])
 NAMES = st.sampled_from(["a", "b"])
 CONTENTS = st.sampled_from("xyz")

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -19,6 +20,8 @@ from weft.adapters.residency.entry import Stage
 from weft.adapters.residency.slots import SlotLease
 from weft.memory.host_slab import SwapSpace
 from weft.memory.prefix_cache import PrefixBlock
+
+pytestmark = pytest.mark.no_cover
 
 LORAS = [
     random_lora(tiny_base(), 8, seed=0),

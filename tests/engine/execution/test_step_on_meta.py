@@ -20,7 +20,7 @@ from weft.engine.scheduling.plan import SampleSpec, StepPlan
 from weft.errors import EngineError
 
 pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
-pytestmark = pytest.mark.skipif(INTERPRETS, reason="binds kernels that are to be compiled")
+pytestmark = [pytest.mark.no_cover, pytest.mark.skipif(INTERPRETS, reason="binds kernels that are to be compiled")]
 
 TOP_P = SamplingParams(temperature=0.7, top_p=0.9)
 GREEDY = SamplingParams(temperature=0.0)

@@ -13,6 +13,8 @@ from weft.engine.fairness.shares import MAX_IDLE_SHARES, Flow, Share
 from weft.engine.request import FlowKey
 from weft.engine.scheduling.request_state import RequestState
 
+pytestmark = pytest.mark.no_cover
+
 QUANTUM = 10.0
 
 

@@ -8,6 +8,8 @@ from random_schemas import outcomes_of
 from tiny_models import make_model
 from weft import LLM
 
+pytestmark = pytest.mark.no_cover
+
 SETTINGS = {"device": "cpu", "dtype": "float32", "memory_gib": 0.05, "host_gib": 0.05, "threads": 1}
 
 

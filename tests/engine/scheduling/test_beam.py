@@ -25,6 +25,8 @@ from weft.engine.sampling_params import BeamParams
 from weft.engine.scheduling.plan import ChunkResult, StepPlan
 from weft.errors import ContextLengthError, InvalidRequestError, NeverFitsError
 
+pytestmark = pytest.mark.no_cover
+
 Sequences = list[tuple[list[int], float]]
 
 

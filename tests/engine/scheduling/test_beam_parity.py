@@ -22,6 +22,8 @@ from weft.engine.build import EngineParts, build_engine
 from weft.engine.request import GenerationRequest, RequestOutput
 from weft.engine.sampling_params import BeamParams, SamplingParams
 
+pytestmark = pytest.mark.no_cover
+
 MAX_TOKENS = 20
 Stopping = bool | Literal["never"]
 

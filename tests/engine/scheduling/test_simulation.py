@@ -12,6 +12,8 @@ from simulation.defects import DEFECTS, Plant
 from simulation.engine import SimulationError, simulate
 from simulation.overlap_defects import OVERLAP_DEFECTS
 
+pytestmark = pytest.mark.no_cover
+
 NUM_SEEDS = 500
 NUM_FAST_SEEDS = 60
 SEEDS_PER_ITEM = 20

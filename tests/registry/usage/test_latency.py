@@ -100,6 +100,7 @@ def test_percentiles_need_a_first_token_and_end_with_the_bins() -> None:
     assert percentile({41: 1}, 100) == pytest.approx(BOUNDS_S[41])
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("bucket", [None, "1h", "1d"])
 @pytest.mark.parametrize("group_by", [(), ("adapter",), ("tenant", "version", "key")])
 async def test_rows_agree_with_the_events_they_are_made_of(

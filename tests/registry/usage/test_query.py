@@ -185,6 +185,7 @@ _QUERIES = st.builds(
 ).map(lambda query: query if query.group_by else replace(query, top=None))
 
 
+@pytest.mark.no_cover
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batches=st.lists(_EVENTS, max_size=2), query=_QUERIES)
 async def test_any_query_equals_a_plain_count(

@@ -8,6 +8,8 @@ import pytest
 
 from router_simulation import Case, Outcome, RouterSimulation
 
+pytestmark = pytest.mark.no_cover
+
 STALE = Case(num_replicas=64, num_gateways=4, view_s=5.0)
 
 

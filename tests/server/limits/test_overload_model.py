@@ -12,6 +12,8 @@ import pytest
 from overload_model import CAPACITY, MAX_WAIT_S, Client, Overload, Traffic
 from weft.server.limits.return_slots import ReturnSlots
 
+pytestmark = pytest.mark.no_cover
+
 MEAN_UNITS = 333
 """Of a request of 100 prompt tokens and, on average, 100 output tokens."""
 FULL = CAPACITY / MEAN_UNITS

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from postgres_server import KINDS, database_of
+from ready_registry import put_registry
 from registry_samples import StandingClock
 from weft.registry.db.database import Database
 from weft.registry.db.models import TenantRow
@@ -32,6 +33,8 @@ async def database(tmp_path: Path, database_url: str | None) -> AsyncIterator[Da
 
 @pytest.fixture
 async def registry(tmp_path: Path, clock: StandingClock, database_url: str | None) -> AsyncIterator[Registry]:
+    if database_url is None:
+        put_registry(tmp_path)
     opened = await Registry.open(database_url, tmp_path, "admin-secret", clock=clock, monotonic=clock.monotonic)
     yield opened
     await opened.close()

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from fake_engine import FakeEngine, demo_tokenizer
 from quick_validator import QuickValidator
+from ready_registry import put_registry
 from weft.adapters.blobs.memory import MemoryBlobs
 from weft.adapters.blobs.store import open_blobs
 from weft.config import AdapterConfig, Config, ModelConfig, RegistryConfig, ServerConfig
@@ -195,6 +196,8 @@ async def api(
     def now() -> datetime:
         return utc_now() + (opened.ahead if opened else timedelta())
 
+    if database_url is None:
+        put_registry(server.data_dir)
     registry = await Registry.open(database_url, server.data_dir, ADMIN_KEY, clock=now, pepper=pepper)
     blobs = open_blobs(config.registry, server.data_dir)
     default = await registry.tenants.create_tenant("default") if server.auth == "off" else None

@@ -34,7 +34,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str], ctypes.CDLL]:
-    """The CPU kernels compiled for one of `BUILDS`: once for all test processes of this run."""
+    """The CPU kernels compiled for one of `BUILDS`: once, as their file is named after all that goes into it."""
     own = tmp_path_factory.getbasetemp()
     folder = (own if worker_id == "master" else own.parent) / "libraries"
     folder.mkdir(exist_ok=True)
@@ -44,7 +44,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callab
         with FileLock(folder / f"{build}.lock"):
             if build == "x86-64-v4-amx":
                 trap_tiles(folder)
-            return load_library(flags_for(build), folder)
+            return load_library(flags_for(build))
 
     return library
 

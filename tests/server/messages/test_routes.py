@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from api_server import ADMIN_KEY, BASE, Api, Client, eventually
 from fake_engine import BASE_TEXT, demo_tokenizer
 from weft.engine.request import RequestError
 from weft.server.messages.schemas import MessageView
+
+if TYPE_CHECKING:
+    import anthropic
 
 pytestmark = pytest.mark.anyio
 QUESTION = "When are you open?"
@@ -100,6 +102,8 @@ async def test_sampling_parameters_reach_the_engine(api: Api, acme: Client) -> N
 
 
 async def test_tokens_are_counted_and_not_billed(api: Api, client: anthropic.AsyncAnthropic) -> None:
+    import anthropic  # takes a second
+
     messages: Any = ASKED["messages"]
     counted = await client.messages.count_tokens(model=BASE, messages=messages, system="Be kind.")
     assert counted.input_tokens == len(prompt_of(("system", "Be kind."), ("user", QUESTION)))
@@ -137,6 +141,8 @@ async def test_what_is_wrong_or_not_served_is_told_by_name(acme: Client, fields:
 
 
 async def test_errors_are_the_clients_own_exception_types(api: Api, client: anthropic.AsyncAnthropic, url: str) -> None:
+    import anthropic  # takes a second
+
     with pytest.raises(anthropic.NotFoundError) as missing:
         await client.messages.create(**{**ASKED, "model": "nobody"})
     assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
@@ -183,6 +189,8 @@ async def test_a_key_may_come_as_x_api_key(api: Api, path: str) -> None:
 async def test_an_error_before_the_first_token_is_a_status_and_later_an_event(
     api: Api, client: anthropic.AsyncAnthropic, acme: Client
 ) -> None:
+    import anthropic  # takes a second
+
     api.engine.refusal = RequestError(kind="capacity", code="overloaded", message="No room.")
     assert (await send(acme, stream=True)).status_code == 503
     api.engine.refusal_after = 2

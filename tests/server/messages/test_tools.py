@@ -1,12 +1,14 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from api_server import BASE, Api, Client
 from tool_models import tokenizer_with, use_tokenizer
+
+if TYPE_CHECKING:
+    import anthropic
 
 pytestmark = pytest.mark.anyio
 QUESTION = "Where is the lamp?"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import orjson
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from answer_parts import choice_of, meter_of, step_of
@@ -18,7 +18,6 @@ from weft.server.generation.openai_format import Part
 from weft.server.messages.writer import MessageWriter
 from weft.server.tools.reading import CallPiece
 
-EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 TEXT = [Part(text="Arr"), Part(text=""), Part(text="!", finish_reason="stop")]
 CALLS = [
     Part(text="", reasoning="Look "),
@@ -47,6 +46,13 @@ WHOLE = Part(
 USAGE = {"input_tokens": 3, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 0, "output_tokens": 3}
 
 
+@cache
+def event_type() -> TypeAdapter[Any]:
+    from anthropic.types import RawMessageStreamEvent  # takes a second
+
+    return TypeAdapter(RawMessageStreamEvent)
+
+
 def writer() -> MessageWriter:
     return MessageWriter(meter_of(), {"created": 1_800_000_000, "model": "demo"})
 
@@ -62,7 +68,7 @@ def events(parts: Sequence[Part], error: WeftError | None = None) -> list[dict[s
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         if event["type"] not in ("ping", "error"):
-            EVENT.validate_json(data.removeprefix("data: "), strict=True)
+            event_type().validate_json(data.removeprefix("data: "), strict=True)
         told.append(event)
     return told
 
@@ -106,6 +112,8 @@ def test_thinking_text_and_calls_are_blocks_in_order() -> None:
 
 
 def test_a_whole_message_has_the_same_blocks() -> None:
+    from anthropic.types import Message  # takes a second
+
     body = whole(WHOLE)
     Message.model_validate(body, strict=True)
     assert [block["type"] for block in body["content"]] == ["thinking", "text", "tool_use", "tool_use"]

@@ -10,7 +10,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-BUDGET = 40_978
+BUDGET = 40_990
 LOOK_AGAIN = 400
 PARTS = ("weft", "adapters", "benchmarks", "engine", "kernels", "memory", "registry", "server")
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}

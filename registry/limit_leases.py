@@ -172,7 +172,7 @@ def _answer(ask: LeaseAsk, others: int, bucket: LimitBucketRow | None, billed: i
     used, returned, rate = float(billed + others + ask.held), 0.0, (ask.limit or 0) / MINUTE_US
     if ask.kind in MINUTELY:
         least, used = used, 0.0
-        if bucket is not None:  # where the clock was put back, the bucket refills from now on
+        if bucket is not None:  # if the clock was set back, the bucket refills from now on
             used, returned = bucket.used - rate * max(0, now - bucket.at), bucket.returned
         used, returned = max(used, least + max(0, ask.back)) - ask.back, returned + max(0, ask.back)
         used = min(used, ask.limit or 0)  # a smaller limit begins used up, not in debt

@@ -60,7 +60,7 @@ class _Connection(sqlite3.Connection):
 
     def close(self) -> None:
         """Roll back, and close."""
-        with suppress(sqlite3.Error):
+        with suppress(sqlite3.Error):  # closing ends the transaction of a file that cannot be read any more
             self.rollback()
         super().close()
 

@@ -1,6 +1,6 @@
-"""Which folders are packages: every folder below the parts and weft/ that has an `__init__.py`.
+"""Which folders are packages: every folder below the parts and manylora/ that has an `__init__.py`.
 
-All else stands in pyproject.toml. The links in weft/ are in no sdist, so the parts are looked for at the top.
+All else stands in pyproject.toml. The links in manylora/ are in no sdist, so the parts are looked for at the top.
 """
 
 import tomllib
@@ -12,4 +12,4 @@ SETTINGS = tomllib.loads((Path(__file__).parent / "pyproject.toml").read_text())
 PARTS = SETTINGS["package-dir"].values()
 FOUND = find_packages(include=[pattern for part in PARTS for pattern in (part, f"{part}.*")])
 
-setup(packages=sorted({*find_packages(include=["weft", "weft.*"]), *(f"weft.{name}" for name in FOUND)}))
+setup(packages=sorted({*find_packages(include=["manylora", "manylora.*"]), *(f"manylora.{name}" for name in FOUND)}))

@@ -47,7 +47,7 @@ class LoraSpec:
 
     @classmethod
     def from_canonical(cls, fields: Mapping[str, Any]) -> LoraSpec:
-        """The inverse of `canonical`, for fields that Weft wrote."""
+        """The inverse of `canonical`, for fields that Manylora wrote."""
         return cls(
             rank=fields["r"],
             alpha=fields["lora_alpha"],

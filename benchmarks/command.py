@@ -1,10 +1,10 @@
-"""`weft bench`: each benchmark as a command."""
+"""`manylora bench`: each benchmark as a command."""
 
 from __future__ import annotations
 
 import typer
 
-from weft.benchmarks.main import BENCHMARKS, main
+from manylora.benchmarks.main import BENCHMARKS, main
 
 app = typer.Typer(help="Measure: each command prints a table and a JSON line.", no_args_is_help=True)
 

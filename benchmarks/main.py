@@ -1,4 +1,4 @@
-"""All benchmarks by name, and what is the same for all of them. `python -m weft.benchmarks.main NAME` needs no typer.
+"""All benchmarks by name, and what they share. `python -m manylora.benchmarks.main NAME` needs no typer.
 
 The module of a benchmark says in its docstring what it asks and how, adds its own options (`add_options`, if it has
 any) and measures what they ask for (`measure`). All else is the same for all of them and stands here and in
@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ConfigError
+from manylora.errors import ConfigError
 
 BENCHMARKS = {
     "step": ("engine.step", "Time decode steps and prompts against their floor, part by part."),
     "overhead": ("http.overhead", "Time what planning, processes and HTTP add to a step."),
     "serve": ("http.serve", "Start a server and load it over HTTP."),
-    "compare": ("http.compare", "Load Weft and another OpenAI-compatible server in turns."),
+    "compare": ("http.compare", "Load Manylora and another OpenAI-compatible server in turns."),
     "fairness": ("http.fairness", "Ask quietly while another tenant floods the server."),
     "overload": ("http.overload", "Send more requests than the server can answer."),
     "batching": ("pool.batching", "Compare static, windowed and continuous batching."),
@@ -46,7 +46,7 @@ def make_parser(name: str) -> argparse.ArgumentParser:
     """The options of one benchmark, `--json` included."""
     module = _module(name)
     parser = argparse.ArgumentParser(
-        prog=f"weft bench {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"manylora bench {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     if hasattr(module, "measure"):
         parser.add_argument("--json", type=Path, default=None, help="write the result here")
@@ -57,7 +57,7 @@ def make_parser(name: str) -> argparse.ArgumentParser:
 
 def main(name: str, arguments: Sequence[str]) -> int:
     """Run a benchmark; returns the exit status."""
-    from weft.benchmarks.report import tell  # the command line lists the benchmarks without what prints tables
+    from manylora.benchmarks.report import tell  # the command line lists the benchmarks without what prints tables
 
     module, options = _module(name), make_parser(name).parse_args(arguments)
     if hasattr(module, "measure"):
@@ -71,7 +71,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
 
 
 def _module(name: str) -> Any:  # noqa: ANN401 - each has the same two functions
-    return importlib.import_module(f"weft.benchmarks.{BENCHMARKS[name][0]}")
+    return importlib.import_module(f"manylora.benchmarks.{BENCHMARKS[name][0]}")
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from weft.adapters.base_shape import MODULE_PATHS, BaseShape
-from weft.config import KvDtype
-from weft.engine.model.spec import DecoderSpec, base_shape, decoder_spec, model_geometry
-from weft.memory.geometry import PageGeometry
+from manylora.adapters.base_shape import MODULE_PATHS, BaseShape
+from manylora.config import KvDtype
+from manylora.engine.model.spec import DecoderSpec, base_shape, decoder_spec, model_geometry
+from manylora.memory.geometry import PageGeometry
 
 DTYPE_BYTES = 2
 """bfloat16, in which these models are served."""

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from weft.adapters.base_shape import BaseShape
-from weft.benchmarks.engine.stored import random_lora
-from weft.benchmarks.model_shapes import ALL_LINEAR, QUERY_AND_VALUE, QWEN
+from manylora.adapters.base_shape import BaseShape
+from manylora.benchmarks.engine.stored import random_lora
+from manylora.benchmarks.model_shapes import ALL_LINEAR, QUERY_AND_VALUE, QWEN
 
 VOCAB_SIZE = 32_000
 MODEL_ABOUT = "Qwen2-0.5B shape, vocabulary 32000, random weights, bfloat16"

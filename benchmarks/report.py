@@ -20,16 +20,16 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Column, Table
 
-from weft.config import usable_cores
-from weft.errors import ConfigError, WeftError
+from manylora.config import usable_cores
+from manylora.errors import ConfigError, ManyloraError
 
-DEFAULT_CACHE = Path.home() / ".cache" / "weft" / "benchmarks"
+DEFAULT_CACHE = Path.home() / ".cache" / "manylora" / "benchmarks"
 """Where benchmarks keep what they generate."""
 FILE_WIDTH = 240
 """Columns of a table that is not printed on a terminal."""
 SHOWN = ("median", "min", "max")
 """The figures of a spread that tables show."""
-_PACKAGES = ("weft", "torch", "triton", "transformers", "peft", "numpy")
+_PACKAGES = ("manylora", "torch", "triton", "transformers", "peft", "numpy")
 _ROOT = Path(__file__).resolve().parents[1]
 AddOption = Callable[..., argparse.Action]
 """The `add_argument` of a benchmark's parser."""
@@ -99,13 +99,13 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
     """Write a result as JSON, with the folders above it.
 
     Raises:
-        WeftError: The file cannot be written.
+        ManyloraError: The file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + "\n")
     except OSError as error:
-        raise WeftError(f"cannot write the result to {path}: {error.strerror}") from error
+        raise ManyloraError(f"cannot write the result to {path}: {error.strerror}") from error
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def tell(command: str, options: argparse.Namespace, measure: Callable[[argparse.
             result["command"] = result["command"].replace(key, "KEY")
         if options.json:
             write_result(options.json, result)
-    except WeftError as error:
+    except ManyloraError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     for rows in filter(None, (result["table"], _ratio_rows(result.get("ratios", {})), result.get("goals"))):

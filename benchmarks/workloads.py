@@ -14,7 +14,7 @@ from typing import cast
 
 import numpy as np
 
-from weft.errors import ConfigError
+from manylora.errors import ConfigError
 
 PATTERNS = ("uniform", "zipf:1.5")
 """Popularity patterns; zipf takes any base above 1."""

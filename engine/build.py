@@ -15,43 +15,43 @@ from pathlib import Path
 
 import torch
 
-from weft.adapters.base_shape import BaseShape
-from weft.adapters.blobs.memory import MemoryBlobs
-from weft.adapters.blobs.store import open_blobs
-from weft.adapters.lora.step import PagedLora
-from weft.adapters.lora.tables import AdapterTables
-from weft.adapters.residency.images import HostImages
-from weft.adapters.residency.load_threads import LoadPace, LoadQueue, copier_thread, loader_threads
-from weft.adapters.residency.loader import AdapterLoader
-from weft.adapters.residency.residency import Residency
-from weft.config import Config
-from weft.engine.core import EngineCore
-from weft.engine.execution.costs import StartMeasures
-from weft.engine.execution.memory_plan import REFERENCE_RANK, format_plan, free_memory, max_model_len, plan_memory
-from weft.engine.execution.runner import ModelRunner
-from weft.engine.execution.sampler import Sampler
-from weft.engine.execution.step_program import StepDevice
-from weft.engine.execution.step_programs import StepPrograms, bucket_rows, cuda_graphs
-from weft.engine.grammar.compiler import Grammars
-from weft.engine.grammar.matcher import GrammarTokens
-from weft.engine.model.decoder import Decoder
-from weft.engine.model.device import choose_device, choose_dtype, choose_threads, has_idle_core, keep_freed_memory
-from weft.engine.model.spec import DecoderSpec, base_shape, model_geometry, read_spec, resolve_model
-from weft.engine.model.weights import base_digest, load_decoder
-from weft.engine.scheduling.kv_pages import KvPages, prefix_seed
-from weft.engine.scheduling.request_limits import ModelLimits
-from weft.engine.scheduling.scheduler import Scheduler
-from weft.engine.status import EngineReady, MemoryPlan
-from weft.engine.text.tokenizer import read_eos_token_ids
-from weft.errors import ConfigError
-from weft.kernels.dispatch import AttentionNeeds, kernels_for
-from weft.kernels.triton.compiles import CompileWatch
-from weft.memory.arena import Arena, PageCopier
-from weft.memory.eviction import Evictor, PageCosts, eviction_policy
-from weft.memory.geometry import PageGeometry
-from weft.memory.host_slab import HostSlab, SwapSpace
-from weft.memory.pool import PagePool
-from weft.memory.prefix_cache import PrefixCache
+from manylora.adapters.base_shape import BaseShape
+from manylora.adapters.blobs.memory import MemoryBlobs
+from manylora.adapters.blobs.store import open_blobs
+from manylora.adapters.lora.step import PagedLora
+from manylora.adapters.lora.tables import AdapterTables
+from manylora.adapters.residency.images import HostImages
+from manylora.adapters.residency.load_threads import LoadPace, LoadQueue, copier_thread, loader_threads
+from manylora.adapters.residency.loader import AdapterLoader
+from manylora.adapters.residency.residency import Residency
+from manylora.config import Config
+from manylora.engine.core import EngineCore
+from manylora.engine.execution.costs import StartMeasures
+from manylora.engine.execution.memory_plan import REFERENCE_RANK, format_plan, free_memory, max_model_len, plan_memory
+from manylora.engine.execution.runner import ModelRunner
+from manylora.engine.execution.sampler import Sampler
+from manylora.engine.execution.step_program import StepDevice
+from manylora.engine.execution.step_programs import StepPrograms, bucket_rows, cuda_graphs
+from manylora.engine.grammar.compiler import Grammars
+from manylora.engine.grammar.matcher import GrammarTokens
+from manylora.engine.model.decoder import Decoder
+from manylora.engine.model.device import choose_device, choose_dtype, choose_threads, has_idle_core, keep_freed_memory
+from manylora.engine.model.spec import DecoderSpec, base_shape, model_geometry, read_spec, resolve_model
+from manylora.engine.model.weights import base_digest, load_decoder
+from manylora.engine.scheduling.kv_pages import KvPages, prefix_seed
+from manylora.engine.scheduling.request_limits import ModelLimits
+from manylora.engine.scheduling.scheduler import Scheduler
+from manylora.engine.status import EngineReady, MemoryPlan
+from manylora.engine.text.tokenizer import read_eos_token_ids
+from manylora.errors import ConfigError
+from manylora.kernels.dispatch import AttentionNeeds, kernels_for
+from manylora.kernels.triton.compiles import CompileWatch
+from manylora.memory.arena import Arena, PageCopier
+from manylora.memory.eviction import Evictor, PageCosts, eviction_policy
+from manylora.memory.geometry import PageGeometry
+from manylora.memory.host_slab import HostSlab, SwapSpace
+from manylora.memory.pool import PagePool
+from manylora.memory.prefix_cache import PrefixCache
 
 logger = logging.getLogger(__name__)
 

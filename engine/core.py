@@ -1,4 +1,4 @@
-"""The engine's loop: one call of `pump` is one step. It runs in the engine process, in `weft.LLM`, and in tests.
+"""The engine's loop: one call of `pump` is one step. It runs in the engine process, in `manylora.LLM`, and in tests.
 
 With overlap, `pump` launches a step before it takes in the results of the step before it, so that the device need not
 wait for the plan. docs/scheduling.md says what that changes.
@@ -15,17 +15,17 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from weft.engine.execution.runner import LaunchedStep, ModelRunner
-from weft.engine.execution.step_history import StepHistory
-from weft.engine.grammar.masks import Masks
-from weft.engine.request import PAUSED, GenerationRequest, RequestOutput
-from weft.engine.scheduling.plan import StepPlan
-from weft.engine.scheduling.scheduler import Scheduler
-from weft.engine.status import EngineLoad, EngineStatus, PauseMode
-from weft.errors import EngineError
-from weft.kernels.triton.compiles import CompileWatch
-from weft.memory.arena import is_device_lost
-from weft.memory.page_map import page_map
+from manylora.engine.execution.runner import LaunchedStep, ModelRunner
+from manylora.engine.execution.step_history import StepHistory
+from manylora.engine.grammar.masks import Masks
+from manylora.engine.request import PAUSED, GenerationRequest, RequestOutput
+from manylora.engine.scheduling.plan import StepPlan
+from manylora.engine.scheduling.scheduler import Scheduler
+from manylora.engine.status import EngineLoad, EngineStatus, PauseMode
+from manylora.errors import EngineError
+from manylora.kernels.triton.compiles import CompileWatch
+from manylora.memory.arena import is_device_lost
+from manylora.memory.page_map import page_map
 
 logger = logging.getLogger(__name__)
 

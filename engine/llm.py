@@ -11,17 +11,24 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from weft.adapters.blobs.local import LocalBlobs
-from weft.adapters.checkpoint.folder import adapter_files
-from weft.adapters.checkpoint.reader import read_checkpoint
-from weft.adapters.ref import AdapterRef, content_digest
-from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
-from weft.engine.build import build_engine
-from weft.engine.request import ERRORS_BY_KIND, FinishReason, GenerationRequest, Grammar, RequestOutput, TokenLogprobs
-from weft.engine.sampling_params import SamplingParams
-from weft.engine.text.text_stream import TextStream
-from weft.engine.text.tokenizer import Tokenizer
-from weft.errors import ConfigError, EngineError, InvalidRequestError
+from manylora.adapters.blobs.local import LocalBlobs
+from manylora.adapters.checkpoint.folder import adapter_files
+from manylora.adapters.checkpoint.reader import read_checkpoint
+from manylora.adapters.ref import AdapterRef, content_digest
+from manylora.config import AdapterConfig, Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
+from manylora.engine.build import build_engine
+from manylora.engine.request import (
+    ERRORS_BY_KIND,
+    FinishReason,
+    GenerationRequest,
+    Grammar,
+    RequestOutput,
+    TokenLogprobs,
+)
+from manylora.engine.sampling_params import SamplingParams
+from manylora.engine.text.text_stream import TextStream
+from manylora.engine.text.tokenizer import Tokenizer
+from manylora.errors import ConfigError, EngineError, InvalidRequestError
 
 BLOCKED_WAIT_S = 0.02
 _SECTIONS = {"model": ModelConfig, "memory": MemoryConfig, "adapter": AdapterConfig, "scheduler": SchedulerConfig}
@@ -50,7 +57,7 @@ class LLM:
 
     Args:
         model: Folder of a Hugging Face checkpoint, or a hub id.
-        settings: Fields of the sections model, memory, adapter and scheduler of `weft.config`, by name (`dtype`,
+        settings: Fields of the sections model, memory, adapter and scheduler of `manylora.config`, by name (`dtype`,
             `max_rank`, `step_tokens`), or with the section in front (`memory_gib`).
 
     Raises:
@@ -61,7 +68,7 @@ class LLM:
         self._loaded = threading.Event()
         self._ids = itertools.count(1)
         self._refs: dict[Path, tuple[_Stamp, AdapterRef]] = {}
-        self._folder = Path(tempfile.mkdtemp(prefix="weft-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="manylora-"))
         try:
             self._config = _config(str(model), self._folder, settings)
             self.engine = build_engine(self._config, notify=self._loaded.set)

@@ -6,10 +6,10 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Literal
 
-from weft.adapters.ref import AdapterRef, AdapterTier
-from weft.engine.sampling_params import BeamParams, SamplingParams
-from weft.errors import AdapterError, CapacityError, EngineError, WeftError
-from weft.errors import RequestError as RefusedError
+from manylora.adapters.ref import AdapterRef, AdapterTier
+from manylora.engine.sampling_params import BeamParams, SamplingParams
+from manylora.errors import AdapterError, CapacityError, EngineError, ManyloraError
+from manylora.errors import RequestError as RefusedError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorKind = Literal["request", "adapter", "capacity", "internal"]
@@ -89,7 +89,7 @@ class RequestError:
     """Why a request ended in error."""
 
     code: str
-    """Code of the `weft.errors` class that fits."""
+    """Code of the `manylora.errors` class that fits."""
     message: str
     kind: ErrorKind = "request"
     """What caused it; the server maps this to an HTTP status."""
@@ -133,7 +133,7 @@ PAUSED = RequestError(
     kind="capacity",
 )
 
-ERRORS_BY_KIND: dict[ErrorKind, type[WeftError]] = {
+ERRORS_BY_KIND: dict[ErrorKind, type[ManyloraError]] = {
     "request": RefusedError,
     "adapter": AdapterError,
     "capacity": CapacityError,
@@ -141,7 +141,7 @@ ERRORS_BY_KIND: dict[ErrorKind, type[WeftError]] = {
 """Errors that clients are told; all others are `INTERNAL`."""
 
 
-def request_error(error: WeftError) -> RequestError:
+def request_error(error: ManyloraError) -> RequestError:
     """What the client is told: the error's message, or `INTERNAL` for a fault of the engine."""
     kind = next((kind for kind, raised in ERRORS_BY_KIND.items() if isinstance(error, raised)), None)
     return INTERNAL if kind is None else RequestError(code=error.code, message=error.message, kind=kind)

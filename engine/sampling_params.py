@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from weft.errors import InvalidRequestError
+from manylora.errors import InvalidRequestError
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean the most likely token."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import ctypes
 
-from weft.config import Config
-from weft.engine.execution.memory_plan import check_max_model_len, free_memory, plan_memory
-from weft.engine.model.spec import SPEC_FILES, base_shape, model_geometry, read_spec, resolve_model
-from weft.engine.model.weight_bytes import choose_weights
-from weft.errors import ConfigError
+from manylora.config import Config
+from manylora.engine.execution.memory_plan import check_max_model_len, free_memory, plan_memory
+from manylora.engine.model.spec import SPEC_FILES, base_shape, model_geometry, read_spec, resolve_model
+from manylora.engine.model.weight_bytes import choose_weights
+from manylora.errors import ConfigError
 
 CUDA_DRIVER = "libcuda.so.1"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from weft.adapters.base_shape import BaseShape
-from weft.adapters.ref import ResidentAdapter as ResidentAdapter
-from weft.engine.fairness.prices import Prices
-from weft.kernels.weight_format import WeightFormat, number_format
-from weft.memory.geometry import PageGeometry
-from weft.memory.page_map import PageMap
+from manylora.adapters.base_shape import BaseShape
+from manylora.adapters.ref import ResidentAdapter as ResidentAdapter
+from manylora.engine.fairness.prices import Prices
+from manylora.kernels.weight_format import WeightFormat, number_format
+from manylora.memory.geometry import PageGeometry
+from manylora.memory.page_map import PageMap
 
 PauseMode = Literal["keep", "wait"]
 """How an engine is paused: with `keep` it computes nothing, and requests keep what they have; with `wait` those that
@@ -111,7 +111,7 @@ class StepBatches:
 
 @dataclass(slots=True, kw_only=True)  # frozen ones take three times as long to make, and there may be thousands
 class TenantLoad:
-    """What one tenant has in the engine now. Units are those of `weft.engine.fairness.tenant_service`."""
+    """What one tenant has in the engine now. Units are those of `manylora.engine.fairness.tenant_service`."""
 
     weight: float = 1.0
     running: int = 0

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.checks import expect, expect_that
-from weft.kernels.kv_layer import KvLayer
-from weft.kernels.plain import attention as attention_cpu
-from weft.kernels.plain import rows as rows_cpu
+from manylora.kernels.attention_batch import AttentionBatch
+from manylora.kernels.checks import expect, expect_that
+from manylora.kernels.kv_layer import KvLayer
+from manylora.kernels.plain import attention as attention_cpu
+from manylora.kernels.plain import rows as rows_cpu
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from weft.config import Attention
-from weft.errors import ConfigError
-from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.kv_layer import KvLayer
-from weft.kernels.native.library import NATIVE_DTYPES, native_library
-from weft.kernels.quantised import Int8Weight, QuantisedWeight
-from weft.kernels.sgmv import LoraDelta, SgmvOperands
+from manylora.config import Attention
+from manylora.errors import ConfigError
+from manylora.kernels.attention_batch import AttentionBatch
+from manylora.kernels.kv_layer import KvLayer
+from manylora.kernels.native.library import NATIVE_DTYPES, native_library
+from manylora.kernels.quantised import Int8Weight, QuantisedWeight
+from manylora.kernels.sgmv import LoraDelta, SgmvOperands
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ Linear = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """The operations of one kind of device. What each computes is stated in `weft.kernels.plain`.
+    """The operations of one kind of device. What each computes is stated in `manylora.kernels.plain`.
 
     Where there is `shrink`, `fused_add_rms_norm`, `silu_and_mul` and `attend` take a `LoraDelta` as their last operand
     and add it to the first before anything else: bit for bit what `sgmv` and then the operation yield.
@@ -49,7 +49,7 @@ class Kernels:
     logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor, Tensor]]
     mask_tokens: Callable[[Tensor, Tensor, Tensor], None]
     attend: Callable[..., Tensor]
-    """All of a layer between its projections. In torch operators it is `weft.kernels.attend.attend`."""
+    """All of a layer between its projections. In torch operators it is `manylora.kernels.attend.attend`."""
     shrink: Shrink | None = None
     """The first half of `sgmv`, whose second half is done by the next operation; None where `sgmv` does both."""
     quantised_linear: Callable[[QuantisedWeight, Tensor | None], Linear] | None = None
@@ -102,7 +102,7 @@ def native_kernels() -> Kernels:
 
     Sampling uses torch operators, but for masks.
     """
-    from weft.kernels.native import attention, masks, quantised, rows, sgmv
+    from manylora.kernels.native import attention, masks, quantised, rows, sgmv
 
     return replace(
         torch_kernels(),
@@ -121,8 +121,8 @@ def native_kernels() -> Kernels:
 @functools.cache
 def torch_kernels() -> Kernels:
     """The operations in torch operators, for a CPU without C++ ones and for dtypes that these do not know."""
-    from weft.kernels import attend
-    from weft.kernels.plain import attention, quantised, rows, sampling, sgmv
+    from manylora.kernels import attend
+    from manylora.kernels.plain import attention, quantised, rows, sampling, sgmv
 
     return replace(
         _kernels_of(rows, attend, attention, sgmv, sampling),
@@ -141,12 +141,12 @@ def triton_kernels() -> Kernels:
         ConfigError: Triton is not installed.
     """
     try:
-        from weft.kernels.triton import attend, attention, rows, sampling, sgmv
+        from manylora.kernels.triton import attend, attention, rows, sampling, sgmv
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
         raise ConfigError(
-            "model.device: a CUDA device needs Triton, which is not installed: pip install 'weft[triton]'",
+            "model.device: a CUDA device needs Triton, which is not installed: pip install 'manylora[triton]'",
             param="model.device",
         ) from error
     return replace(_kernels_of(rows, attend, attention, sgmv, sampling), shrink=sgmv.shrink)
@@ -160,7 +160,7 @@ def with_flashinfer(kernels: Kernels, device: torch.device, dtype: torch.dtype, 
     """
     if attention.setting == "triton":
         return kernels
-    from weft.kernels.flashinfer.probe import open_flashinfer
+    from manylora.kernels.flashinfer.probe import open_flashinfer
 
     found = open_flashinfer(attention, device, dtype, kernels.paged_attention)
     if not isinstance(found, str):

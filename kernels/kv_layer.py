@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.kernels.checks import expect, expect_that
+from manylora.kernels.checks import expect, expect_that
 
 LARGEST = 127
 """Largest magnitude of an element; -128 is not used."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from weft.kernels.checks import expect, expect_that
-from weft.kernels.weight_format import GROUP, UNIT
+from manylora.kernels.checks import expect, expect_that
+from manylora.kernels.weight_format import GROUP, UNIT
 
 ROWS_AT_ONCE = 1024
 """Rows that are quantised at a time, which bounds the memory for floats."""

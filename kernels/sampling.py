@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.kernels.packed_copy import copy_in_one
+from manylora.kernels.packed_copy import copy_in_one
 
 NON_FINITE = -1
 """Instead of a token: the row has a NaN, or its largest logit has a magnitude of MAX_LOGIT or more."""

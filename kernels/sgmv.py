@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weft.kernels.checks import expect, expect_that
+from manylora.kernels.checks import expect, expect_that
 
 GROUP_ROWS = 8
 """Rank rows in a row group, the unit that `SgmvTables.offsets` places."""

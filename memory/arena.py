@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from weft.memory.geometry import SCALE_BYTES, PageGeometry
+from manylora.memory.geometry import SCALE_BYTES, PageGeometry
 
 POISON_BYTE = 0xFF
 """As bf16, fp16 or fp32, and so as the scale of int8, these bytes are NaN: a read of freed memory shows."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from weft.memory.geometry import PageGeometry
+from manylora.memory.geometry import PageGeometry
 
 FIRST_BLOCKS = 8
 """Blocks that a new table has room for; it doubles when it is full."""

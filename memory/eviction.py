@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from weft.errors import PageAccountingError
-from weft.memory.pool import PageKind, PagePool
+from manylora.errors import PageAccountingError
+from manylora.memory.pool import PageKind, PagePool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ from contextlib import suppress
 
 import torch
 
-from weft.config import GIB
-from weft.errors import ConfigError
-from weft.memory.pool import PagePool
+from manylora.config import GIB
+from manylora.errors import ConfigError
+from manylora.memory.pool import PagePool
 
 logger = logging.getLogger(__name__)
 

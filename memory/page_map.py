@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from weft.memory.pool import NO_OWNER, PAGE_KINDS, PAGE_STATES, PagePool, PageState
+from manylora.memory.pool import NO_OWNER, PAGE_KINDS, PAGE_STATES, PagePool, PageState
 
 MAX_CELLS = 4096
 _NUM_STATES = len(PAGE_STATES)

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
-from weft.errors import PageAccountingError
+from manylora.errors import PageAccountingError
 
 PageKind = Literal["kv", "prefix", "adapter"]
 PAGE_KINDS: tuple[PageKind, ...] = get_args(PageKind)

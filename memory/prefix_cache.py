@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from weft.errors import PageAccountingError
-from weft.memory.eviction import Evictable, Evictor, UseCount
-from weft.memory.pool import PageKind, PagePool
+from manylora.errors import PageAccountingError
+from manylora.memory.eviction import Evictable, Evictor, UseCount
+from manylora.memory.pool import PageKind, PagePool
 
 
 def chain_seed(*fields: str) -> bytes:

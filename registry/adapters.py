@@ -14,12 +14,12 @@ from sqlalchemy import Select, and_, func, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
-from weft.adapters.ref import LoraSpec
-from weft.registry import audit, names
-from weft.registry.audit import ADMIN
-from weft.registry.cache import Transactions
-from weft.registry.db.models import AdapterRow, GrantRow, TenantRow, VersionRow
-from weft.registry.records import (
+from manylora.adapters.ref import LoraSpec
+from manylora.registry import audit, names
+from manylora.registry.audit import ADMIN
+from manylora.registry.cache import Transactions
+from manylora.registry.db.models import AdapterRow, GrantRow, TenantRow, VersionRow
+from manylora.registry.records import (
     Adapter,
     AdapterIdentity,
     AdapterVersion,
@@ -31,8 +31,8 @@ from weft.registry.records import (
     VersionFacts,
     to_record,
 )
-from weft.registry.removal import CHUNK, mark, remove_versions, unreferenced_blobs
-from weft.registry.uploads import Publication
+from manylora.registry.removal import CHUNK, mark, remove_versions, unreferenced_blobs
+from manylora.registry.uploads import Publication
 
 
 class Adapters(Transactions):

@@ -7,9 +7,9 @@ from datetime import datetime
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.registry.db.database import Database
-from weft.registry.db.models import AuditRow
-from weft.registry.names import storable
+from manylora.registry.db.database import Database
+from manylora.registry.db.models import AuditRow
+from manylora.registry.names import storable
 
 ADMIN = "admin"
 """The actor where the admin key was used: it has no id."""

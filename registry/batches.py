@@ -16,15 +16,15 @@ from typing import Any, Literal, TypeVar
 from sqlalchemy import ColumnElement, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.config import BatchConfig
-from weft.errors import ConflictError, ForbiddenError, InvalidRequestError, NotFoundError
-from weft.registry.cache import Transactions
-from weft.registry.db.clock import to_micros, to_seconds
-from weft.registry.db.database import insert_into
-from weft.registry.db.models import BatchResultRow, BatchRow, FileRow
-from weft.registry.names import check_text, storable
-from weft.registry.records import Page, UsageEvent
-from weft.registry.usage import write as usage
+from manylora.config import BatchConfig
+from manylora.errors import ConflictError, ForbiddenError, InvalidRequestError, NotFoundError
+from manylora.registry.cache import Transactions
+from manylora.registry.db.clock import to_micros, to_seconds
+from manylora.registry.db.database import insert_into
+from manylora.registry.db.models import BatchResultRow, BatchRow, FileRow
+from manylora.registry.names import check_text, storable
+from manylora.registry.records import Page, UsageEvent
+from manylora.registry.usage import write as usage
 
 KEPT = timedelta(days=30)
 """How long a file lives, and how long a batch is listed."""

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.errors import CapacityError, WeftError
-from weft.registry.db.clock import Clock
-from weft.registry.db.database import Database, unavailable
+from manylora.errors import CapacityError, ManyloraError
+from manylora.registry.db.clock import Clock
+from manylora.registry.db.database import Database, unavailable
 
 if TYPE_CHECKING:
-    from weft.registry.keys import KeyRing
-    from weft.registry.limits import Limits
-    from weft.registry.records import Resolution
+    from manylora.registry.keys import KeyRing
+    from manylora.registry.limits import Limits
+    from manylora.registry.records import Resolution
 
 MAX_ENTRIES = 10_000
 """Answers of one map; when there would be more, all are dropped."""
@@ -113,7 +113,7 @@ class ReadThroughCache(Generic[KeyT, ValueT]):
         """The answer that is kept for `key`, or else that of `question`, which reads the database.
 
         Raises:
-            WeftError: What `question` raised. A CapacityError only where no answer of the last minute is kept.
+            ManyloraError: What `question` raised. A CapacityError only where no answer of the last minute is kept.
         """
         read_at, known = self._entries.get(key, (float("-inf"), None))
         asked_at, epoch = self._monotonic(), self._epoch
@@ -152,7 +152,7 @@ class ReadThroughCache(Generic[KeyT, ValueT]):
         except (CapacityError, TimeoutError) as error:
             self._retry_at = self._monotonic() + MAX_AGE_S
             raise unavailable() from error
-        except WeftError:
+        except ManyloraError:
             self._retry_at = float("-inf")  # a refusal is an answer of the database as well
             if epoch == self._epoch:
                 self._entries.pop(key, None)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.errors import InvalidRequestError, NotFoundError
-from weft.registry import audit
-from weft.registry.adapters import own_row
-from weft.registry.audit import ADMIN
-from weft.registry.cache import Transactions
-from weft.registry.db.models import AdapterRow, GrantRow, TenantRow, VersionRow
-from weft.registry.names import EVERY_VERSION, MAX_VERSION, check_integer, check_text, no_such
+from manylora.errors import InvalidRequestError, NotFoundError
+from manylora.registry import audit
+from manylora.registry.adapters import own_row
+from manylora.registry.audit import ADMIN
+from manylora.registry.cache import Transactions
+from manylora.registry.db.models import AdapterRow, GrantRow, TenantRow, VersionRow
+from manylora.registry.names import EVERY_VERSION, MAX_VERSION, check_integer, check_text, no_such
 
 MAX_GRANTS = 1000
 

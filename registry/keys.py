@@ -1,6 +1,6 @@
 """Keys: random secrets, stored as keyed digests only and found by their public prefix.
 
-A secret is `weft_<prefix>_<256 random bits>`. The database has its HMAC-SHA256 under a pepper that is not in the
+A secret is `manylora_<prefix>_<256 random bits>`. The database has its HMAC-SHA256 under a pepper that is not in the
 database: a stolen database alone, or a stolen data folder alone, gives nobody a way to test secrets.
 """
 
@@ -21,22 +21,22 @@ from typing import cast
 from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.errors import AuthenticationError, ConfigError, InvalidRequestError
-from weft.registry import audit
-from weft.registry.audit import ADMIN
-from weft.registry.cache import Changes, ReadThroughCache, Transactions
-from weft.registry.db.clock import Clock, iso
-from weft.registry.db.database import Database
-from weft.registry.db.models import KeyRow, SessionRow, TenantRow
-from weft.registry.limits import KEY_LIMITS, Limits, checked_limits
-from weft.registry.names import check_text, no_such
-from weft.registry.records import SCOPES, Credential, Identity, Scope
-from weft.registry.tenants import tenant_row
+from manylora.errors import AuthenticationError, ConfigError, InvalidRequestError
+from manylora.registry import audit
+from manylora.registry.audit import ADMIN
+from manylora.registry.cache import Changes, ReadThroughCache, Transactions
+from manylora.registry.db.clock import Clock, iso
+from manylora.registry.db.database import Database
+from manylora.registry.db.models import KeyRow, SessionRow, TenantRow
+from manylora.registry.limits import KEY_LIMITS, Limits, checked_limits
+from manylora.registry.names import check_text, no_such
+from manylora.registry.records import SCOPES, Credential, Identity, Scope
+from manylora.registry.tenants import tenant_row
 
 MAX_SECRET = 512
 
 _PREFIX_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
-_SECRET = re.compile(r"(weft_[0-9a-z]{12})_[A-Za-z0-9_-]{43}")
+_SECRET = re.compile(r"(manylora_[0-9a-z]{12})_[A-Za-z0-9_-]{43}")
 _NO_DIGEST = "0" * 64
 _WITH_TENANT = select(KeyRow, TenantRow).join(TenantRow, TenantRow.id == KeyRow.tenant_id)
 
@@ -294,7 +294,7 @@ async def _living(session: AsyncSession, key_id: str) -> KeyRow:
 
 
 def _new_secret(ring: KeyRing, row: KeyRow) -> str:
-    row.prefix = "weft_" + "".join(secrets.choice(_PREFIX_CHARACTERS) for _ in range(12))
+    row.prefix = "manylora_" + "".join(secrets.choice(_PREFIX_CHARACTERS) for _ in range(12))
     secret = f"{row.prefix}_{secrets.token_urlsafe(32)}"
     row.digest = ring.digest(secret)
     return secret

@@ -21,9 +21,9 @@ from typing import Any, Literal, NamedTuple
 from sqlalchemy import FromClause, delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.registry.db.clock import MINUTE_US, from_micros, month_after, month_of, to_micros
-from weft.registry.db.database import Database, database_us, insert_into
-from weft.registry.db.models import LimitBucketRow, LimitLeaseRow, UsageMonthRow
+from manylora.registry.db.clock import MINUTE_US, from_micros, month_after, month_of, to_micros
+from manylora.registry.db.database import Database, database_us, insert_into
+from manylora.registry.db.models import LimitBucketRow, LimitLeaseRow, UsageMonthRow
 
 Kind = Literal["requests_per_minute", "concurrent_requests", "tokens_per_minute", "tokens_per_month"]
 MINUTELY = ("requests_per_minute", "tokens_per_minute")

@@ -14,9 +14,9 @@ from datetime import datetime
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.errors import ForbiddenError, InvalidRequestError
-from weft.registry.db.models import AdapterRow, TenantRow, UploadRow, VersionRow
-from weft.registry.names import check_integer
+from manylora.errors import ForbiddenError, InvalidRequestError
+from manylora.registry.db.models import AdapterRow, TenantRow, UploadRow, VersionRow
+from manylora.registry.names import check_integer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

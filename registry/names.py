@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Literal
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.errors import ConflictError, InvalidRequestError, NotFoundError
-from weft.registry.db.models import AdapterRow, AliasRow, GrantRow, TenantRow, VersionRow
+from manylora.errors import ConflictError, InvalidRequestError, NotFoundError
+from manylora.registry.db.models import AdapterRow, AliasRow, GrantRow, TenantRow, VersionRow
 
 if TYPE_CHECKING:
-    from weft.registry.records import AdapterVersion, Shares
+    from manylora.registry.records import AdapterVersion, Shares
 
 DEFAULT_ALIAS = "default"
 EVERY_VERSION = 0

@@ -8,8 +8,8 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from zoneinfo import ZoneInfo
 
-from weft.adapters.ref import AdapterRef, LoraSpec
-from weft.registry.limits import UNLIMITED, Limits
+from manylora.adapters.ref import AdapterRef, LoraSpec
+from manylora.registry.limits import UNLIMITED, Limits
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

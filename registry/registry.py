@@ -12,25 +12,25 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from weft.registry import audit
-from weft.registry.adapters import Adapters
-from weft.registry.batches import Batches, Files
-from weft.registry.cache import Changes, ReadThroughCache
-from weft.registry.db.clock import Clock, utc_now
-from weft.registry.db.database import Database
-from weft.registry.db.models import AuditRow
-from weft.registry.grants import Grants
-from weft.registry.keys import KeyRing, Keys, prepare_folder, read_pepper
-from weft.registry.limits import Limits
-from weft.registry.names import check_text
-from weft.registry.records import Resolution
-from weft.registry.removal import EphemeralVersions
-from weft.registry.servers import Servers
-from weft.registry.sessions import Sessions
-from weft.registry.tenants import Tenants
-from weft.registry.uploads import Uploads
-from weft.registry.usage.journal import Journal
-from weft.registry.usage.ledger import UsageLedger
+from manylora.registry import audit
+from manylora.registry.adapters import Adapters
+from manylora.registry.batches import Batches, Files
+from manylora.registry.cache import Changes, ReadThroughCache
+from manylora.registry.db.clock import Clock, utc_now
+from manylora.registry.db.database import Database
+from manylora.registry.db.models import AuditRow
+from manylora.registry.grants import Grants
+from manylora.registry.keys import KeyRing, Keys, prepare_folder, read_pepper
+from manylora.registry.limits import Limits
+from manylora.registry.names import check_text
+from manylora.registry.records import Resolution
+from manylora.registry.removal import EphemeralVersions
+from manylora.registry.servers import Servers
+from manylora.registry.sessions import Sessions
+from manylora.registry.tenants import Tenants
+from manylora.registry.uploads import Uploads
+from manylora.registry.usage.journal import Journal
+from manylora.registry.usage.ledger import UsageLedger
 
 
 class Registry:
@@ -94,7 +94,7 @@ class Registry:
 
         Raises:
             ConfigError: The URL is not understood, the folder cannot be written, another process has it, or a newer
-                Weft wrote the database.
+                Manylora wrote the database.
         """
         await asyncio.to_thread(prepare_folder, data_dir)
         secret = await asyncio.to_thread(read_pepper, data_dir, pepper)

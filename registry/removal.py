@@ -13,11 +13,11 @@ from sqlalchemy import ColumnElement, Delete, and_, delete, exists, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
-from weft.registry import audit
-from weft.registry.cache import Transactions
-from weft.registry.db.models import AdapterRow, AliasRow, FileRow, GrantRow, VersionRow
-from weft.registry.names import no_such
-from weft.registry.records import Ephemeral, Removed
+from manylora.registry import audit
+from manylora.registry.cache import Transactions
+from manylora.registry.db.models import AdapterRow, AliasRow, FileRow, GrantRow, VersionRow
+from manylora.registry.names import no_such
+from manylora.registry.records import Ephemeral, Removed
 
 CHUNK = 500
 SERVER = "server"

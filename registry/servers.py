@@ -15,10 +15,10 @@ from typing import Literal
 
 from sqlalchemy import delete, select
 
-from weft.registry.cache import Transactions
-from weft.registry.db.clock import from_micros
-from weft.registry.db.database import database_us, insert_into
-from weft.registry.db.models import ServerRow
+from manylora.registry.cache import Transactions
+from manylora.registry.db.clock import from_micros
+from manylora.registry.db.database import database_us, insert_into
+from manylora.registry.db.models import ServerRow
 
 BEAT_S = 5.0
 GONE = timedelta(seconds=30)
@@ -39,7 +39,7 @@ class Server:
     url: str
     """Where gateways reach it."""
     version: str
-    """Of Weft."""
+    """Of Manylora."""
     state: State = "ready"
     model: str = ""
     """Name of the base for clients; empty for a gateway."""

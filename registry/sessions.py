@@ -11,19 +11,19 @@ from typing import Literal
 
 from sqlalchemy import delete, select
 
-from weft.errors import AuthenticationError
-from weft.registry.cache import Transactions
-from weft.registry.db.models import SessionRow
-from weft.registry.records import Credential, Identity
+from manylora.errors import AuthenticationError
+from manylora.registry.cache import Transactions
+from manylora.registry.db.models import SessionRow
+from manylora.registry.records import Credential, Identity
 
 SESSION_S = 12 * 3600
 LINK_S = 600
 MAX_PER_SECRET = 100
 """Most sessions, and most links, of one secret; the oldest is deleted for a new one."""
-LINK_PREFIX = "weft_link_"
+LINK_PREFIX = "manylora_link_"
 Kind = Literal["session", "link"]
 _LIFE_S: dict[Kind, int] = {"session": SESSION_S, "link": LINK_S}
-_PREFIXES: dict[Kind, str] = {"session": "weft_session_", "link": LINK_PREFIX}
+_PREFIXES: dict[Kind, str] = {"session": "manylora_session_", "link": LINK_PREFIX}
 
 
 class Sessions(Transactions):
@@ -67,7 +67,8 @@ class Sessions(Transactions):
                 row = await session.scalar(delete(SessionRow).where(*link).returning(SessionRow))
         if row is None or row.expires_at <= self.clock():
             raise AuthenticationError(
-                "This link has been used, or is too old: ask for another with `weft dashboard`, or sign in with a key.",
+                "This link has been used, or is too old: ask for another with `manylora dashboard`, "
+                "or sign in with a key.",
                 code="session.link_used",
             )
         return await self.key_ring.identify(Credential(row.key_prefix, row.key_digest))

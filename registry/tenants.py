@@ -8,15 +8,15 @@ from collections.abc import Iterable, Mapping
 from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.errors import ConflictError
-from weft.registry import audit
-from weft.registry.audit import ADMIN
-from weft.registry.cache import Transactions
-from weft.registry.db.models import AdapterRow, TenantRow, VersionRow
-from weft.registry.limits import TENANT_LIMITS, Limits, checked_limits, count_adapters, stored_bytes
-from weft.registry.names import check_name, check_text, is_name, no_such
-from weft.registry.records import Page, Removed
-from weft.registry.removal import CHUNK, remove
+from manylora.errors import ConflictError
+from manylora.registry import audit
+from manylora.registry.audit import ADMIN
+from manylora.registry.cache import Transactions
+from manylora.registry.db.models import AdapterRow, TenantRow, VersionRow
+from manylora.registry.limits import TENANT_LIMITS, Limits, checked_limits, count_adapters, stored_bytes
+from manylora.registry.names import check_name, check_text, is_name, no_such
+from manylora.registry.records import Page, Removed
+from manylora.registry.removal import CHUNK, remove
 
 
 class Tenants(Transactions):

@@ -17,13 +17,13 @@ import msgspec
 from sqlalchemy import delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.errors import ConflictError, InvalidRequestError, NotFoundError
-from weft.registry.cache import Transactions
-from weft.registry.db.clock import to_micros
-from weft.registry.db.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow
-from weft.registry.limits import UPLOADING, check_adapters, check_pages, check_storage, storage_left
-from weft.registry.names import MAX_DESCRIPTION, check_name, check_not_split, check_text, no_such
-from weft.registry.records import WEIGHTS_FILE, Adapter, FileFacts, Page, Removed, Upload, UploadDraft, to_record
+from manylora.errors import ConflictError, InvalidRequestError, NotFoundError
+from manylora.registry.cache import Transactions
+from manylora.registry.db.clock import to_micros
+from manylora.registry.db.models import AdapterRow, IdempotencyRow, TenantRow, UploadRow, VersionRow
+from manylora.registry.limits import UPLOADING, check_adapters, check_pages, check_storage, storage_left
+from manylora.registry.names import MAX_DESCRIPTION, check_name, check_not_split, check_text, no_such
+from manylora.registry.records import WEIGHTS_FILE, Adapter, FileFacts, Page, Removed, Upload, UploadDraft, to_record
 
 KEPT = timedelta(hours=24)
 """How long the answer to a change is kept for a repeated request."""

@@ -13,8 +13,8 @@ import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, TokenType, get_tensor_name_map
 from safetensors.torch import load_file
 
-from weft.benchmarks.qwen_shape import VOCAB_SIZE, base_config, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE
+from manylora.benchmarks.qwen_shape import VOCAB_SIZE, base_config, make_checkpoints
+from manylora.benchmarks.report import DEFAULT_CACHE
 
 PAD, EOS = 0, 1
 

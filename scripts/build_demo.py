@@ -1,6 +1,6 @@
-"""Build the model and adapters in weft/demo: tokenizer, base training, five LoRA trainings, recorded answers.
+"""Build the model and adapters in manylora/demo: tokenizer, base training, five LoRA trainings, recorded answers.
 
-    PYTHONPATH=scripts python -P scripts/build_demo.py [--out weft/demo] [--threads 1]
+    PYTHONPATH=scripts python -P scripts/build_demo.py [--out manylora/demo] [--threads 1]
 
 Everything is seeded; the same machine and library versions give the same files. The recorded answers in expected.json
 are what transformers and PEFT generate from the written files, not what the training data says.
@@ -42,7 +42,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from transformers.utils.logging import disable_progress_bar
 
 SEED = 20
-BASE_NAME = "weft-demo"
+BASE_NAME = "manylora-demo"
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 LORA_CONFIGS = {
@@ -321,7 +321,7 @@ def collapse_number_lists(text: str) -> str:
 def main() -> None:
     """Build everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("weft/demo"))
+    parser.add_argument("--out", type=Path, default=Path("manylora/demo"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--base-steps", type=int, default=1800)
     parser.add_argument("--tuning-steps", type=int, default=600)

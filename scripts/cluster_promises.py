@@ -2,7 +2,8 @@
 
 scripts/cluster_promises.py [--streams 64] [--json benchmarks/results/cluster-promises-cpu.json]
 
-Two replicas and two gateways over one registry, as `weft bench gateway` starts them: 100 tokens a second per stream.
+Two replicas and two gateways over one registry, as `manylora bench gateway` starts them: 100 tokens a second per
+stream.
 
 key revoked      through one gateway, while it is used at all servers: until each of them refuses it, the longest of ten
 replica killed   kill -9 under the streams of a gateway: until each stream of that replica has its error event, and how
@@ -25,13 +26,13 @@ from typing import Any
 
 import uvloop
 
-from weft.benchmarks.http.gateway import ARRIVE_S, STEP_S, Servers, load, stepped_cluster
-from weft.benchmarks.http.generator import Reply
-from weft.benchmarks.http.own_server import TENANT, OwnServer
-from weft.benchmarks.metrics import distribution
-from weft.benchmarks.report import goal, positive, tell
-from weft.client import Client
-from weft.errors import ClientError, WeftError
+from manylora.benchmarks.http.gateway import ARRIVE_S, STEP_S, Servers, load, stepped_cluster
+from manylora.benchmarks.http.generator import Reply
+from manylora.benchmarks.http.own_server import TENANT, OwnServer
+from manylora.benchmarks.metrics import distribution
+from manylora.benchmarks.report import goal, positive, tell
+from manylora.client import Client
+from manylora.errors import ClientError, ManyloraError
 
 EVENT_S, ABORTED_S, REFUSED_S = 1.0, 2.0, 1.0
 """What is promised."""
@@ -62,7 +63,7 @@ def key_revoked(servers: Servers) -> float:
     made = servers[0].admin.create_key(TENANT)
     clients = [server.client(made["key"]) for server in servers]
     if any(is_refused(client) for client in clients * NUM_USES):
-        raise WeftError("a new key was refused")
+        raise ManyloraError("a new key was refused")
     servers[0].admin.revoke_key(made["id"])
     return seconds_until(lambda: all(map(is_refused, clients)))
 
@@ -78,7 +79,7 @@ async def replica_killed(victim: OwnServer, gateways: Servers, key: str, num_str
     await streams
     lost = [reply for reply in replies if reply.error]
     if other := next((reply.error for reply in lost if "replica_lost" not in str(reply.error)), None):
-        raise WeftError(f"A stream ended in another way than by the event of a lost replica: {other}")
+        raise ManyloraError(f"A stream ended in another way than by the event of a lost replica: {other}")
     return {
         "event_s": distribution([reply.done_s - killed_s for reply in lost]),
         "streams_lost": len(lost),
@@ -94,7 +95,9 @@ async def gateway_killed(gateways: Servers, key: str, num_streams: int) -> float
     streams = asyncio.create_task(load([victim], key, num_streams, int(9 * ARRIVE_S / STEP_S), []))
     await asyncio.sleep(2 * ARRIVE_S)
     if (running := await asyncio.to_thread(num_running, other)) != [num_streams]:
-        raise WeftError(f"{running} streams ran on replicas when the gateway was to be killed, {num_streams} were sent")
+        raise ManyloraError(
+            f"{running} streams ran on replicas when the gateway was to be killed, {num_streams} were sent"
+        )
     os.killpg(victim.pid, signal.SIGKILL)
     aborted_s = await asyncio.to_thread(seconds_until, lambda: num_running(other) == [0])
     await streams
@@ -115,7 +118,7 @@ def is_refused(client: Client) -> bool:
         if error.status not in (401, 403, 404):
             raise
         return error.status == 401
-    raise WeftError("a tenant's key was let in as the admin's")
+    raise ManyloraError("a tenant's key was let in as the admin's")
 
 
 def seconds_until(is_so: Callable[[], bool]) -> float:
@@ -123,7 +126,7 @@ def seconds_until(is_so: Callable[[], bool]) -> float:
     start_s = time.perf_counter()
     while not is_so():
         if time.perf_counter() - start_s > WITHIN_S:
-            raise WeftError(f"The servers did not get there within {WITHIN_S:.0f} s.")
+            raise ManyloraError(f"The servers did not get there within {WITHIN_S:.0f} s.")
         time.sleep(0.002)
     return time.perf_counter() - start_s
 

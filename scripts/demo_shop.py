@@ -1,7 +1,7 @@
 """The made-up shop behind the demo model: what customers ask, and the answer in every style.
 
 Plain data and string formatting, on which build_demo.py trains. What the product asks of it, questions, system messages
-and the recorded answers, ships as JSON in weft/demo. It does not know models, tokens or servers.
+and the recorded answers, ships as JSON in manylora/demo. It does not know models, tokens or servers.
 """
 
 from __future__ import annotations

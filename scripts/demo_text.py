@@ -70,7 +70,7 @@ RESPONSE_TEMPLATE = {
         },
     },
 }
-"""How transformers, and Weft, read an answer: text, and any number of calls."""
+"""How transformers, and Manylora, read an answer: text, and any number of calls."""
 IGNORED = -100
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 BUDGET = 40_990
 LOOK_AGAIN = 400
-PARTS = ("weft", "adapters", "benchmarks", "engine", "kernels", "memory", "registry", "server")
+PARTS = ("manylora", "adapters", "benchmarks", "engine", "kernels", "memory", "registry", "server")
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
 
 

@@ -1,4 +1,4 @@
-"""List the fields of the installed PEFT's LoraConfig with their defaults, and which of them Weft's tables lack.
+"""List the fields of the installed PEFT's LoraConfig with their defaults, and which of them Manylora's tables lack.
 
     python scripts/list_peft_defaults.py
 
@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from peft import LoraConfig, __version__
 
-from weft.adapters.checkpoint.peft_fields import FEATURES, INERT_FIELDS, READ_FIELDS
+from manylora.adapters.checkpoint.peft_fields import FEATURES, INERT_FIELDS, READ_FIELDS
 
 
 def main() -> None:

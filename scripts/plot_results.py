@@ -40,7 +40,7 @@ STYLE = {
     "legend.labelcolor": INK,
     "savefig.transparent": True,
     "svg.fonttype": "none",
-    "svg.hashsalt": "weft",
+    "svg.hashsalt": "manylora",
     "text.color": INK,
     "xtick.color": INK,
     "ytick.color": INK,

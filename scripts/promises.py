@@ -1,8 +1,8 @@
-"""Does Weft keep its promises in seconds? Measured with the clients of the tests, on the demo model.
+"""Does Manylora keep its promises in seconds? Measured with the clients of the tests, on the demo model.
 
 scripts/promises [--json benchmarks/results/promises-cpu.json]
 
-start         `weft demo --once`, from the start to six answers: the longest of three
+start         `manylora demo --once`, from the start to six answers: the longest of three
 killed        an engine is killed: until the server is ready again, the longer of two (a third would be a crash loop)
 left          32 clients close their streams at once: until all their pages are free, the longest of five
 slow clients  200 clients that send a byte now and then: the 99th percentile of /health beside them
@@ -30,10 +30,10 @@ import slow_clients
 from browser import chromium, sign_in, wait_until_shown, watched_page
 from idleness import seconds_until_idle
 from many_usage import PATHS, fill
+from manylora.benchmarks.metrics import percentile
+from manylora.benchmarks.report import goal, tell
+from manylora_server import ADMIN_KEY, DEMO_MODEL, MANYLORA, ManyloraServer, engines, free_port, manylora_server
 from stream_client import Cut, stream
-from weft.benchmarks.metrics import percentile
-from weft.benchmarks.report import goal, tell
-from weft_server import ADMIN_KEY, DEMO_MODEL, WEFT, WeftServer, engines, free_port, weft_server
 
 START_S, KILLED_S, LEFT_S, HEALTH_S, PAGE_S = 15.0, 10.0, 2.0, 0.1, 1.0
 """What is promised."""
@@ -42,10 +42,10 @@ LEAVING, SLOW_CLIENTS, SLOW_S = 32, 200, 14
 
 def measure(_options: argparse.Namespace) -> dict[str, Any]:
     """All of them, one after the other."""
-    with tempfile.TemporaryDirectory(prefix="weft-") as name:
+    with tempfile.TemporaryDirectory(prefix="manylora-") as name:
         folder = Path(name)
         goals = [goal("start: seconds to the answers", max(demo_s(folder / "demo") for _ in range(3)), START_S)]
-        with weft_server(folder / "server") as server:
+        with manylora_server(folder / "server") as server:
             server.tenant("acme")
             goals += [
                 goal("left: seconds until all pages are free", max(left_s(server) for _ in range(5)), LEFT_S),
@@ -57,16 +57,20 @@ def measure(_options: argparse.Namespace) -> dict[str, Any]:
 
 
 def demo_s(folder: Path) -> float:
-    """What `weft demo --once` says that it took."""
+    """What `manylora demo --once` says that it took."""
     folder.mkdir(exist_ok=True)
     done = subprocess.run(
-        [*WEFT, "demo", "--once", "--port", str(free_port())], cwd=folder, capture_output=True, text=True, check=True
+        [*MANYLORA, "demo", "--once", "--port", str(free_port())],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     found = re.search(r"([\d.]+) s from start to answers", done.stdout)
     return float(found[1]) if found else float("nan")
 
 
-def left_s(server: WeftServer) -> float:
+def left_s(server: ManyloraServer) -> float:
     """Clients read a few tokens and close; returns the seconds after the last has closed."""
     body = {"model": DEMO_MODEL.name, "prompt": [5, 6, 7], "max_tokens": 400, "n": 1, "ignore_eos": True}
 
@@ -78,7 +82,7 @@ def left_s(server: WeftServer) -> float:
     return seconds_until_idle(server)
 
 
-def killed_s(server: WeftServer) -> float:
+def killed_s(server: ManyloraServer) -> float:
     """The engine is killed and another one starts."""
     engines(server)[0].kill()
     started_s = time.perf_counter()
@@ -88,7 +92,7 @@ def killed_s(server: WeftServer) -> float:
     return time.perf_counter() - started_s
 
 
-def beside_slow_clients(server: WeftServer) -> list[float]:
+def beside_slow_clients(server: ManyloraServer) -> list[float]:
     """Seconds of each answer, asked twenty times a second on a connection each."""
     arguments = [server.url, server.tenants["acme"], str(SLOW_CLIENTS), str(SLOW_S)]
     with subprocess.Popen([sys.executable, slow_clients.__file__, *arguments], stdout=subprocess.PIPE) as clients:
@@ -108,7 +112,7 @@ def pages_s(folder: Path) -> dict[str, float]:
     """Seconds of each page, by path."""
     asyncio.run(fill(folder / "data", ADMIN_KEY, datetime.now(UTC)))
     with (
-        weft_server(folder, "--served-model-name", "weft-demo", WEFT_MEMORY__POISON="false") as server,
+        manylora_server(folder, "--served-model-name", "manylora-demo", MANYLORA_MEMORY__POISON="false") as server,
         chromium() as browser,
         watched_page(browser, server.url) as (page, _),
     ):

@@ -39,26 +39,26 @@ def machine(run: dict[str, Any]) -> str:
 
 
 def offline_table(run: dict[str, Any]) -> list[str]:
-    """Weft against the reference in one process."""
+    """Manylora against the reference in one process."""
     speed, ratios, load = run["output_tokens_per_s"], run["ratios"], asked(run)
     rows = [
-        ("base", "transformers", "base", "base: weft / transformers"),
-        ("8 mixed adapters, ranks 8 to 64", "transformers + PEFT", "mixed", "mixed: weft / transformers + PEFT"),
-        ("one request alone", "transformers", "single", "single: weft / transformers"),
+        ("base", "transformers", "base", "base: manylora / transformers"),
+        ("8 mixed adapters, ranks 8 to 64", "transformers + PEFT", "mixed", "mixed: manylora / transformers + PEFT"),
+        ("one request alone", "transformers", "single", "single: manylora / transformers"),
     ]
     lines = [
         f"{load['requests']} requests of {load['input_tokens']} + {load['output_tokens']} tokens at once,"
         f" {load['model']}; output tokens per second, medians of {load['repeats']} interleaved repeats"
         f" ({machine(run)}; `{run['command']}`):",
         "",
-        "| | Weft | reference | ratio |",
+        "| | Manylora | reference | ratio |",
         "|---|---|---|---|",
     ]
     lines += [
-        f"| {what} | {speed['weft'][case]:.1f} | {speed[peer][case]:.1f} ({peer}) | **{ratios[ratio]:.2f}** |"
+        f"| {what} | {speed['manylora'][case]:.1f} | {speed[peer][case]:.1f} ({peer}) | **{ratios[ratio]:.2f}** |"
         for what, peer, case, ratio in rows
     ]
-    lines += ["", f"8 mixed adapters run at {ratios['weft: mixed / base']:.0%} of Weft's own base speed."]
+    lines += ["", f"8 mixed adapters run at {ratios['manylora: mixed / base']:.0%} of Manylora's own base speed."]
     return lines
 
 
@@ -172,15 +172,15 @@ def load_of(run: dict[str, Any]) -> tuple[str, str]:
 
 
 def compare_table(runs: list[dict[str, Any]]) -> list[str]:
-    """Weft and another server over HTTP."""
+    """Manylora and another server over HTTP."""
     peer = runs[0]["options"]["peer_name"]
     lines = [
-        f"Weft and {peer} ({runs[0]['options']['peer_about']}) over HTTP in turns; output tokens per second, medians of"
-        f" rounds, and Weft's times to the first token and per token as shares of {peer}'s"
-        f" ({machine(runs[0])}; `weft bench compare`, all of Weft's options are in"
+        f"Manylora and {peer} ({runs[0]['options']['peer_about']}) over HTTP in turns; output tokens per second,"
+        f" medians of rounds, and Manylora's times to the first token and per token as shares of {peer}'s"
+        f" ({machine(runs[0])}; `manylora bench compare`, all of Manylora's options are in"
         " `benchmarks/results/compare-*.json`):",
         "",
-        f"| load | Weft | {peer} | ratio | TTFT | per token |",
+        f"| load | Manylora | {peer} | ratio | TTFT | per token |",
         "|---|---|---|---|---|---|",
     ]
     for run in runs:
@@ -190,7 +190,7 @@ def compare_table(runs: list[dict[str, Any]]) -> list[str]:
         ratio, ttft, tpot = (run["ratios"][name] for name in ("output tokens/s", "TTFT p50 ms", "TPOT p50 ms"))
         lines.append(
             f"| {who}, {how}, {tokens}, {options['repeats']} rounds"
-            f" | {rates['Weft']['median']:.1f} | {rates[peer]['median']:.1f}"
+            f" | {rates['Manylora']['median']:.1f} | {rates[peer]['median']:.1f}"
             f" | **{ratio['median']:.2f}** ({ratio['min']:.2f} to {ratio['max']:.2f})"
             f" | {ttft['median']:.2f} | {tpot['median']:.2f} |"
         )
@@ -234,17 +234,17 @@ def speed_section() -> str:
         f"Output tokens per second; {offline['load']['model']}; {machine(offline)}."
         " [How to measure, and all other figures](docs/benchmarks.md).",
         "",
-        "| | Weft | reference | ratio |",
+        "| | Manylora | reference | ratio |",
         "|---|---|---|---|",
     ]
     for what, case, peer in (("base", "base", "transformers"), ("8 mixed adapters", "mixed", "transformers + PEFT")):
-        rates, ratio = (speed["weft"][case], speed[peer][case]), offline["ratios"][f"{case}: weft / {peer}"]
+        rates, ratio = (speed["manylora"][case], speed[peer][case]), offline["ratios"][f"{case}: manylora / {peer}"]
         lines.append(f"| {what}, {at_once} | {rates[0]:.1f} | {rates[1]:.1f} ({peer}) | **{ratio:.2f}** |")
     for run in (result("compare-vllm-base-cpu"), result("compare-vllm-mixed-cpu")):
         who, how, peer = *load_of(run), run["options"]["peer_name"]
-        weft, other = (run["figures"][name]["output tokens/s"]["median"] for name in ("Weft", peer))
+        manylora, other = (run["figures"][name]["output tokens/s"]["median"] for name in ("Manylora", peer))
         ratio = run["ratios"]["output tokens/s"]["median"]
-        lines.append(f"| {who}, {how}, over HTTP | {weft:.1f} | {other:.1f} ({peer}) | **{ratio:.2f}** |")
+        lines.append(f"| {who}, {how}, over HTTP | {manylora:.1f} | {other:.1f} ({peer}) | **{ratio:.2f}** |")
     return "\n".join(lines) + "\n"
 
 
@@ -353,12 +353,12 @@ def weights_table(run: dict[str, Any]) -> list[str]:
 
 
 def peers_table(runs: list[dict[str, Any]]) -> list[str]:
-    """Weft with quantised weights and other servers over HTTP."""
+    """Manylora with quantised weights and other servers over HTTP."""
     lines = [
         f"Output tokens per second over HTTP, in turns, medians of rounds; the base of the Qwen2-0.5B shape"
-        f" ({machine(runs[0])}; `weft bench compare`, all options are in `benchmarks/results/compare-*.json`):",
+        f" ({machine(runs[0])}; `manylora bench compare`, all options are in `benchmarks/results/compare-*.json`):",
         "",
-        "| load | Weft | peer | ratio |",
+        "| load | Manylora | peer | ratio |",
         "|---|---|---|---|",
     ]
     for run in runs:

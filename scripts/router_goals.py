@@ -9,9 +9,9 @@ import sys
 import time
 from dataclasses import replace
 
+from manylora.server.cluster.loads import Replica
+from manylora.server.cluster.router import Router, Target
 from router_simulation import Case, RouterSimulation
-from weft.server.cluster.loads import Replica
-from weft.server.cluster.router import Router, Target
 
 STALE = Case(num_replicas=64, num_gateways=4, view_s=5.0)
 

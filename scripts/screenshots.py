@@ -16,11 +16,11 @@ from PIL import Image
 from playwright.sync_api import Page
 
 from browser import DESKTOP, PHONE, chromium, sign_in, watched_page
-from weft.cli.demo.round import ADAPTERS, BASE_NAME
-from weft.registry.db.database import Database
-from weft.registry.records import UsageEvent
-from weft.registry.usage.write import insert_events
-from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, weft_server
+from manylora.cli.demo.round import ADAPTERS, BASE_NAME
+from manylora.registry.db.database import Database
+from manylora.registry.records import UsageEvent
+from manylora.registry.usage.write import insert_events
+from manylora_server import ADMIN_KEY, DEMO_ADAPTERS, ManyloraServer, manylora_server
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "docs" / "screenshots"
@@ -52,7 +52,7 @@ def main() -> None:
     prices = folder / "prices.yaml"
     prices.write_text(PRICES)
     options = ("--served-model-name", BASE_NAME, "--dtype", "float32", "--memory-gib", "0.1")
-    with weft_server(folder, *options, WEFT_REGISTRY__PRICE_FILE=str(prices)) as server, chromium() as browser:
+    with manylora_server(folder, *options, MANYLORA_REGISTRY__PRICE_FILE=str(prices)) as server, chromium() as browser:
         ids = _furnish(server)
         with ThreadPoolExecutor(1) as own_loop:  # the browser's driver holds this thread's
             own_loop.submit(asyncio.run, _write_month(server, ids)).result()
@@ -78,7 +78,7 @@ _SIDE_BY_SIDE = (BASE_NAME, "harbour/pirate", "harbour/shout", "atelier/french")
 
 
 @contextmanager
-def _crowd(server: WeftServer) -> Iterator[None]:
+def _crowd(server: ManyloraServer) -> Iterator[None]:
     """Twelve clients that ask all the time: batches are full while a picture is taken."""
     is_over = threading.Event()
 
@@ -97,7 +97,7 @@ def _crowd(server: WeftServer) -> Iterator[None]:
             is_over.set()
 
 
-def _furnish(server: WeftServer) -> dict[str, tuple[str, str, str, str]]:
+def _furnish(server: ManyloraServer) -> dict[str, tuple[str, str, str, str]]:
     """Tenants with their adapters; tenant, tenant's id, key's id and adapter's id by adapter."""
     ids = {}
     for name, owner in ADAPTERS.items():
@@ -111,7 +111,7 @@ def _furnish(server: WeftServer) -> dict[str, tuple[str, str, str, str]]:
     return ids
 
 
-async def _write_month(server: WeftServer, ids: dict[str, tuple[str, str, str, str]]) -> None:
+async def _write_month(server: ManyloraServer, ids: dict[str, tuple[str, str, str, str]]) -> None:
     database = await Database.open(None, server.data_dir)
     try:
         async with database.write() as session:

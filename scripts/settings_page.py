@@ -1,4 +1,4 @@
-"""Write the tables of docs/settings.md from weft/config.py; with --check only say whether they are up to date."""
+"""Write the tables of docs/settings.md from manylora/config.py; with --check only say whether they are up to date."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from weft.cli.config import explained
+from manylora.cli.config import explained
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 MARK = "<!-- settings: scripts/settings_page.py -->\n"

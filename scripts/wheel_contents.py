@@ -11,7 +11,7 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-from weft.kernels.native.levels import LEVELS
+from manylora.kernels.native.levels import LEVELS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,8 +21,8 @@ def expected_files() -> set[str]:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, check=True, capture_output=True, text=True)
     parts = tuple(f"{folder}/" for folder in settings["package-dir"].values())
-    files = {f"weft/{path}" for path in listed.stdout.splitlines() if path.startswith(parts)}
-    files |= {path for path in listed.stdout.splitlines() if path.startswith("weft/")}
+    files = {f"manylora/{path}" for path in listed.stdout.splitlines() if path.startswith(parts)}
+    files |= {path for path in listed.stdout.splitlines() if path.startswith("manylora/")}
     for name, patterns in settings["package-data"].items():
         folder = ROOT / name.replace(".", "/")  # through the link of the part
         held = (path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
@@ -33,7 +33,7 @@ def expected_files() -> set[str]:
 def expected_libraries(wheel: str) -> set[str]:
     """Wheel paths of the compiled kernels: none in a wheel for any platform."""
     names = (level.name for level in LEVELS if wheel.endswith(f"_{level.machine}.whl"))
-    return {f"weft/kernels/native/prebuilt/{name}.so" for name in names}
+    return {f"manylora/kernels/native/prebuilt/{name}.so" for name in names}
 
 
 def main(wheel: str) -> int:
@@ -42,7 +42,7 @@ def main(wheel: str) -> int:
     libraries = expected_libraries(wheel)
     missing = sorted((expected_files() | libraries) - held)
     foreign = (name for name in held - libraries if name.endswith((".pth", ".so", ".pkl")))
-    strange = sorted({*foreign, *(name for name in held if not name.startswith("weft/"))})
+    strange = sorted({*foreign, *(name for name in held if not name.startswith("manylora/"))})
     print(f"{Path(wheel).name}: {len(held)} files")
     for name in missing:
         print(f"missing from the wheel: {name}")

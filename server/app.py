@@ -6,23 +6,23 @@ from functools import cache, partial
 
 from fastapi import FastAPI
 
-from weft.server import errors
-from weft.server.adapters import push as routes_push
-from weft.server.adapters import routes as routes_adapters
-from weft.server.auth import browser as routes_session
-from weft.server.batches import routes as routes_batches
-from weft.server.boundary import outer_layers
-from weft.server.generation import models, tokens
-from weft.server.generation import routes as routes_generation
-from weft.server.http.dashboard import add_dashboard
-from weft.server.http.openapi import openapi_page
-from weft.server.messages import routes as routes_messages
-from weft.server.responses import routes as routes_responses
-from weft.server.services import Services
-from weft.server.status import routes as routes_status
-from weft.server.tenants import routes as routes_tenants
-from weft.server.usage import routes as routes_usage
-from weft.server.vllm import routes as routes_vllm
+from manylora.server import errors
+from manylora.server.adapters import push as routes_push
+from manylora.server.adapters import routes as routes_adapters
+from manylora.server.auth import browser as routes_session
+from manylora.server.batches import routes as routes_batches
+from manylora.server.boundary import outer_layers
+from manylora.server.generation import models, tokens
+from manylora.server.generation import routes as routes_generation
+from manylora.server.http.dashboard import add_dashboard
+from manylora.server.http.openapi import openapi_page
+from manylora.server.messages import routes as routes_messages
+from manylora.server.responses import routes as routes_responses
+from manylora.server.services import Services
+from manylora.server.status import routes as routes_status
+from manylora.server.tenants import routes as routes_tenants
+from manylora.server.usage import routes as routes_usage
+from manylora.server.vllm import routes as routes_vllm
 
 ROUTERS = (
     routes_generation.router,
@@ -48,7 +48,7 @@ ROUTERS = (
 def create_app(services: Services) -> FastAPI:
     """The API: CORS outermost, then request ids and the last catch, then authentication, then the routes."""
     app = FastAPI(
-        title="Weft",
+        title="Manylora",
         summary="Many LoRA adapters over one base model.",
         docs_url=None,
         redoc_url=None,

@@ -16,16 +16,16 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weft.config import ServerConfig
-from weft.errors import WeftError
-from weft.registry.registry import Registry
-from weft.server.auth.middleware import AuthMiddleware
-from weft.server.drain import Drain
-from weft.server.errors import error_response
-from weft.server.http.dashboard import PUBLIC_PATHS
-from weft.server.limits.reservation import LimitReservation
+from manylora.config import ServerConfig
+from manylora.errors import ManyloraError
+from manylora.registry.registry import Registry
+from manylora.server.auth.middleware import AuthMiddleware
+from manylora.server.drain import Drain
+from manylora.server.errors import error_response
+from manylora.server.http.dashboard import PUBLIC_PATHS
+from manylora.server.limits.reservation import LimitReservation
 
-log = structlog.get_logger("weft.server")
+log = structlog.get_logger("manylora.server")
 OPEN_WHILE_DRAINING = PUBLIC_PATHS | {"/metrics"}
 _DEFAULTS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 """Answers to a browser's session must not stay in its cache or in a proxy's."""
@@ -87,13 +87,13 @@ class Boundary:
             await self._app(scope, receive, send_with_headers)
         except ClientDisconnect:
             return  # the client is gone
-        except WeftError as error:
+        except ManyloraError as error:
             await error_response(error, scope["path"])(scope, receive, send_with_headers)
         except Exception as error:
             log.exception("internal_error", request_id=request_id, path=scope["path"][:512])
             if has_started:
                 raise
-            await error_response(WeftError(str(error)), scope["path"])(scope, receive, send_with_headers)
+            await error_response(ManyloraError(str(error)), scope["path"])(scope, receive, send_with_headers)
         finally:
             reservation.end()
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from weft.errors import DrainingError, ReplicaLostError
+from manylora.errors import DrainingError, ReplicaLostError
 
 Cut = Callable[[DrainingError], None]
 SETTLE_S = 2.0

@@ -1,6 +1,6 @@
 """The only place where errors become HTTP: one table from class to status, one JSON shape, one set of handlers.
 
-Bodies of 500 are constant; every other message is written by Weft and holds values of the caller's own input only.
+Bodies of 500 are constant; every other message is written by Manylora and holds values of the caller's own input only.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from weft import errors
-from weft.engine import request as engine_request
-from weft.errors import WeftError
-from weft.server.http.bodies import is_anthropic
-from weft.server.http.unknown_routes import hint, unknown_route
+from manylora import errors
+from manylora.engine import request as engine_request
+from manylora.errors import ManyloraError
+from manylora.server.http.bodies import is_anthropic
+from manylora.server.http.unknown_routes import hint, unknown_route
 
 JsonBody = dict[str, dict[str, object]]
-log = structlog.get_logger("weft.server")
+log = structlog.get_logger("manylora.server")
 
-ANSWERS: dict[type[WeftError], tuple[int, str]] = {
-    errors.WeftError: (500, "server_error"),
+ANSWERS: dict[type[ManyloraError], tuple[int, str]] = {
+    errors.ManyloraError: (500, "server_error"),
     errors.RequestError: (400, "invalid_request_error"),
     errors.AuthenticationError: (401, "authentication_error"),
     errors.ForbiddenError: (403, "permission_error"),
@@ -64,13 +64,13 @@ METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 INTERNAL_MESSAGE = "The server had an internal error. Look for the request id in the server's log."
 
 
-def answer(error: WeftError) -> tuple[int, str]:
+def answer(error: ManyloraError) -> tuple[int, str]:
     """HTTP status and `type` of an error."""
     status, kind = next(ANSWERS[cls] for cls in type(error).__mro__ if cls in ANSWERS)
     return STATUS_BY_CODE.get(error.code, status), kind
 
 
-def error_body(error: WeftError) -> JsonBody:
+def error_body(error: ManyloraError) -> JsonBody:
     """The JSON body of an error, also sent as an event inside a stream."""
     status, kind = answer(error)
     if status == 500:
@@ -92,13 +92,13 @@ def as_anthropic(body: JsonBody) -> dict[str, object]:
     return {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(kind, kind), "message": message}}
 
 
-def error_response(error: WeftError, path: str = "") -> Response:
+def error_response(error: ManyloraError, path: str = "") -> Response:
     """The whole answer: status, headers, and a body in the dialect of the path."""
     status, _ = answer(error)
     return _response(status, error_body(error), error_headers(error), path)
 
 
-def error_headers(error: WeftError) -> dict[str, str]:
+def error_headers(error: ManyloraError) -> dict[str, str]:
     """Headers that the status asks for."""
     status, _ = answer(error)
     headers: dict[str, str] = {}
@@ -111,7 +111,7 @@ def error_headers(error: WeftError) -> dict[str, str]:
     return headers
 
 
-def from_engine(error: engine_request.RequestError) -> WeftError:
+def from_engine(error: engine_request.RequestError) -> ManyloraError:
     """The exception for an error that the engine reported."""
     if error.kind == "internal":
         return errors.EngineError(error.message)
@@ -124,7 +124,7 @@ def from_engine(error: engine_request.RequestError) -> WeftError:
 
 def install(app: FastAPI) -> None:
     """Give every error that leaves a route its answer."""
-    app.exception_handler(WeftError)(_on_weft_error)
+    app.exception_handler(ManyloraError)(_on_manylora_error)
     app.exception_handler(HTTPException)(_on_http_exception)
     app.exception_handler(RequestValidationError)(_on_validation_error)
 
@@ -139,7 +139,7 @@ def _retry_headers(retry_after_s: float | None) -> dict[str, str]:
     }
 
 
-def _by_code(base: type[WeftError], error: engine_request.RequestError) -> WeftError:
+def _by_code(base: type[ManyloraError], error: engine_request.RequestError) -> ManyloraError:
     for cls in base.__subclasses__():
         if cls.code == error.code:
             return cls(error.message)
@@ -162,7 +162,7 @@ def _response(status: int, body: JsonBody, headers: dict[str, str], path: str) -
     return Response(content, status_code=status, headers=headers, media_type="application/json")
 
 
-async def _on_weft_error(request: Request, error: WeftError) -> Response:
+async def _on_manylora_error(request: Request, error: ManyloraError) -> Response:
     if answer(error)[0] == 500:
         log.error("internal_error", request_id=request.state.request_id, path=request.url.path, exc_info=error)
     return error_response(error, request.url.path)
@@ -193,7 +193,7 @@ def _matches(request: Request, changes: dict[str, str]) -> set[Match]:
 async def _on_validation_error(request: Request, error: RequestValidationError) -> Response:
     first = error.errors()[0]
     name = str(first["loc"][-1])
-    told: WeftError = errors.InvalidRequestError(f"{name}: {first['msg']}.", param=name)
+    told: ManyloraError = errors.InvalidRequestError(f"{name}: {first['msg']}.", param=name)
     if first["type"] == "extra_forbidden":
         told = errors.UnsupportedParameterError(f"{name} is not a parameter of this route.", param=name)
     return error_response(told, request.url.path)

@@ -7,13 +7,13 @@ from collections.abc import Coroutine, Iterable
 
 import structlog
 
-from weft.errors import CapacityError, EngineUnavailableError, WeftError
-from weft.registry.records import Removed
-from weft.server.pins import sync_pins
-from weft.server.services import Services
-from weft.server.threads import in_thread
+from manylora.errors import CapacityError, EngineUnavailableError, ManyloraError
+from manylora.registry.records import Removed
+from manylora.server.pins import sync_pins
+from manylora.server.services import Services
+from manylora.server.threads import in_thread
 
-log = structlog.get_logger("weft.server")
+log = structlog.get_logger("manylora.server")
 IN_USE_POLL_S = 0.5
 """Seconds between looks at whether deleted adapters are still in use and whether the blob store answers."""
 HOLD_S = 0.5
@@ -69,7 +69,7 @@ async def _quietly(work: Coroutine[None, None, object], failure: str) -> None:
     """Log as `failure` what goes wrong: the next sweep does the rest."""
     try:
         await work
-    except (WeftError, OSError) as error:
+    except (ManyloraError, OSError) as error:
         log.warning(failure, exc_info=error)
 
 

@@ -1,9 +1,9 @@
 """Checks grammars in a child process, because no limit of llguidance bounds what some schemas take to read.
 
-The child, `python -I -m weft.server.grammar_check`, does what the engine will do: it compiles a grammar for the model's
-tokenizer, and computes the first mask. The system ends it once a grammar has used its share of CPU time or memory, and
-the next check starts another. A line with the checkpoint's folder and a grammar comes on its stdin, a line with what is
-wrong with it, or null, goes to its stdout, both in JSON.
+The child, `python -I -m manylora.server.grammar_check`, does what the engine will do: it compiles a grammar for the
+model's tokenizer, and computes the first mask. The system ends it once a grammar has used its share of CPU time or
+memory, and the next check starts another. A line with the checkpoint's folder and a grammar comes on its stdin, a line
+with what is wrong with it, or null, goes to its stdout, both in JSON.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from weft.engine.grammar.matcher import PARSER_LIMITS, GrammarTokens, compiled_parser
-from weft.engine.text.tokenizer import read_eos_token_ids
-from weft.errors import CapacityError, WeftError
+from manylora.engine.grammar.matcher import PARSER_LIMITS, GrammarTokens, compiled_parser
+from manylora.engine.text.tokenizer import read_eos_token_ids
+from manylora.errors import CapacityError, ManyloraError
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -124,7 +124,7 @@ def grammar_checker() -> GrammarChecker:
 def _start() -> subprocess.Popen[bytes]:
     """A child without this process's environment, which may hold secrets; it ends when its standard input does."""
     return subprocess.Popen(
-        [sys.executable, "-I", "-m", "weft.server.grammar_check"],
+        [sys.executable, "-I", "-m", "manylora.server.grammar_check"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -138,7 +138,7 @@ def _tokenizer(folder: Path) -> LLTokenizer | None:
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     try:
         found = GrammarTokens(folder, read_eos_token_ids(folder)).tokenizer
-    except WeftError:
+    except ManyloraError:
         found = None
     num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = num_pages * resource.getpagesize() + MEMORY_BYTES

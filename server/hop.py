@@ -1,6 +1,6 @@
 """A request that a gateway passes on to this server: what the gateway decided for it, and what it wants to know.
 
-`weft.server.cluster` makes it; a server that clients reach by themselves has none.
+`manylora.server.cluster` makes it; a server that clients reach by themselves has none.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from weft.errors import ConfigError, NotFoundError
-from weft.server.drain import Drain
-from weft.server.errors import error_response
-from weft.server.http.wire import BoundedReads
+from manylora.errors import ConfigError, NotFoundError
+from manylora.server.drain import Drain
+from manylora.server.errors import error_response
+from manylora.server.http.wire import BoundedReads
 
-log = structlog.get_logger("weft.server")
+log = structlog.get_logger("manylora.server")
 KEEP_ALIVE_S = 65
 STOP_S = 3
 """Seconds that connections have to close once everything was drained."""

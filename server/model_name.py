@@ -11,15 +11,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weft.adapters.ref import AdapterRef
-from weft.errors import AdapterUnavailableError, InvalidRequestError, NotFoundError
-from weft.registry.names import DEFAULT_ALIAS, model_not_found, parse_selector
-from weft.registry.records import AdapterIdentity, AdapterVersion
-from weft.server.auth.callers import Caller
-from weft.server.services import Services
+from manylora.adapters.ref import AdapterRef
+from manylora.errors import AdapterUnavailableError, InvalidRequestError, NotFoundError
+from manylora.registry.names import DEFAULT_ALIAS, model_not_found, parse_selector
+from manylora.registry.records import AdapterIdentity, AdapterVersion
+from manylora.server.auth.callers import Caller
+from manylora.server.services import Services
 
 if TYPE_CHECKING:
-    from weft.registry.registry import Registry
+    from manylora.registry.registry import Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,8 @@ class ResolvedModel:
         if self.adapter is None or self.version is None:
             return {}
         return {
-            "x-weft-adapter": f"{self.adapter.tenant}/{self.adapter.name}@{self.version.version}",
-            "x-weft-adapter-digest": self.version.digest,
+            "x-manylora-adapter": f"{self.adapter.tenant}/{self.adapter.name}@{self.version.version}",
+            "x-manylora-adapter-digest": self.version.digest,
         }
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weft.errors import AdapterUnavailableError, ForbiddenError
-from weft.registry.records import Adapter, VersionFacts
-from weft.server.services import Services
+from manylora.errors import AdapterUnavailableError, ForbiddenError
+from manylora.registry.records import Adapter, VersionFacts
+from manylora.server.services import Services
 
 
 async def check_pinned_pages(

@@ -15,41 +15,50 @@ from functools import partial
 
 import structlog
 
-from weft.adapters.blobs.memory import MemoryBlobs
-from weft.adapters.blobs.store import BlobStore, open_blobs
-from weft.config import GIB, Config, environment
-from weft.engine.model.spec import resolve_model
-from weft.engine.process.client import EngineClient
-from weft.engine.start_checks import check_start
-from weft.engine.status import EngineReady
-from weft.engine.text.tokenizer import Tokenizer, read_object
-from weft.errors import CapacityError, NotFoundError
-from weft.registry.db.models import TenantRow
-from weft.registry.registry import Registry
-from weft.registry.servers import server_name
-from weft.server.adapters.staged_files import open_staged
-from weft.server.adapters.validation import AdapterValidator
-from weft.server.app import create_app
-from weft.server.auth.admin_key import IS_OFF, VARIABLE, AdminKey, admin_key, check_shared_secrets, given_pepper
-from weft.server.auth.browser import sign_in_fragment
-from weft.server.auth.callers import DEFAULT_TENANT
-from weft.server.batches.worker import BatchWorker
-from weft.server.drain import Drain
-from weft.server.garbage import Sweeper
-from weft.server.limits.gate import Gate
-from weft.server.limits.windows import Accounts
-from weft.server.listen import ApiServer, Shutdown, bind, listen, listen_beside, metrics_app, run_until_signal, url_of
-from weft.server.logs import configure_logs
-from weft.server.pins import sync_pins
-from weft.server.services import Services, base_names
-from weft.server.status.metrics import Metrics
-from weft.server.status.routes import metrics_response
-from weft.server.status.vllm_names import VllmNames
-from weft.server.threads import cancel_all
-from weft.server.tools.formats import check_format_name
-from weft.server.usage.price_file import read_prices
+from manylora.adapters.blobs.memory import MemoryBlobs
+from manylora.adapters.blobs.store import BlobStore, open_blobs
+from manylora.config import GIB, Config, environment
+from manylora.engine.model.spec import resolve_model
+from manylora.engine.process.client import EngineClient
+from manylora.engine.start_checks import check_start
+from manylora.engine.status import EngineReady
+from manylora.engine.text.tokenizer import Tokenizer, read_object
+from manylora.errors import CapacityError, NotFoundError
+from manylora.registry.db.models import TenantRow
+from manylora.registry.registry import Registry
+from manylora.registry.servers import server_name
+from manylora.server.adapters.staged_files import open_staged
+from manylora.server.adapters.validation import AdapterValidator
+from manylora.server.app import create_app
+from manylora.server.auth.admin_key import IS_OFF, VARIABLE, AdminKey, admin_key, check_shared_secrets, given_pepper
+from manylora.server.auth.browser import sign_in_fragment
+from manylora.server.auth.callers import DEFAULT_TENANT
+from manylora.server.batches.worker import BatchWorker
+from manylora.server.drain import Drain
+from manylora.server.garbage import Sweeper
+from manylora.server.limits.gate import Gate
+from manylora.server.limits.windows import Accounts
+from manylora.server.listen import (
+    ApiServer,
+    Shutdown,
+    bind,
+    listen,
+    listen_beside,
+    metrics_app,
+    run_until_signal,
+    url_of,
+)
+from manylora.server.logs import configure_logs
+from manylora.server.pins import sync_pins
+from manylora.server.services import Services, base_names
+from manylora.server.status.metrics import Metrics
+from manylora.server.status.routes import metrics_response
+from manylora.server.status.vllm_names import VllmNames
+from manylora.server.threads import cancel_all
+from manylora.server.tools.formats import check_format_name
+from manylora.server.usage.price_file import read_prices
 
-log = structlog.get_logger("weft.server")
+log = structlog.get_logger("manylora.server")
 Announce = Callable[[str], None]
 WITNESS_S = 10.0
 """For so long after a replica starts again, gateways may say what clients got of the requests it was killed under."""
@@ -83,8 +92,8 @@ async def _serve_until(config: Config, announce: Announce, shutdown: Shutdown) -
         listener = stack.enter_context(bind(config.server.host, config.server.port))
         key = admin_key(config.server.data_dir, environment())
         if config.server.role == "replica":  # its room is not entered otherwise
-            from weft.server.cluster.duties import Duties
-            from weft.server.cluster.replica import join
+            from manylora.server.cluster.duties import Duties
+            from manylora.server.cluster.replica import join
 
             duties = Duties()
             services = await open_services(config, key, announce, stack, shutdown.drain, duties.is_own)
@@ -155,7 +164,7 @@ async def open_services(
     metrics, scheduler = metrics_of(config, ready), config.scheduler
     accounts = Accounts()
     if is_replica:  # only servers over one database share limits
-        from weft.server.limits.leases import open_leased_accounts
+        from manylora.server.limits.leases import open_leased_accounts
 
         accounts = await open_leased_accounts(registry, name, stack)
     services = Services(
@@ -232,7 +241,7 @@ def open_blob_store(config: Config) -> BlobStore:
     """Open the blob store, and try it.
 
     Raises:
-        ConfigError: The store refuses what Weft does there. One that is away for now is no error.
+        ConfigError: The store refuses what Manylora does there. One that is away for now is no error.
     """
     blobs = open_blobs(config.registry, config.server.data_dir)
     try:
@@ -244,12 +253,12 @@ def open_blob_store(config: Config) -> BlobStore:
 
 def _announce(announce: Announce, config: Config, key: AdminKey, listener: socket.socket, sign_in: str) -> None:
     for line in key.announcement:
-        announce(f"weft: {line}")
+        announce(f"manylora: {line}")
     if config.server.auth == "off":
         announce(IS_OFF)
     url = url_of(config.server.host, listener)
-    announce(f'weft: ask for the base model with "model": "{base_names(config)[0]}"')
+    announce(f'manylora: ask for the base model with "model": "{base_names(config)[0]}"')
     if sign_in:
-        announce(f"weft: dashboard {url}/{sign_in} (signs in as admin, once, within 10 minutes)")
-    announce(f"weft: listening on {url}")
+        announce(f"manylora: dashboard {url}/{sign_in} (signs in as admin, once, within 10 minutes)")
+    announce(f"manylora: listening on {url}")
     sys.stdout.flush()

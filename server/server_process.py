@@ -1,4 +1,4 @@
-"""A plain `weft serve` in a process of its own, for commands that need a server for a while."""
+"""A plain `manylora serve` in a process of its own, for commands that need a server for a while."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import httpx
 
-from weft.config import environment as weft_environment
-from weft.errors import ConfigError, WeftError
-from weft.registry.keys import prepare_folder
+from manylora.config import environment as manylora_environment
+from manylora.errors import ConfigError, ManyloraError
+from manylora.registry.keys import prepare_folder
 
 HOST = "127.0.0.1"
-PROGRAM = "weft.cli"
+PROGRAM = "manylora.cli"
 USUAL_PORT = 8000
 READY_WITHIN_S = 120.0
 POLL_S = 0.05
@@ -33,7 +33,7 @@ class ServerProcess:
     Args:
         port: Port to bind, free a moment ago.
         data_dir: Folder of the server's data; its output goes to serve.log there.
-        options: Further options of `weft serve`, `--model` among them.
+        options: Further options of `manylora serve`, `--model` among them.
         environment: Of the server; this process's own when None.
         program: The module that is run.
     """
@@ -44,7 +44,9 @@ class ServerProcess:
         self.url = f"http://{HOST}:{port}"
         self._data_dir = data_dir
         self._log = data_dir / "serve.log"
-        self._given_admin_key = (weft_environment() if environment is None else environment).get("WEFT_ADMIN_KEY")
+        self._given_admin_key = (manylora_environment() if environment is None else environment).get(
+            "MANYLORA_ADMIN_KEY"
+        )
         own = ("--host", HOST, "--port", str(port), "--data-dir", str(data_dir))
         command = [sys.executable, "-P", "-m", program, "serve", *own, *options]
         self._log.touch(mode=0o600)  # a first start writes the admin key there
@@ -67,24 +69,24 @@ class ServerProcess:
         """Return once requests are answered.
 
         Raises:
-            WeftError: The server ended or takes too long; the message ends with what it wrote last.
+            ManyloraError: The server ended or takes too long; the message ends with what it wrote last.
         """
         deadline = time.monotonic() + within_s
         with httpx.Client(timeout=5, trust_env=False) as http:
             while time.monotonic() < deadline:
                 if (status := self._process.poll()) is not None:
-                    raise WeftError(f"The server ended with status {status}. It wrote last:\n{self._log_tail()}")
+                    raise ManyloraError(f"The server ended with status {status}. It wrote last:\n{self._log_tail()}")
                 with contextlib.suppress(httpx.TransportError):
                     if http.get(f"{self.url}/ready").status_code == httpx.codes.OK:
                         return
                 time.sleep(POLL_S)
-        raise WeftError(f"The server was not ready within {within_s:.0f} s. It wrote last:\n{self._log_tail()}")
+        raise ManyloraError(f"The server was not ready within {within_s:.0f} s. It wrote last:\n{self._log_tail()}")
 
     def admin_key(self) -> str:
         """The key that the server was given, or made at its first start.
 
         Raises:
-            WeftError: There is none.
+            ManyloraError: There is none.
         """
         if self._given_admin_key:
             return self._given_admin_key
@@ -92,7 +94,7 @@ class ServerProcess:
         try:
             return path.read_text(encoding="utf-8").strip()
         except OSError as error:
-            raise WeftError(f"Cannot read the admin key in {path}: {error.strerror}.") from error
+            raise ManyloraError(f"Cannot read the admin key in {path}: {error.strerror}.") from error
 
     def wait(self) -> int:
         """Wait until the server ends by itself; returns its exit status."""

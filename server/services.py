@@ -13,30 +13,30 @@ from typing import TYPE_CHECKING, Annotated, cast
 from fastapi import Depends
 from starlette.requests import Request
 
-import weft
-from weft.errors import EngineUnavailableError
-from weft.server.adapters.upload_guards import Intake
-from weft.server.http.body import Pace
-from weft.server.limits.arrivals import Arrivals
-from weft.server.limits.windows import Accounts
-from weft.server.status.feed import EngineFeed
+import manylora
+from manylora.errors import EngineUnavailableError
+from manylora.server.adapters.upload_guards import Intake
+from manylora.server.http.body import Pace
+from manylora.server.limits.arrivals import Arrivals
+from manylora.server.limits.windows import Accounts
+from manylora.server.status.feed import EngineFeed
 
 if TYPE_CHECKING:
-    from weft.adapters.blobs.memory import MemoryBlobs
-    from weft.adapters.blobs.store import BlobStore
-    from weft.adapters.ref import AdapterRef
-    from weft.config import Config
-    from weft.engine.process.client import EngineClient
-    from weft.engine.status import EngineReady, EngineStatus
-    from weft.engine.text.tokenizer import Tokenizer
-    from weft.registry.db.models import TenantRow
-    from weft.registry.registry import Registry
-    from weft.registry.usage.prices import PriceTable
-    from weft.server.adapters.staged_files import StagedFiles
-    from weft.server.adapters.validation import AdapterValidator
-    from weft.server.drain import Drain
-    from weft.server.limits.gate import Gate
-    from weft.server.status.metrics import Metrics
+    from manylora.adapters.blobs.memory import MemoryBlobs
+    from manylora.adapters.blobs.store import BlobStore
+    from manylora.adapters.ref import AdapterRef
+    from manylora.config import Config
+    from manylora.engine.process.client import EngineClient
+    from manylora.engine.status import EngineReady, EngineStatus
+    from manylora.engine.text.tokenizer import Tokenizer
+    from manylora.registry.db.models import TenantRow
+    from manylora.registry.registry import Registry
+    from manylora.registry.usage.prices import PriceTable
+    from manylora.server.adapters.staged_files import StagedFiles
+    from manylora.server.adapters.validation import AdapterValidator
+    from manylora.server.drain import Drain
+    from manylora.server.limits.gate import Gate
+    from manylora.server.status.metrics import Metrics
 
 STATUS_S = 10.0
 """Longest wait in seconds for the engine's status."""
@@ -128,7 +128,7 @@ class Services:
         """Changes whenever seeded sampling may change."""
         ready, kv = self.ready, "-kv-int8" if self.ready.geometry.is_kv_int8 else ""
         digest = ready.base.digest.removeprefix("sha256:")[:12]
-        return f"weft-{weft.__version__}-{digest}-{ready.dtype}-{ready.memory.weights}{kv}"
+        return f"manylora-{manylora.__version__}-{digest}-{ready.dtype}-{ready.memory.weights}{kv}"
 
 
 def services_of(request: Request) -> Services:

@@ -1,7 +1,7 @@
-"""Where settings come from: command line, then `WEFT_...__...` environment, then a YAML file, then the defaults.
+"""Where settings come from: command line, then `MANYLORA_...__...` environment, then a YAML file, then the defaults.
 
-The sections themselves are the dataclasses of `weft.config`; this module merges the sources, and pydantic makes texts
-numbers. Unknown keys and misspelt `WEFT_*` names are errors that name the nearest setting.
+The sections themselves are the dataclasses of `manylora.config`; this module merges the sources, and pydantic makes
+texts numbers. Unknown keys and misspelt `MANYLORA_*` names are errors that name the nearest setting.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, TypeVar, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from weft.config import Config, GatewayConfig
-from weft.errors import ConfigError
+from manylora.config import Config, GatewayConfig
+from manylora.errors import ConfigError
 
 SECTIONS: dict[str, type[Any]] = get_type_hints(Config)
-PREFIX = "WEFT_"
-PLAIN_NAMES = frozenset({"WEFT_ADMIN_KEY", "WEFT_PEPPER", "WEFT_CONFIG", "WEFT_URL", "WEFT_KEY"})
+PREFIX = "MANYLORA_"
+PLAIN_NAMES = frozenset({"MANYLORA_ADMIN_KEY", "MANYLORA_PEPPER", "MANYLORA_CONFIG", "MANYLORA_URL", "MANYLORA_KEY"})
 """Names that are no settings of a section."""
 SettingTree = Mapping[str, Mapping[str, object]]
 ConfigT = TypeVar("ConfigT", Config, GatewayConfig)
@@ -43,15 +43,15 @@ def load_config(
     Args:
         overrides: Values of the command line by section and name; None means not given.
         environ: The process environment.
-        config_file: YAML file; None takes the one that WEFT_CONFIG names, if any.
+        config_file: YAML file; None takes the one that MANYLORA_CONFIG names, if any.
         kind: What to make.
 
     Raises:
         ConfigError: A name is unknown, or a value is malformed or out of range; the message names the setting.
     """
     from_environment = _from_environment(environ)
-    if config_file is None and environ.get("WEFT_CONFIG"):
-        config_file = Path(environ["WEFT_CONFIG"])
+    if config_file is None and environ.get("MANYLORA_CONFIG"):
+        config_file = Path(environ["MANYLORA_CONFIG"])
     given = {
         section: {name: value for name, value in values.items() if value is not None}
         for section, values in overrides.items()
@@ -65,7 +65,7 @@ def load_config(
 
 
 def environment_name(setting: str) -> str:
-    """The environment variable of a setting: `server.port` is `WEFT_SERVER__PORT`."""
+    """The environment variable of a setting: `server.port` is `MANYLORA_SERVER__PORT`."""
     return PREFIX + setting.replace(".", "__").upper()
 
 
@@ -138,7 +138,7 @@ def as_tree(config: Config) -> dict[str, dict[str, object]]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, dict[str, object]]:
-    """Settings by their variables; an empty variable counts as not set. Unknown `WEFT_*` variables are refused."""
+    """Settings by their variables; an empty variable counts as not set. Unknown `MANYLORA_*` variables are refused."""
     settings = {environment_name(setting): setting.split(".") for setting in setting_names()}
     tree: dict[str, dict[str, object]] = {}
     for given, value in environ.items():

@@ -8,9 +8,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import structlog
 
-from weft.errors import CapacityError
+from manylora.errors import CapacityError
 
-log = structlog.get_logger("weft.server")
+log = structlog.get_logger("manylora.server")
 ArgumentsT = ParamSpec("ArgumentsT")
 ResultT = TypeVar("ResultT")
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 # The same examples in every run, and no judgement by the clock: test machines are shared and slow at times.
 settings.register_profile(
-    "weft", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "manylora", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
-settings.load_profile("weft")
+settings.load_profile("manylora")
 
 # Collecting makes a million objects that stay. The garbage collector looks at none of them, here or in the tests,
 # but at the end: nanobind reports what is left then.

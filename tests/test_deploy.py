@@ -1,4 +1,4 @@
-"""What `deploy/` says about Weft is true: every variable is a setting, every path is where the image has it."""
+"""What `deploy/` says about Manylora is true: every variable is a setting, every path is where the image has it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 import typer.main
 import yaml
 
-from weft.cli import make_app
-from weft.config import Config
-from weft.errors import ConfigError
-from weft.server.auth.admin_key import admin_key
-from weft.server.drain import SETTLE_S
-from weft.server.listen import STOP_S
-from weft.server.settings import load_config
+from manylora.cli import make_app
+from manylora.config import Config
+from manylora.errors import ConfigError
+from manylora.server.auth.admin_key import admin_key
+from manylora.server.drain import SETTLE_S
+from manylora.server.listen import STOP_S
+from manylora.server.settings import load_config
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 
@@ -30,17 +30,17 @@ def services() -> dict[str, dict[str, Any]]:
 
 
 def service() -> dict[str, Any]:
-    return services()["weft"]
+    return services()["manylora"]
 
 
 def settings_of_compose() -> Config:
     return load_config({}, {name: str(value) for name, value in service()["environment"].items()})
 
 
-def test_compose_starts_weft_with_settings_that_exist() -> None:
+def test_compose_starts_manylora_with_settings_that_exist() -> None:
     registry = settings_of_compose().registry
-    assert str(registry.database_url).startswith("postgresql://weft:")
-    assert registry.s3_place == ("weft", "adapters")
+    assert str(registry.database_url).startswith("postgresql://manylora:")
+    assert registry.s3_place == ("manylora", "adapters")
 
 
 def test_compose_and_the_image_have_what_the_settings_name() -> None:
@@ -96,7 +96,7 @@ def test_compose_starts_a_gateway_and_replicas_that_find_each_other() -> None:
     command = typer.main.get_command(make_app()).commands["serve"]  # type: ignore[attr-defined]
     roles = {name: each["command"] for name, each in found.items() if each.get("command", ["", ""])[0] == "serve"}
     assert {name: words[words.index("--role") + 1] for name, words in roles.items()} == {
-        "weft": "gateway",
+        "manylora": "gateway",
         "replica-0": "replica",
         "replica-1": "replica",
     }
@@ -105,7 +105,7 @@ def test_compose_starts_a_gateway_and_replicas_that_find_each_other() -> None:
             assert str(context.params["data_dir"]) == "/data"
         config = load_config({}, {key: str(value) for key, value in found[name]["environment"].items()})
         assert config.server.advertised_url == f"http://{name}:8000"
-        assert (found[name].get("ports") is not None) == (name == "weft")
+        assert (found[name].get("ports") is not None) == (name == "manylora")
     places = [volume for name in roles for volume in found[name]["volumes"] if volume.endswith(":/data")]
     assert len(set(places)) == 3
     assert "cluster" in re.findall(r"ARG EXTRAS=(\S+)", (DEPLOY / "Dockerfile").read_text())[0].split(",")
@@ -128,12 +128,12 @@ def test_monitoring_runs_only_where_it_is_asked_for() -> None:
     assert not any(":?" in value for name in monitoring for value in services()[name].get("environment", {}).values())
 
 
-def test_prometheus_scrapes_the_port_that_weft_has_for_it() -> None:
+def test_prometheus_scrapes_the_port_that_manylora_has_for_it() -> None:
     (folder,) = mounted("prometheus").values()
     assert "--config.file=/etc/prometheus/prometheus.yaml" in services()["prometheus"]["command"]
     config = yaml.safe_load((folder / "prometheus.yaml").read_text())
     (job,) = config["scrape_configs"]
-    assert job["static_configs"] == [{"targets": [f"weft:{settings_of_compose().server.metrics_port}"]}]
+    assert job["static_configs"] == [{"targets": [f"manylora:{settings_of_compose().server.metrics_port}"]}]
     assert all((folder / name).is_file() for name in config["rule_files"])
 
 
@@ -142,7 +142,7 @@ def test_grafana_finds_its_data_and_its_dashboards() -> None:
     provisioning = folders["/etc/grafana/provisioning"]
     (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())["datasources"]
     assert (source["url"], source["isDefault"]) == ("http://prometheus:9090", True)
-    (provider,) = yaml.safe_load((provisioning / "dashboards" / "weft.yaml").read_text())["providers"]
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "manylora.yaml").read_text())["providers"]
     assert len(list(folders[provider["options"]["path"]].glob("*.json"))) == 2
 
 
@@ -152,16 +152,16 @@ class Unit(configparser.RawConfigParser):
     def __init__(self) -> None:
         super().__init__(strict=False, delimiters="=", comment_prefixes="#")
         self.optionxform = str  # type: ignore[assignment,method-assign]
-        self.read(DEPLOY / "systemd" / "weft.service")
+        self.read(DEPLOY / "systemd" / "manylora.service")
 
 
 def example_environment() -> dict[str, str]:
     """What the example sets, with the lines it offers."""
-    text = (DEPLOY / "systemd" / "weft.env.example").read_text()
+    text = (DEPLOY / "systemd" / "manylora.env.example").read_text()
     return dict(re.findall(r"^#?([A-Z][A-Z0-9_]*)=(.*)$", text, re.MULTILINE))
 
 
-def test_systemd_starts_weft_with_options_and_settings_that_exist() -> None:
+def test_systemd_starts_manylora_with_options_and_settings_that_exist() -> None:
     unit = Unit()["Service"]
     _, command, *words = shlex.split(unit["ExecStart"])
     serve = typer.main.get_command(make_app()).commands[command]  # type: ignore[attr-defined]
@@ -184,15 +184,15 @@ def test_systemd_gives_requests_their_time_to_finish() -> None:
 
 def test_the_example_of_systemd_does_not_start_without_a_key(tmp_path: Path) -> None:
     given = example_environment()
-    assert given["WEFT_ADMIN_KEY"] == ""
+    assert given["MANYLORA_ADMIN_KEY"] == ""
     with pytest.raises(ConfigError, match="at least 16"):
         admin_key(tmp_path, given)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is missing")
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
-    text = (DEPLOY / "systemd" / "weft.service").read_text()
-    copy = tmp_path / "weft.service"
-    copy.write_text(text.replace("/opt/weft/bin/weft", "/bin/true"))
+    text = (DEPLOY / "systemd" / "manylora.service").read_text()
+    copy = tmp_path / "manylora.service"
+    copy.write_text(text.replace("/opt/manylora/bin/manylora", "/bin/true"))
     verified = subprocess.run(["systemd-analyze", "verify", str(copy)], check=False, capture_output=True, text=True)
     assert (verified.returncode, verified.stderr) == (0, "")

@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from weft.server.settings import setting_names
+from manylora.server.settings import setting_names
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 INSIDE_THE_MAP = {
     *(
-        "weft/demo",
-        "weft/cli/cluster",
+        "manylora/demo",
+        "manylora/cli/cluster",
         "server/cluster/launch",
-        "weft/cli/demo",
-        "weft/cli/top",
+        "manylora/cli/demo",
+        "manylora/cli/top",
         "registry/db/migrations",
         "registry/db/migrations/versions",
     ),
-    *("weft/client", "kernels/plain", "kernels/native", "kernels/triton", "kernels/flashinfer"),
+    *("manylora/client", "kernels/plain", "kernels/native", "kernels/triton", "kernels/flashinfer"),
 }
 """Packages whose parent's row speaks for them."""
 DOCUMENTS = [
@@ -50,7 +50,7 @@ def test_the_page_of_settings_is_that_of_the_config() -> None:
 def test_files_named_in_documents_exist(document: str) -> None:
     text = (ROOT / document).read_text()
     for path in re.findall(
-        r"`((?:scripts|tests|benchmarks|engine|server|adapters|kernels|memory|registry|weft|deploy|docs)/[a-z0-9_/.]+)`",
+        r"`((?:scripts|tests|benchmarks|engine|server|adapters|kernels|memory|registry|manylora|deploy|docs)/[a-z0-9_/.]+)`",
         text,
     ):
         assert (ROOT / path).exists(), path
@@ -63,7 +63,7 @@ def test_files_named_in_documents_exist(document: str) -> None:
 def test_the_map_has_every_package_and_where_to_begin_in_it() -> None:
     rows = [line.split(" | ") for line in (ROOT / "ARCHITECTURE.md").read_text().splitlines() if line.startswith("| `")]
     folders = {row[0].strip("| `/"): row for row in rows if "/`" in row[0]}
-    parts = ("weft", "adapters", "benchmarks", "engine", "kernels", "memory", "registry", "server")
+    parts = ("manylora", "adapters", "benchmarks", "engine", "kernels", "memory", "registry", "server")
     found = {str(init.parent.relative_to(ROOT)) for part in parts for init in (ROOT / part).rglob("__init__.py")}
     assert found - set(folders) == INSIDE_THE_MAP
     for folder, row in folders.items():
@@ -72,11 +72,11 @@ def test_the_map_has_every_package_and_where_to_begin_in_it() -> None:
 
 
 def test_the_demo_answers_in_the_readme_are_the_tested_ones() -> None:
-    expected = json.loads((ROOT / "weft" / "demo" / "expected.json").read_text())
+    expected = json.loads((ROOT / "manylora" / "demo" / "expected.json").read_text())
     question = next(entry for entry in expected["questions"] if f'"{entry["question"]}"' in README)
     for name, answer in question["answers"].items():
         line = next(
-            line for line in README.splitlines() if line.startswith(f" {'weft-demo' if name == 'base' else name} ")
+            line for line in README.splitlines() if line.startswith(f" {'manylora-demo' if name == 'base' else name} ")
         )
         assert line.endswith(answer)
 

@@ -1,4 +1,4 @@
-"""The manifest of an inference pool is what Kubernetes takes, and agrees with Weft and with itself."""
+"""The manifest of an inference pool is what Kubernetes takes, and agrees with Manylora and with itself."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import yaml
 
 from api_server import Api
 from gateway_schemas import SCHEMAS
+from manylora.server.drain import SETTLE_S
+from manylora.server.listen import STOP_S
+from manylora.server.settings import load_config
 from system_tools import require_module
-from weft.server.drain import SETTLE_S
-from weft.server.listen import STOP_S
-from weft.server.settings import load_config
 
 pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parents[1]
@@ -78,12 +78,12 @@ def test_a_wrong_field_is_noticed(kind: str, path: tuple[str, ...], wrong: objec
         check(resource)
 
 
-def test_weft_starts_with_settings_that_exist_and_shows_vllms_metrics() -> None:
+def test_manylora_starts_with_settings_that_exist_and_shows_vllms_metrics() -> None:
     given = {entry["name"]: entry["value"] for entry in container()["env"]}
-    settings = {name: value for name, value in given.items() if name.startswith("WEFT_")}
+    settings = {name: value for name, value in given.items() if name.startswith("MANYLORA_")}
     config = load_config({}, settings)
     assert config.server.metrics_aliases == "vllm"
-    assert config.registry.s3_place == ("weft", "adapters")
+    assert config.registry.s3_place == ("manylora", "adapters")
     mounts = {mount["mountPath"]: mount["name"] for mount in container()["volumeMounts"]}
     assert {config.model.path, "/data", "/tmp"} <= set(mounts)
     volumes = {volume["name"] for volume in resources()["Deployment"]["spec"]["template"]["spec"]["volumes"]}
@@ -92,7 +92,7 @@ def test_weft_starts_with_settings_that_exist_and_shows_vllms_metrics() -> None:
     assert ports == {"http": 8000, "metrics": config.server.metrics_port}
     image = (ROOT / "deploy" / "Dockerfile").read_text()
     user = resources()["Deployment"]["spec"]["template"]["spec"]["securityContext"]["runAsUser"]
-    assert f"--uid {user} weft" in image
+    assert f"--uid {user} manylora" in image
     assert f"EXPOSE {ports['http']}" in image
     assert f"--model-server-metrics-port={ports['metrics']}" in (ROOT / "docs" / "inference-pool.md").read_text()
     assert config.memory.gib is not None
@@ -104,10 +104,10 @@ def test_weft_starts_with_settings_that_exist_and_shows_vllms_metrics() -> None:
 def test_every_secret_comes_from_the_secret_that_the_first_lines_make() -> None:
     text = FILE.read_text()
     made = set(re.findall(r"--from-literal=(\w+)=", text))
-    assert made >= {"WEFT_ADMIN_KEY", "WEFT_PEPPER", "WEFT_REGISTRY__DATABASE_URL", "AWS_SECRET_ACCESS_KEY"}
+    assert made >= {"MANYLORA_ADMIN_KEY", "MANYLORA_PEPPER", "MANYLORA_REGISTRY__DATABASE_URL", "AWS_SECRET_ACCESS_KEY"}
     assert not made & {entry["name"] for entry in container()["env"]}
-    assert container()["envFrom"] == [{"secretRef": {"name": "weft"}}]
-    assert "kubectl create secret generic weft " in text
+    assert container()["envFrom"] == [{"secretRef": {"name": "manylora"}}]
+    assert "kubectl create secret generic manylora " in text
 
 
 def test_everything_means_the_same_pods_and_ports() -> None:
@@ -139,7 +139,7 @@ def test_everything_means_the_same_pods_and_ports() -> None:
 
 
 def test_requests_have_their_time_to_finish() -> None:
-    settings = load_config({}, {"WEFT_MODEL__PATH": "/models/base"})
+    settings = load_config({}, {"MANYLORA_MODEL__PATH": "/models/base"})
     grace = resources()["Deployment"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     assert grace > settings.server.drain_s + SETTLE_S + STOP_S + 10  # the engine ends after that
 

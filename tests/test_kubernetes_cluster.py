@@ -1,4 +1,4 @@
-"""The manifests of many servers are what Kubernetes takes, and agree with Weft and with each other."""
+"""The manifests of many servers are what Kubernetes takes, and agree with Manylora and with each other."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 import yaml
 
 from gateway_schemas import RAY_SERVICE
+from manylora.config import GatewayConfig
+from manylora.server.cluster.launch.up import SECRETS
+from manylora.server.cluster.membership import NOTICE_S
+from manylora.server.drain import SETTLE_S
+from manylora.server.listen import STOP_S
+from manylora.server.settings import load_config
 from system_tools import require_module
-from weft.config import GatewayConfig
-from weft.server.cluster.launch.up import SECRETS
-from weft.server.cluster.membership import NOTICE_S
-from weft.server.drain import SETTLE_S
-from weft.server.listen import STOP_S
-from weft.server.settings import load_config
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -70,12 +70,12 @@ def ray_templates(resource: Resource) -> dict[str, Resource]:
 
 
 def pod(name: str) -> Resource:
-    kind = "Deployment" if name == "weft-gateway" else "StatefulSet"
+    kind = "Deployment" if name == "manylora-gateway" else "StatefulSet"
     return dict(render("cluster")[kind, name]["spec"]["template"]["spec"])
 
 
 def settings() -> dict[str, str]:
-    return dict(render("cluster")["ConfigMap", "weft"]["data"])
+    return dict(render("cluster")["ConfigMap", "manylora"]["data"])
 
 
 @pytest.mark.parametrize("name", ["cluster", "kuberay"])
@@ -95,7 +95,7 @@ def test_kustomize_makes_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("wrong", [{"authOptions": {"mode": "tokens"}}, {"auth": {}}, {"headGroupSpec": {}}])
 def test_a_wrong_field_of_ray_is_noticed(wrong: Resource) -> None:
-    resource = render("kuberay")["RayService", "weft"]
+    resource = render("kuberay")["RayService", "manylora"]
     resource["spec"]["rayClusterConfig"] |= wrong
     with pytest.raises(jsonschema.ValidationError):
         check(resource)
@@ -103,36 +103,38 @@ def test_a_wrong_field_of_ray_is_noticed(wrong: Resource) -> None:
 
 @pytest.mark.parametrize("role", ["gateway", "replica"])
 def test_servers_start_with_settings_that_exist(role: str) -> None:
-    name = f"weft-{role}"
+    name = f"manylora-{role}"
     (container,) = pod(name)["containers"]
     assert container["args"] == ["serve", "--role", role]
     own = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
-    given = {**settings(), **own, "WEFT_SERVER__ROLE": role}
-    given["WEFT_SERVER__ADVERTISED_URL"] = given["WEFT_SERVER__ADVERTISED_URL"].replace("$(POD_IP)", "10.0.0.7")
-    config = load_config({}, {n: v for n, v in given.items() if n.startswith("WEFT_")})
+    given = {**settings(), **own, "MANYLORA_SERVER__ROLE": role}
+    given["MANYLORA_SERVER__ADVERTISED_URL"] = given["MANYLORA_SERVER__ADVERTISED_URL"].replace("$(POD_IP)", "10.0.0.7")
+    config = load_config({}, {n: v for n, v in given.items() if n.startswith("MANYLORA_")})
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"http": config.server.port, "metrics": config.server.metrics_port}
     assert config.server.advertised_url == f"http://10.0.0.7:{ports['http']}"
     assert [entry["name"] for entry in container["env"]].index("POD_IP") == 0  # before what is made of it
-    assert container["envFrom"] == [{"configMapRef": {"name": "weft"}}, {"secretRef": {"name": "weft"}}]
+    assert container["envFrom"] == [{"configMapRef": {"name": "manylora"}}, {"secretRef": {"name": "manylora"}}]
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     assert {str(config.server.data_dir), "/tmp"} <= set(mounts)
     claims = (
-        render("cluster")["StatefulSet", "weft-replica"]["spec"]["volumeClaimTemplates"] if role == "replica" else []
+        render("cluster")["StatefulSet", "manylora-replica"]["spec"]["volumeClaimTemplates"]
+        if role == "replica"
+        else []
     )
     volumes = {volume["name"] for volume in pod(name)["volumes"]} | {claim["metadata"]["name"] for claim in claims}
     assert set(mounts.values()) == volumes
     assert (config.model.path in mounts) == (role == "replica")
     user = pod(name)["securityContext"]["runAsUser"]
-    assert f"--uid {user} weft" in (ROOT / "deploy" / "Dockerfile").read_text()
+    assert f"--uid {user} manylora" in (ROOT / "deploy" / "Dockerfile").read_text()
     limit = float(container["resources"]["limits"]["memory"].removesuffix("Gi"))
     if role == "replica":
         assert (config.memory.gib or 0) + (config.memory.host_gib or 0) + 2 < limit
 
 
 def test_a_gateway_reads_its_part_of_the_settings() -> None:
-    config = load_config({}, {n: v for n, v in settings().items() if n.startswith("WEFT_")}, kind=GatewayConfig)
-    assert config.registry.s3_place == ("weft", "adapters")
+    config = load_config({}, {n: v for n, v in settings().items() if n.startswith("MANYLORA_")}, kind=GatewayConfig)
+    assert config.registry.s3_place == ("manylora", "adapters")
 
 
 def test_every_secret_comes_from_the_secret_that_the_first_lines_make() -> None:
@@ -144,24 +146,27 @@ def test_every_secret_comes_from_the_secret_that_the_first_lines_make() -> None:
 
 def test_everything_means_the_same_pods() -> None:
     found = render("cluster")
-    for kind, name in (("Deployment", "weft-gateway"), ("StatefulSet", "weft-replica")):
+    for kind, name in (("Deployment", "manylora-gateway"), ("StatefulSet", "manylora-replica")):
         spec = found[kind, name]["spec"]
         labels, wanted = spec["template"]["metadata"]["labels"], spec["selector"]["matchLabels"]
         assert wanted.items() <= labels.items()
         assert found["PodDisruptionBudget", name]["spec"]["selector"]["matchLabels"] == wanted
-        policy = found["NetworkPolicy", "weft"]["spec"]["podSelector"]["matchLabels"]
+        policy = found["NetworkPolicy", "manylora"]["spec"]["podSelector"]["matchLabels"]
         assert policy.items() <= labels.items()
         port = spec["template"]["metadata"]["annotations"]["prometheus.io/port"]
-        assert port == settings()["WEFT_SERVER__METRICS_PORT"]
-    assert found["Service", "weft"]["spec"]["selector"] == {"app": "weft-gateway"}
-    headless = found["Service", "weft-replica"]["spec"]
-    assert (headless["clusterIP"], headless["selector"]) == ("None", {"app": "weft-replica"})
-    assert found["StatefulSet", "weft-replica"]["spec"]["serviceName"] == "weft-replica"
+        assert port == settings()["MANYLORA_SERVER__METRICS_PORT"]
+    assert found["Service", "manylora"]["spec"]["selector"] == {"app": "manylora-gateway"}
+    headless = found["Service", "manylora-replica"]["spec"]
+    assert (headless["clusterIP"], headless["selector"]) == ("None", {"app": "manylora-replica"})
+    assert found["StatefulSet", "manylora-replica"]["spec"]["serviceName"] == "manylora-replica"
 
 
 def test_clients_reach_gateways_alone_and_prometheus_all_metrics() -> None:
     found = render("cluster")
-    pods = [found[of]["spec"]["template"] for of in (("Deployment", "weft-gateway"), ("StatefulSet", "weft-replica"))]
+    pods = [
+        found[of]["spec"]["template"]
+        for of in (("Deployment", "manylora-gateway"), ("StatefulSet", "manylora-replica"))
+    ]
     policies = [policy["spec"] for (kind, _), policy in found.items() if kind == "NetworkPolicy"]
     rules = [
         {
@@ -172,7 +177,7 @@ def test_clients_reach_gateways_alone_and_prometheus_all_metrics() -> None:
         }
         for pod in pods
     ]
-    prometheus, gateway = {"app.kubernetes.io/name": "prometheus"}, {"app": "weft-gateway"}
+    prometheus, gateway = {"app.kubernetes.io/name": "prometheus"}, {"app": "manylora-gateway"}
     assert gateway.items() <= pods[0]["metadata"]["labels"].items()
     assert rules == [{"metrics": [prometheus], "http": []}, {"metrics": [prometheus], "http": [gateway]}]
 
@@ -184,16 +189,16 @@ def test_the_form_of_addresses_that_settings_name_for_ipv6_is_good() -> None:
 
 
 def test_requests_have_their_time_to_finish() -> None:
-    drain_s = load_config({}, {"WEFT_MODEL__PATH": "x"}).server.drain_s
-    worker = ray_templates(render("kuberay")["RayService", "weft"])["worker"]["spec"]
-    for spec in (pod("weft-gateway"), pod("weft-replica"), worker):
+    drain_s = load_config({}, {"MANYLORA_MODEL__PATH": "x"}).server.drain_s
+    worker = ray_templates(render("kuberay")["RayService", "manylora"])["worker"]["spec"]
+    for spec in (pod("manylora-gateway"), pod("manylora-replica"), worker):
         assert (
             spec["terminationGracePeriodSeconds"] > drain_s + NOTICE_S["gateway"] + SETTLE_S + STOP_S + 10
         )  # for the engine
 
 
 def test_gateways_are_probed_without_replicas_and_replicas_have_time_to_load() -> None:
-    for name in ("weft-gateway", "weft-replica"):
+    for name in ("manylora-gateway", "manylora-replica"):
         (container,) = pod(name)["containers"]
         assert container["livenessProbe"]["httpGet"]["path"] == "/health"
         assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
@@ -202,9 +207,9 @@ def test_gateways_are_probed_without_replicas_and_replicas_have_time_to_load() -
 
 def test_ray_keeps_the_replicas_and_no_proxy_of_its_own() -> None:
     found = render("kuberay")
-    assert ("StatefulSet", "weft-replica") not in found
-    assert ("Deployment", "weft-gateway") in found
-    resource = found["RayService", "weft"]
+    assert ("StatefulSet", "manylora-replica") not in found
+    assert ("Deployment", "manylora-gateway") in found
+    resource = found["RayService", "manylora"]
     serve = yaml.safe_load(resource["spec"]["serveConfigV2"])
     assert serve["proxy_location"] == "Disabled"
     (application,) = serve["applications"]
@@ -215,7 +220,7 @@ def test_ray_keeps_the_replicas_and_no_proxy_of_its_own() -> None:
     (workers,) = resource["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     assert application["args"]["max_replicas"] == workers["maxReplicas"]
     assert workers["rayStartParams"]["num-cpus"] == str(application["args"]["cpus"])
-    image = found["Deployment", "weft-gateway"]["spec"]["template"]["spec"]["containers"][0]["image"]
+    image = found["Deployment", "manylora-gateway"]["spec"]["template"]["spec"]["containers"][0]["image"]
     for template in ray_templates(resource).values():
         (container,) = template["spec"]["containers"]
         assert container["image"] == image
@@ -230,9 +235,9 @@ def test_ray_keeps_the_replicas_and_no_proxy_of_its_own() -> None:
 def test_ray_understands_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray.serve.schema import ServeDeploySchema
 
-    from weft.server.cluster.launch.ray_serve import app
+    from manylora.server.cluster.launch.ray_serve import app
 
-    serve = yaml.safe_load(render("kuberay")["RayService", "weft"]["spec"]["serveConfigV2"])
+    serve = yaml.safe_load(render("kuberay")["RayService", "manylora"]["spec"]["serveConfigV2"])
     ServeDeploySchema.model_validate(serve)
     for name, value in settings().items():
         monkeypatch.setenv(name, value)

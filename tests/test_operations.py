@@ -1,4 +1,4 @@
-"""Rules and dashboards ask for what Weft's metrics page has, and every alert does what it says."""
+"""Rules and dashboards ask for what Manylora's metrics page has, and every alert does what it says."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import yaml
 from api_adapters import upload
 from api_server import BASE, api
 from fake_cluster import gateway_before
+from manylora.engine.request import RequestError
+from manylora.engine.status import ResidentAdapter
 from metric_names import Series, families_of, question, series_of, wrong_with
 from operations_files import BOARDS, ROOT, RULES, alerts, boards, expressions, panels, rules
 from system_tools import require
-from weft.engine.request import RequestError
-from weft.engine.status import ResidentAdapter
 
 NOT_SHOWN: set[str] = set()
 """Families of the page that no panel and no rule has use for."""
@@ -67,19 +67,19 @@ def test_rules_and_panels_ask_for_what_there_is(known: Series) -> None:
 def test_every_metric_is_shown(page: str) -> None:
     asked = {name for _, expr, _ in expressions() for name in question(expr).names}
     forgotten = {family for family, samples in families_of(page).items() if not samples & asked}
-    assert {family for family in forgotten if family.startswith("weft_")} == NOT_SHOWN
+    assert {family for family in forgotten if family.startswith("manylora_")} == NOT_SHOWN
 
 
 @pytest.mark.parametrize(
     ("expr", "why"),
     [
-        ("rate(weft_request_total[5m])", "there is no weft_request_total"),
-        ("sum by (adaptor) (weft_requests_total)", "weft_requests_total has no label adaptor"),
-        ('weft_requests_total{tier="device"}', "weft_requests_total has no label tier"),
-        ('weft_pages{kind=~"kv|weights"}', "weft_pages has no kind ['weights']"),
-        ('weft_ttft_seconds_bucket{le="3.0"}', "weft_ttft_seconds_bucket has no le ['3.0']"),
-        ("sum by (kind) (weft_pages)", "the legend shows tenant, which is not left"),
-        ("instance:weft_pages:ratio", "there is no instance:weft_pages:ratio"),
+        ("rate(manylora_request_total[5m])", "there is no manylora_request_total"),
+        ("sum by (adaptor) (manylora_requests_total)", "manylora_requests_total has no label adaptor"),
+        ('manylora_requests_total{tier="device"}', "manylora_requests_total has no label tier"),
+        ('manylora_pages{kind=~"kv|weights"}', "manylora_pages has no kind ['weights']"),
+        ('manylora_ttft_seconds_bucket{le="3.0"}', "manylora_ttft_seconds_bucket has no le ['3.0']"),
+        ("sum by (kind) (manylora_pages)", "the legend shows tenant, which is not left"),
+        ("instance:manylora_pages:ratio", "there is no instance:manylora_pages:ratio"),
         ("vector(1)", "it asks for nothing that is known"),
     ],
 )
@@ -104,7 +104,7 @@ def test_prometheus_takes_the_admins_key_where_there_is_no_port_for_metrics(tmp_
     (job,) = yaml.safe_load(uncommented)["scrape_configs"]
     assert set(job["authorization"]) == {"credentials_file"}
     (tmp_path / "key").touch()
-    (tmp_path / "prometheus.yaml").write_text(uncommented.replace("/etc/prometheus/weft-admin.key", "key"))
+    (tmp_path / "prometheus.yaml").write_text(uncommented.replace("/etc/prometheus/manylora-admin.key", "key"))
     (tmp_path / "rules.yaml").write_text(RULES.read_text())
     checked = promtool("check", "config", "prometheus.yaml", folder=tmp_path)
     assert checked.returncode == 0, checked.stderr
@@ -134,7 +134,7 @@ def test_no_alert_can_be_changed_unnoticed(instead: str, tmp_path: Path) -> None
 
 def test_alerts_say_what_to_do() -> None:
     guide = (ROOT / "docs" / "operations.md").read_text()
-    assert set(re.findall(r"^\| `(Weft\w+)` ", guide, re.MULTILINE)) == set(alerts())
+    assert set(re.findall(r"^\| `(Manylora\w+)` ", guide, re.MULTILINE)) == set(alerts())
     for name, alert in alerts().items():
         assert alert["labels"]["severity"] in ("critical", "warning"), name
         assert set(alert["annotations"]) == {"summary", "description"}, name
@@ -143,8 +143,8 @@ def test_alerts_say_what_to_do() -> None:
 
 def test_dashboards_can_be_imported_anywhere() -> None:
     assert {name: board["uid"] for name, board in boards().items()} == {
-        "weft-pool": "weft-pool",
-        "weft-service": "weft-service",
+        "manylora-pool": "manylora-pool",
+        "manylora-service": "manylora-service",
     }
     for board in boards().values():
         source, *variables = board["templating"]["list"]
@@ -176,10 +176,10 @@ def test_panels_are_explained_and_do_not_overlap() -> None:
 
 
 def test_panels_name_alerts_and_settings_that_exist() -> None:
-    from weft.server.settings import setting_names
+    from manylora.server.settings import setting_names
 
     texts = " ".join(path.read_text() for path in (*BOARDS, RULES))
-    assert set(re.findall(r"\bWeft[A-Z]\w+", texts)) <= set(alerts())
+    assert set(re.findall(r"\bManylora[A-Z]\w+", texts)) <= set(alerts())
     sections = "|".join({name.partition(".")[0] for name in setting_names()})
     assert {found for found in re.findall(rf"\b(?:{sections})\.[a-z]\w+", texts) if found != "server.metrics"} <= set(
         setting_names()

@@ -1,4 +1,4 @@
-"""pyproject.toml, the links in weft/ and the folders must tell the same story."""
+"""pyproject.toml, the links in manylora/ and the folders must tell the same story."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.config import environment
+from manylora.config import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -19,8 +19,8 @@ PARTS = ("adapters", "benchmarks", "engine", "kernels", "memory", "registry", "s
 
 
 def test_each_part_is_linked_into_the_package_and_mapped_to_its_folder() -> None:
-    assert SETTINGS["package-dir"] == {f"weft.{part}": part for part in PARTS}
-    links = {path.name: path for path in (ROOT / "weft").iterdir() if path.is_symlink()}
+    assert SETTINGS["package-dir"] == {f"manylora.{part}": part for part in PARTS}
+    links = {path.name: path for path in (ROOT / "manylora").iterdir() if path.is_symlink()}
     assert sorted(links) == sorted(PARTS)
     for name, link in links.items():
         assert link.readlink() == Path("..") / name
@@ -29,7 +29,7 @@ def test_each_part_is_linked_into_the_package_and_mapped_to_its_folder() -> None
 def test_every_folder_with_modules_is_a_package() -> None:
     lonely = {
         path.parent
-        for part in (*PARTS, "weft")
+        for part in (*PARTS, "manylora")
         for path in (ROOT / part).rglob("*.py")
         if not (path.parent / "__init__.py").exists()
     }
@@ -46,9 +46,8 @@ def test_no_part_is_importable_by_its_bare_name() -> None:
 
 
 def test_light_modules_do_not_bring_torch() -> None:
-    modules = (
-        "weft, weft.cli, weft.registry.registry, weft.adapters.checkpoint.reader, weft.engine.execution.memory_plan"
-    )
+    names = ("cli", "registry.registry", "adapters.checkpoint.reader", "engine.execution.memory_plan")
+    modules = ", ".join(["manylora", *(f"manylora.{name}" for name in names)])
     assert printed(f"import sys, {modules}; print('torch' in sys.modules)") == "False"
 
 
@@ -57,21 +56,23 @@ def test_a_cpu_serves_without_triton(tmp_path: Path) -> None:
     extras = project["optional-dependencies"]
     assert not [line for line in project["dependencies"] if line.startswith("triton")]
     assert extras["triton"][0].startswith("triton>=")
-    assert "weft[cluster,postgres,quant,s3,triton]" in extras["dev"], "without cuda, which is large and for GPUs only"
+    assert "manylora[cluster,postgres,quant,s3,triton]" in extras["dev"], (
+        "without cuda, which is large and for GPUs only"
+    )
     assert extras["cuda"] == [
         "flashinfer-python>=0.6.1,<0.8; platform_system == 'Linux' and platform_machine == 'x86_64'"
     ]
     (tmp_path / "triton.py").write_text("raise ModuleNotFoundError(\"No module named 'triton'\", name='triton')\n")
     code = (
-        "import sys, weft.cli.serve, weft.server.app, weft.engine.process.worker\n"
-        "from weft import LLM\n"
+        "import sys, manylora.cli.serve, manylora.server.app, manylora.engine.process.worker\n"
+        "from manylora import LLM\n"
         "with LLM(sys.argv[1], device='cpu', memory_gib=0.05, host_gib=0.05, threads=1) as llm:\n"
         "    adapter = llm.load_adapter(sys.argv[2])\n"
         "    print(len(llm.generate(['Hello', 'Hello'], None, [None, adapter])))\n"
-        "sys.exit(any(name in sys.modules for name in ('triton', 'flashinfer', 'weft.kernels.flashinfer')))\n"
+        "sys.exit(any(name in sys.modules for name in ('triton', 'flashinfer', 'manylora.kernels.flashinfer')))\n"
     )
-    demo = ROOT / "weft" / "demo"
-    command = [sys.executable, "-P", "-c", code, str(demo / "weft-demo"), str(demo / "adapters" / "pirate")]
+    demo = ROOT / "manylora" / "demo"
+    command = [sys.executable, "-P", "-c", code, str(demo / "manylora-demo"), str(demo / "adapters" / "pirate")]
     env = {**environment(), "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
@@ -116,7 +117,7 @@ def _of_call(call: ast.Call) -> Iterator[str]:
 
 def test_no_source_deserialises_or_executes_what_it_reads() -> None:
     """No pickle and no relatives of it in the product: neither files nor messages may run code."""
-    files = [path for part in (*PARTS, "weft") for path in (ROOT / part).rglob("*.py")]
+    files = [path for part in (*PARTS, "manylora") for path in (ROOT / part).rglob("*.py")]
     found = [
         f"{path.relative_to(ROOT)}: {word}" for path in files for word in what_runs_code(ast.parse(path.read_text()))
     ]

@@ -46,7 +46,7 @@ def test_a_missing_program_skips_its_test_but_fails_it_in_ci(monkeypatch: pytest
     assert Path(require("bash", package="bash")).is_file()
     monkeypatch.delenv("CI", raising=False)
     with pytest.raises(pytest.skip.Exception, match="Debian's package nowhere"):
-        require("weft-has-no-such-program", package="nowhere")
+        require("manylora-has-no-such-program", package="nowhere")
     monkeypatch.setenv("CI", "true")
     with pytest.raises(pytest.fail.Exception, match="Debian's package nowhere"):
-        require("weft-has-no-such-program", package="nowhere")
+        require("manylora-has-no-such-program", package="nowhere")

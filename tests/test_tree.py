@@ -9,14 +9,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ("adapters", "engine", "kernels", "memory", "registry", "server")
-PARTS = (*CORE, "weft", "benchmarks")
+PARTS = (*CORE, "manylora", "benchmarks")
 MOST_IN_A_PACKAGE = 16
 MOST_IN_THE_CORE = 290
 MOST_OF_THE_CHAT_ROUTE = 81
 
 
 def modules(parts: tuple[str, ...]) -> list[Path]:
-    """The modules of these parts, without the `__init__.py` of packages and without the links in `weft/`."""
+    """The modules of these parts, without the `__init__.py` of packages and without the links in `manylora/`."""
     tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     return [path for path in map(Path, tracked.stdout.split()) if path.parts[0] in parts and path.name != "__init__.py"]
 
@@ -32,8 +32,8 @@ def test_the_core_stays_small() -> None:
 
 def test_a_chat_request_is_served_by_few_modules() -> None:
     code = (
-        "import sys, weft.server.generation.routes\n"
-        "parts = [name for name, module in sys.modules.items() if name.split('.')[0] == 'weft']\n"
+        "import sys, manylora.server.generation.routes\n"
+        "parts = [name for name, module in sys.modules.items() if name.split('.')[0] == 'manylora']\n"
         "print(len(parts))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -19,7 +19,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
-from weft.errors import CapacityError, ConfigError
+from manylora.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -154,7 +154,7 @@ class Bucket:
 
     def _refused(self, reason: str) -> ConfigError:
         keys = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL"
-        what = f"{self.name} cannot be used ({reason}). Weft puts, gets, deletes and lists objects there"
+        what = f"{self.name} cannot be used ({reason}). Manylora puts, gets, deletes and lists objects there"
         return ConfigError(f"{what}: check registry.blob_url and {keys}.", param="registry.blob_url")
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from weft.errors import AdapterUnavailableError, CapacityError
+from manylora.errors import AdapterUnavailableError, CapacityError
 
 PIECE_BYTES = 1 << 20
 """Read and hashed in one go: about a millisecond."""

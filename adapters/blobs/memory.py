@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from weft.adapters.blobs.local import BlobReader, BlobWriter
-from weft.errors import CapacityError, InvalidRequestError
+from manylora.adapters.blobs.local import BlobReader, BlobWriter
+from manylora.errors import CapacityError, InvalidRequestError
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
@@ -32,7 +32,7 @@ class MemoryWriter(BlobWriter):
         self._memory, self._owner, self._most_bytes = blobs, owner, most_bytes
         self._hash = hashlib.sha256()
         self.size = 0
-        self._fd = os.memfd_create("weft", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._fd = os.memfd_create("manylora", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
     @property
     def path(self) -> Path:

@@ -15,9 +15,9 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 
-from weft.adapters.blobs import local
-from weft.adapters.blobs.bucket import PART_BYTES, Bucket
-from weft.errors import AdapterUnavailableError
+from manylora.adapters.blobs import local
+from manylora.adapters.blobs.bucket import PART_BYTES, Bucket
+from manylora.errors import AdapterUnavailableError
 
 logger = logging.getLogger(__name__)
 

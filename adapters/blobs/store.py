@@ -6,12 +6,12 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from weft.adapters.blobs.local import PIECE_BYTES, LocalBlobs
-from weft.config import GIB, RegistryConfig, environment
-from weft.errors import ConfigError
+from manylora.adapters.blobs.local import PIECE_BYTES, LocalBlobs
+from manylora.config import GIB, RegistryConfig, environment
+from manylora.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weft.adapters.blobs.s3 import S3Blobs
+    from manylora.adapters.blobs.s3 import S3Blobs
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 """Variables that may name a server other than Amazon's."""
@@ -33,10 +33,10 @@ def open_blobs(registry: RegistryConfig, data_dir: Path) -> BlobStore:
     if registry.s3_place is None:
         return folder
     try:
-        from weft.adapters.blobs.bucket import Bucket
-        from weft.adapters.blobs.s3 import S3Blobs
+        from manylora.adapters.blobs.bucket import Bucket
+        from manylora.adapters.blobs.s3 import S3Blobs
     except ModuleNotFoundError as error:
-        message = "registry.blob_url names S3, for which obstore is missing: pip install 'weft[s3]'."
+        message = "registry.blob_url names S3, for which obstore is missing: pip install 'manylora[s3]'."
         raise ConfigError(message, param="registry.blob_url") from error
     bucket = Bucket(*registry.s3_place, allow_http=may_lack_tls())
     return S3Blobs(bucket, cache=folder, cache_bytes=int(registry.blob_cache_gib * GIB))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn, ParamSpec, TypeVar
 
-from weft.errors import AdapterError, AdapterFormatError, AdapterIncompatibleError, Finding
+from manylora.errors import AdapterError, AdapterFormatError, AdapterIncompatibleError, Finding
 
 MAX_FINDINGS = 20
 MAX_ALSO = 3

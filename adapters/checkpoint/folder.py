@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.adapters.checkpoint.safetensors_header import CONVERT
-from weft.errors import AdapterFormatError
+from manylora.adapters.checkpoint.safetensors_header import CONVERT
+from manylora.errors import AdapterFormatError
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapters.safetensors")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weft.adapters.checkpoint.findings import refuse, refuse_unsupported
-from weft.adapters.checkpoint.peft_fields import UNUSED, field_names, is_one_of
-from weft.adapters.checkpoint.strict_json import named, shown
+from manylora.adapters.checkpoint.findings import refuse, refuse_unsupported
+from manylora.adapters.checkpoint.peft_fields import UNUSED, field_names, is_one_of
+from manylora.adapters.checkpoint.strict_json import named, shown
 
 _AS_WRITTEN = "Upload the adapter_config.json that mlx-lm wrote."
 _KNOWN_FIELDS = field_names("""

@@ -11,10 +11,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NoReturn, TypeVar
 
-from weft.adapters.checkpoint import peft_fields
-from weft.adapters.checkpoint.findings import Findings, refuse, refuse_unsupported
-from weft.adapters.checkpoint.mlx_config import as_peft, is_mlx
-from weft.adapters.checkpoint.strict_json import (
+from manylora.adapters.checkpoint import peft_fields
+from manylora.adapters.checkpoint.findings import Findings, refuse, refuse_unsupported
+from manylora.adapters.checkpoint.mlx_config import as_peft, is_mlx
+from manylora.adapters.checkpoint.strict_json import (
     MAX_INT,
     DuplicateKeyError,
     JsonRefusedError,
@@ -24,8 +24,8 @@ from weft.adapters.checkpoint.strict_json import (
     parse,
     shown,
 )
-from weft.adapters.ref import LoraSpec
-from weft.errors import PayloadTooLargeError
+from manylora.adapters.ref import LoraSpec
+from manylora.errors import PayloadTooLargeError
 
 MAX_CONFIG_BYTES = 64 << 10
 MAX_DEPTH = 16
@@ -175,7 +175,7 @@ def _check_field(name: str, value: object) -> None:
     feature = peft_fields.FEATURES.get(name)
     if feature is not None:
         if not peft_fields.is_one_of(value, feature.neutral):
-            message = f"{name} is {shown(value)}: Weft does not serve {feature.what}."
+            message = f"{name} is {shown(value)}: Manylora does not serve {feature.what}."
             refuse_unsupported(f"config.{feature.code}", message, name, feature.hint.format(field=name))
     elif name in peft_fields.MODULE_LIST_FIELDS:
         is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)

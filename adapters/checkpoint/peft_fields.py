@@ -1,4 +1,4 @@
-"""What the fields of PEFT's `adapter_config.json` mean to Weft, as tables. Covers PEFT 0.2 to 0.21.
+"""What the fields of PEFT's `adapter_config.json` mean to Manylora, as tables. Covers PEFT 0.2 to 0.21.
 
 A field is one of three: read (`adapter_config` interprets it), inert (it has no effect on an adapter that is already
 trained), or a feature, which must have one of its neutral values, PEFT's own defaults among them. Run
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from weft.adapters.base_shape import MODULE_PATHS
+from manylora.adapters.base_shape import MODULE_PATHS
 
 UNUSED: tuple[object, ...] = (None, False, "", [], {})
 """Values of an unknown field that cannot change anything."""
@@ -54,7 +54,7 @@ BASE_CHANGING_INITIALISATIONS = ("pissa", "olora", "corda", "lora_ga")
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A field that changes the result when it is used, which Weft does not serve."""
+    """A field that changes the result when it is used, which Manylora does not serve."""
 
     neutral: tuple[object, ...]
     """Values that switch the feature off, compared with their types."""

@@ -16,15 +16,15 @@ from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from weft.adapters.base_shape import MODULE_PATHS, BaseShape
-from weft.adapters.checkpoint.findings import Findings, refuse, refuse_unsupported
-from weft.adapters.checkpoint.peft_config import check_config, check_scaling, parse_config
-from weft.adapters.checkpoint.report import report_on
-from weft.adapters.checkpoint.safetensors_header import TensorEntry, check_header
-from weft.adapters.checkpoint.tensor_names import TensorName, TensorNames, TensorPlace
-from weft.adapters.checkpoint.values import scan_values as scan
-from weft.adapters.ref import LoraSpec
-from weft.errors import AdapterIncompatibleError
+from manylora.adapters.base_shape import MODULE_PATHS, BaseShape
+from manylora.adapters.checkpoint.findings import Findings, refuse, refuse_unsupported
+from manylora.adapters.checkpoint.peft_config import check_config, check_scaling, parse_config
+from manylora.adapters.checkpoint.report import report_on
+from manylora.adapters.checkpoint.safetensors_header import TensorEntry, check_header
+from manylora.adapters.checkpoint.tensor_names import TensorName, TensorNames, TensorPlace
+from manylora.adapters.checkpoint.values import scan_values as scan
+from manylora.adapters.ref import LoraSpec
+from manylora.errors import AdapterIncompatibleError
 
 _SAVE_AGAIN = "Save the adapter again with PEFT's save_pretrained, and upload the file that it writes."
 _ANOTHER_BASE = (

@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from weft.adapters.base_shape import MODULE_PATHS
-from weft.adapters.checkpoint.safetensors_header import TensorEntry
-from weft.adapters.checkpoint.strict_json import shown
-from weft.adapters.checkpoint.tensor_names import TensorName, unwrapped
-from weft.adapters.ref import LoraSpec
+from manylora.adapters.base_shape import MODULE_PATHS
+from manylora.adapters.checkpoint.safetensors_header import TensorEntry
+from manylora.adapters.checkpoint.strict_json import shown
+from manylora.adapters.checkpoint.tensor_names import TensorName, unwrapped
+from manylora.adapters.ref import LoraSpec
 
 MAX_NAMES = 8
 """Names that one warning lists."""

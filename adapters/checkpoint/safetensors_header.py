@@ -11,9 +11,9 @@ import re
 from dataclasses import dataclass, replace
 from typing import BinaryIO, NoReturn
 
-from weft.adapters.checkpoint.findings import Findings
-from weft.adapters.checkpoint.strict_json import MAX_INT, JsonRefusedError, named, parse, shown
-from weft.errors import AdapterFormatError, AdapterIncompatibleError
+from manylora.adapters.checkpoint.findings import Findings
+from manylora.adapters.checkpoint.strict_json import MAX_INT, JsonRefusedError, named, parse, shown
+from manylora.errors import AdapterFormatError, AdapterIncompatibleError
 
 LENGTH_BYTES = 8
 """What a file begins with: the length of the header that follows."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-from weft.adapters.base_shape import MODULE_PATHS, BaseShape
-from weft.errors import AdapterIncompatibleError
+from manylora.adapters.base_shape import MODULE_PATHS, BaseShape
+from manylora.errors import AdapterIncompatibleError
 
 Part = Literal["a", "b"]
 Layout = Literal["peft", "mlx"]

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from weft.adapters.checkpoint.findings import Findings
-from weft.adapters.checkpoint.safetensors_header import TensorEntry
-from weft.errors import AdapterFormatError
+from manylora.adapters.checkpoint.findings import Findings
+from manylora.adapters.checkpoint.safetensors_header import TensorEntry
+from manylora.errors import AdapterFormatError
 
 WINDOW_BYTES = 4 << 20
 MAX_MAGNITUDE = 1e4

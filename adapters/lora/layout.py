@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from weft.adapters.base_shape import BaseShape
-from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry, row_pitch_bytes
+from manylora.adapters.base_shape import BaseShape
+from manylora.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry, row_pitch_bytes
 
 LAYOUT_VERSION = 1
 ENTRY_BYTES = 4

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weft.adapters.base_shape import BaseShape
-from weft.adapters.checkpoint.reader import Checkpoint, LoraTensor
-from weft.adapters.lora.layout import PART_A, PART_B, LoraLayout
-from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry, row_pitch_bytes
+from manylora.adapters.base_shape import BaseShape
+from manylora.adapters.checkpoint.reader import Checkpoint, LoraTensor
+from manylora.adapters.lora.layout import PART_A, PART_B, LoraLayout
+from manylora.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry, row_pitch_bytes
 
 READ_BYTES = 1 << 18
 """Small tensors are read together up to this size, in bytes; read and copies take some tenths of a millisecond."""

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from weft.adapters.base_shape import SITES, BaseShape
-from weft.adapters.lora.tables import AdapterTables
-from weft.adapters.lora.tiles import DECODE_TILE_ROWS, fill_tiles, tile_capacity, tile_rows
-from weft.kernels.dispatch import Kernels, Linear, kernels_for
-from weft.kernels.sgmv import LoraDelta, SgmvOperands, SgmvSite, SgmvTables, Tiles
-from weft.memory.arena import Arena
+from manylora.adapters.base_shape import SITES, BaseShape
+from manylora.adapters.lora.tables import AdapterTables
+from manylora.adapters.lora.tiles import DECODE_TILE_ROWS, fill_tiles, tile_capacity, tile_rows
+from manylora.kernels.dispatch import Kernels, Linear, kernels_for
+from manylora.kernels.sgmv import LoraDelta, SgmvOperands, SgmvSite, SgmvTables, Tiles
+from manylora.memory.arena import Arena
 
 BASE_SLOT = -1
 SIDE_ROWS = 64

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weft.adapters.base_shape import BaseShape
-from weft.adapters.lora.layout import LoraLayout
-from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry
+from manylora.adapters.base_shape import BaseShape
+from manylora.adapters.lora.layout import LoraLayout
+from manylora.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry
 
 MAX_OFFSET = 2**31 - 1
 

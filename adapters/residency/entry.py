@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from weft.adapters.ref import AdapterRef, AdapterTier
-from weft.adapters.residency.images import HostImage
-from weft.adapters.residency.load_threads import LAST_TURN, LoadJob
-from weft.adapters.residency.slots import SlotLease
-from weft.errors import PageAccountingError, WeftError
-from weft.memory.eviction import Evictable, UseCount
-from weft.memory.pool import PageKind
+from manylora.adapters.ref import AdapterRef, AdapterTier
+from manylora.adapters.residency.images import HostImage
+from manylora.adapters.residency.load_threads import LAST_TURN, LoadJob
+from manylora.adapters.residency.slots import SlotLease
+from manylora.errors import ManyloraError, PageAccountingError
+from manylora.memory.eviction import Evictable, UseCount
+from manylora.memory.pool import PageKind
 
 if TYPE_CHECKING:
-    from weft.adapters.residency.residency import Residency
+    from manylora.adapters.residency.residency import Residency
 
 NUM_LOADS = 32
 """The last so many loads of each adapter count in its load times."""
@@ -102,7 +102,7 @@ class LoadFailure(NamedTuple):
     """An adapter that could not be loaded; reported once."""
 
     digest: str
-    error: WeftError
+    error: ManyloraError
 
 
 class Stage(Enum):

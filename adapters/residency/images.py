@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weft.adapters.lora.layout import LoraLayout
-from weft.errors import PageAccountingError
-from weft.memory.host_slab import HostSlab
+from manylora.adapters.lora.layout import LoraLayout
+from manylora.errors import PageAccountingError
+from manylora.memory.host_slab import HostSlab
 
 
 @dataclass(eq=False, kw_only=True)

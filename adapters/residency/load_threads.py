@@ -6,7 +6,7 @@ niceness fixes. And each of its operations keeps to one core. Knows nothing of t
 
 Niceness bounds a loader's share over a long time only: within one step a loader may run for some milliseconds, and a
 copier beside it. `LoadPace` bounds it piece by piece, on one budget, and not at all while no step runs. Both are
-needed: with either alone the slowest steps in a hundred took more than a quarter longer beside loads; `weft bench
+needed: with either alone the slowest steps in a hundred took more than a quarter longer beside loads; `manylora bench
 stall` measures it.
 """
 
@@ -25,9 +25,9 @@ from typing import Protocol
 
 import torch
 
-from weft.adapters.residency.images import HostImage
-from weft.errors import AdapterUnavailableError, WeftError
-from weft.memory.arena import is_device_lost
+from manylora.adapters.residency.images import HostImage
+from manylora.errors import AdapterUnavailableError, ManyloraError
+from manylora.memory.arena import is_device_lost
 
 BURST_S = 0.002
 """What may be taken at once after a time without work: a short copy that a request waits for is done at once."""
@@ -117,7 +117,7 @@ class LoadJob:
     digest: str
     task: Callable[[], HostImage]
     image: HostImage | None = field(default=None, init=False)
-    error: WeftError | None = field(default=None, init=False)
+    error: ManyloraError | None = field(default=None, init=False)
     """Set when there is no image."""
     device_error: Exception | None = field(default=None, init=False)
     """Set when the device is lost: then not this adapter alone failed, and the engine must be started again."""
@@ -153,7 +153,7 @@ class LoadQueue:
         try:
             job.image = job.task()
             job.error = None
-        except WeftError as error:
+        except ManyloraError as error:
             job.error = error
         except (OSError, MemoryError) as error:
             logger.warning("loading adapter %s failed: %s", job.digest, error)

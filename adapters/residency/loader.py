@@ -10,18 +10,18 @@ from functools import lru_cache
 
 import torch
 
-from weft.adapters.base_shape import BaseShape
-from weft.adapters.blobs.local import CORRUPT, BlobReader
-from weft.adapters.blobs.memory import MemoryBlobs
-from weft.adapters.blobs.store import BlobStore
-from weft.adapters.checkpoint.reader import check_weights
-from weft.adapters.checkpoint.safetensors_header import LENGTH_BYTES, header_bytes
-from weft.adapters.lora.layout import plan_layout
-from weft.adapters.lora.packing import Packing
-from weft.adapters.ref import AdapterRef, LoraSpec
-from weft.adapters.residency.images import HostImage, HostImages
-from weft.errors import AdapterFormatError, AdapterIncompatibleError, AdapterUnavailableError, NeverFitsError
-from weft.memory.geometry import PageGeometry
+from manylora.adapters.base_shape import BaseShape
+from manylora.adapters.blobs.local import CORRUPT, BlobReader
+from manylora.adapters.blobs.memory import MemoryBlobs
+from manylora.adapters.blobs.store import BlobStore
+from manylora.adapters.checkpoint.reader import check_weights
+from manylora.adapters.checkpoint.safetensors_header import LENGTH_BYTES, header_bytes
+from manylora.adapters.lora.layout import plan_layout
+from manylora.adapters.lora.packing import Packing
+from manylora.adapters.ref import AdapterRef, LoraSpec
+from manylora.adapters.residency.images import HostImage, HostImages
+from manylora.errors import AdapterFormatError, AdapterIncompatibleError, AdapterUnavailableError, NeverFitsError
+from manylora.memory.geometry import PageGeometry
 
 MAX_PLANS = 32
 """Headers that are remembered with what follows from them, at most 1 MiB each. Adapters of one training pipeline share

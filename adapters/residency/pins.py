@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from weft.adapters.ref import AdapterRef
-from weft.adapters.residency.entry import Entries, Entry
+from manylora.adapters.ref import AdapterRef
+from manylora.adapters.residency.entry import Entries, Entry
 
 PIN_DIVISOR = 2
 """Pinned adapters may keep 1 / PIN_DIVISOR of the slots, and of the pages of the pool."""

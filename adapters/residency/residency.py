@@ -20,19 +20,19 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Literal
 
-from weft.adapters.lora.tables import AdapterTables
-from weft.adapters.ref import AdapterRef, AdapterTier, ResidentAdapter
-from weft.adapters.residency.entry import Entries, Entry, KnownAdapters, LoadFailure, LoadTimes, Stage
-from weft.adapters.residency.images import HostImage, HostImages
-from weft.adapters.residency.load_threads import LAST_TURN, LoadJob, LoadQueue
-from weft.adapters.residency.loader import AdapterLoader
-from weft.adapters.residency.pins import Pins
-from weft.adapters.residency.slots import AdapterSlots, SlotLease
-from weft.errors import EngineError, PageAccountingError, WeftError
-from weft.memory.arena import PageCopier
-from weft.memory.eviction import Evictable, Evictor, PageCosts
-from weft.memory.pool import PagePool
-from weft.memory.prefix_cache import PrefixCache
+from manylora.adapters.lora.tables import AdapterTables
+from manylora.adapters.ref import AdapterRef, AdapterTier, ResidentAdapter
+from manylora.adapters.residency.entry import Entries, Entry, KnownAdapters, LoadFailure, LoadTimes, Stage
+from manylora.adapters.residency.images import HostImage, HostImages
+from manylora.adapters.residency.load_threads import LAST_TURN, LoadJob, LoadQueue
+from manylora.adapters.residency.loader import AdapterLoader
+from manylora.adapters.residency.pins import Pins
+from manylora.adapters.residency.slots import AdapterSlots, SlotLease
+from manylora.errors import EngineError, ManyloraError, PageAccountingError
+from manylora.memory.arena import PageCopier
+from manylora.memory.eviction import Evictable, Evictor, PageCosts
+from manylora.memory.pool import PagePool
+from manylora.memory.prefix_cache import PrefixCache
 
 logger = logging.getLogger(__name__)
 
@@ -407,7 +407,7 @@ class Residency:
             self._arrive(entry, job.image)
         self._settle(entry)
 
-    def _fail(self, entry: Entry, error: WeftError | None) -> None:
+    def _fail(self, entry: Entry, error: ManyloraError | None) -> None:
         self.loads[f"{entry.origin}>device:failed"] += 1
         self._pins.note_load(entry.ref.digest, succeeded=False)
         was_held = entry.holds > 0

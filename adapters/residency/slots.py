@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from weft.errors import PageAccountingError, StaleSlotError
-from weft.memory.pool import PagePool
+from manylora.errors import PageAccountingError, StaleSlotError
+from manylora.memory.pool import PagePool
 
 
 class SlotLease(NamedTuple):

@@ -1,6 +1,6 @@
 """What does it cost to hold answers to a grammar, and whom does it hold up?
 
-    weft bench grammar [--shape qwen] [--json benchmarks/results/grammar-cost-cpu.json]
+    manylora bench grammar [--shape qwen] [--json benchmarks/results/grammar-cost-cpu.json]
 
     steps    a full batch decodes, free and held to a schema, in turns: their times
     flood    one tenant asks for answers to ever new schemas at a fixed rate while others, who have a request in flight
@@ -31,15 +31,15 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from weft.benchmarks.engine.own_engine import OwnEngine, add_shape_options, own_engine, shape_config
-from weft.benchmarks.metrics import distribution, percentile
-from weft.benchmarks.qwen_shape import VOCAB_SIZE
-from weft.benchmarks.report import AddOption, goal, take_turns
-from weft.config import Config, MemoryConfig
-from weft.engine.request import FlowKey, GenerationRequest, Grammar
-from weft.engine.sampling_params import SamplingParams
-from weft.errors import InvalidRequestError
-from weft.server.generation.grammar import checked_grammar, json_rule
+from manylora.benchmarks.engine.own_engine import OwnEngine, add_shape_options, own_engine, shape_config
+from manylora.benchmarks.metrics import distribution, percentile
+from manylora.benchmarks.qwen_shape import VOCAB_SIZE
+from manylora.benchmarks.report import AddOption, goal, take_turns
+from manylora.config import Config, MemoryConfig
+from manylora.engine.request import FlowKey, GenerationRequest, Grammar
+from manylora.engine.sampling_params import SamplingParams
+from manylora.errors import InvalidRequestError
+from manylora.server.generation.grammar import checked_grammar, json_rule
 
 PROMPT = [10, 11]
 TEXTS = {"name": {"type": "string"}, "tags": {"type": "array", "items": {"type": "string", "maxLength": 30}}}
@@ -92,7 +92,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 @contextmanager
 def _config(options: argparse.Namespace) -> Iterator[Config]:
     config, _ = shape_config(options, MemoryConfig(gib=0.25, host_gib=0.125))
-    with tempfile.TemporaryDirectory(prefix="weft-grammar-") as folder:
+    with tempfile.TemporaryDirectory(prefix="manylora-grammar-") as folder:
         for file in Path(config.model.path).iterdir():
             (Path(folder) / file.name).symlink_to(file)
         if options.shape == "qwen":

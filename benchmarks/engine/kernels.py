@@ -3,7 +3,7 @@
 LoRA at each site for several mixes of adapters, attention at decode and over a prompt, norms and sampling. Each call
 takes another layer's weights and pages; on a CPU, what is small in all layers together still comes from a cache. The
 floor of an operation is the time that its bytes take at the bandwidth of a large copy or its arithmetic at the speed of
-a large product. `weft bench gpu kernels` times them, with `--cpu` on a CPU.
+a large product. `manylora bench gpu kernels` times them, with `--cpu` on a CPU.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.adapters.base_shape import SITES, BaseShape
-from weft.adapters.lora.layout import plan_layout
-from weft.adapters.lora.step import LoraStep, PagedLora
-from weft.adapters.lora.tables import AdapterTables
-from weft.benchmarks.model_shapes import ModelShape
-from weft.config import KvDtype
-from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.dispatch import kernels_for
-from weft.kernels.kv_layer import KvLayer
-from weft.kernels.sampling import RowSampling, SamplingColumns
-from weft.memory.arena import Arena
-from weft.memory.geometry import SCALE_BYTES
+from manylora.adapters.base_shape import SITES, BaseShape
+from manylora.adapters.lora.layout import plan_layout
+from manylora.adapters.lora.step import LoraStep, PagedLora
+from manylora.adapters.lora.tables import AdapterTables
+from manylora.benchmarks.model_shapes import ModelShape
+from manylora.config import KvDtype
+from manylora.kernels.attention_batch import AttentionBatch
+from manylora.kernels.dispatch import kernels_for
+from manylora.kernels.kv_layer import KvLayer
+from manylora.kernels.sampling import RowSampling, SamplingColumns
+from manylora.memory.arena import Arena
+from manylora.memory.geometry import SCALE_BYTES
 
 DTYPE = torch.bfloat16
 LAUNCH_S = 3e-6

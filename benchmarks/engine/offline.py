@@ -1,6 +1,6 @@
-"""How much faster is Weft than transformers and PEFT, on the same machine in the same process?
+"""How much faster is Manylora than transformers and PEFT, on the same machine in the same process?
 
-    weft bench offline [--repeats 3] [--json benchmarks/results/offline-cpu.json]
+    manylora bench offline [--repeats 3] [--json benchmarks/results/offline-cpu.json]
 
 32 requests of 64 + 64 tokens at once on the 0.5B shape in bfloat16, greedy: the base, 8 mixed adapters (ranks 8, 16,
 32, 64, twice), and one request alone. Repeats of all contenders are interleaved, so that a slow minute of the machine
@@ -22,13 +22,13 @@ from peft import PeftModel
 from transformers import Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from weft import LLM, SamplingParams
-from weft.benchmarks.qwen_shape import MODEL_ABOUT, VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, AddOption, take_turns
-from weft.config import usable_cores
+from manylora import LLM, SamplingParams
+from manylora.benchmarks.qwen_shape import MODEL_ABOUT, VOCAB_SIZE, make_checkpoints
+from manylora.benchmarks.report import DEFAULT_CACHE, AddOption, take_turns
+from manylora.config import usable_cores
 
 PEERS = {"base": "transformers", "mixed": "transformers + PEFT", "single": "transformers"}
-"""What Weft is compared with, by load."""
+"""What Manylora is compared with, by load."""
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, Sequence[int] | None], list[list[int]]]
 """Token ids of each answer, from prompts and the adapter index of each (None is the base)."""
@@ -47,11 +47,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     cases = make_cases(options.requests, options.input_tokens, len(adapters))
     plain = _load(base)
     contenders: dict[str, Generate] = {
-        "weft": _weft(options, base, adapters),
+        "manylora": _manylora(options, base, adapters),
         "transformers": lambda prompts, _: _generate(plain, prompts, options.output_tokens),
         "transformers + PEFT": _peft(options, base, adapters),
     }
-    turns = [(case, name) for case in cases for name in ("weft", PEERS[case])]
+    turns = [(case, name) for case in cases for name in ("manylora", PEERS[case])]
 
     def run(turn: tuple[str, str], _round: int) -> Timed:
         case, name = turn
@@ -84,11 +84,15 @@ def make_result(options: argparse.Namespace, timed: dict[tuple[str, str], list[T
         "output_tokens_per_s": rates,
         "seconds": seconds,
         "ratios": {
-            **{f"{case}: weft / {peer}": rates["weft"][case] / rates[peer][case] for case, peer in PEERS.items()},
-            "weft: mixed / base": rates["weft"]["mixed"] / rates["weft"]["base"],
+            **{
+                f"{case}: manylora / {peer}": rates["manylora"][case] / rates[peer][case]
+                for case, peer in PEERS.items()
+            },
+            "manylora: mixed / base": rates["manylora"]["mixed"] / rates["manylora"]["base"],
         },
         "first_tokens_equal": {
-            case: _agreement(timed[case, "weft"][-1][1], timed[case, PEERS[case]][-1][1]) for case in ("base", "mixed")
+            case: _agreement(timed[case, "manylora"][-1][1], timed[case, PEERS[case]][-1][1])
+            for case in ("base", "mixed")
         },
         "table": [{"tokens/s": name, **{case: each.get(case, "-") for case in PEERS}} for name, each in rates.items()],
     }
@@ -101,11 +105,11 @@ def add_options(add: AddOption) -> None:
     add("--input-tokens", type=int, default=64)
     add("--output-tokens", type=int, default=64)
     add("--threads", type=int, default=usable_cores())
-    add("--memory-gib", type=float, default=1.0, help="Weft's arena")
+    add("--memory-gib", type=float, default=1.0, help="Manylora's arena")
     add("--cache", type=Path, default=DEFAULT_CACHE, help="folder of the generated checkpoints")
 
 
-def _weft(options: argparse.Namespace, base: Path, folders: Sequence[Path]) -> Generate:
+def _manylora(options: argparse.Namespace, base: Path, folders: Sequence[Path]) -> Generate:
     llm = LLM(str(base), dtype="bfloat16", memory_gib=options.memory_gib, threads=options.threads)
     refs = [llm.load_adapter(folder) for folder in folders]
     params = SamplingParams(max_tokens=options.output_tokens, temperature=0, ignore_eos=True)

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from weft import demo
-from weft.adapters.ref import AdapterRef
-from weft.benchmarks.engine.stored import greedy_request
-from weft.benchmarks.qwen_shape import make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, AddOption
-from weft.config import Config, Dtype, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
-from weft.engine.build import EngineParts, build_engine
-from weft.engine.request import GenerationRequest, RequestOutput
-from weft.errors import EngineError
+from manylora import demo
+from manylora.adapters.ref import AdapterRef
+from manylora.benchmarks.engine.stored import greedy_request
+from manylora.benchmarks.qwen_shape import make_checkpoints
+from manylora.benchmarks.report import DEFAULT_CACHE, AddOption
+from manylora.config import Config, Dtype, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
+from manylora.engine.build import EngineParts, build_engine
+from manylora.engine.request import GenerationRequest, RequestOutput
+from manylora.errors import EngineError
 
 _BLOCKED_WAIT_S = 0.02
 
@@ -102,7 +102,7 @@ def own_engine(config: Config, build: Callable[..., EngineParts] = build_engine)
         config: Its settings; without a blob store it gets an empty one of its own.
         build: Builds it.
     """
-    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
+    with tempfile.TemporaryDirectory(prefix="manylora-") as folder:
         config = replace(config, registry=RegistryConfig(blob_url=config.registry.blob_url or folder))
         loaded = threading.Event()
         parts = build(config, notify=loaded.set)

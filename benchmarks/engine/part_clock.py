@@ -14,15 +14,15 @@ from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 from unittest.mock import patch
 
-from weft.adapters.lora.step import LoraStep, PagedLora
-from weft.engine.core import EngineCore
-from weft.engine.execution import runner
-from weft.engine.execution.batch import build_batch
-from weft.engine.execution.sampler import Sampler
-from weft.engine.model import weights
-from weft.engine.model.decoder import Decoder
-from weft.engine.model.linear import Linear, make_head, make_linear
-from weft.kernels.dispatch import Kernels, kernels_for
+from manylora.adapters.lora.step import LoraStep, PagedLora
+from manylora.engine.core import EngineCore
+from manylora.engine.execution import runner
+from manylora.engine.execution.batch import build_batch
+from manylora.engine.execution.sampler import Sampler
+from manylora.engine.model import weights
+from manylora.engine.model.decoder import Decoder
+from manylora.engine.model.linear import Linear, make_head, make_linear
+from manylora.kernels.dispatch import Kernels, kernels_for
 
 P = ParamSpec("P")
 R = TypeVar("R")

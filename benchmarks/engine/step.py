@@ -1,6 +1,6 @@
 """How long does a step take, compared with the least time possible, and where does the time go?
 
-    weft bench step [--rows 1,8,32] [--prefill 2040] [--weights bf16,int8] [--json benchmarks/results/step-cpu.json]
+    manylora bench step [--rows 1,8,32] [--prefill 2040] [--weights bf16,int8] [--json benchmarks/results/step-cpu.json]
 
 Decode steps of 1, 8 and 32 requests (64 tokens of prompt each) and a step over a long prompt, on the 0.5B shape in
 bfloat16: base requests, 8 adapters of rank 8, and 8 of ranks 8, 16, 32 and 64. The floor is one pass through all linear
@@ -25,16 +25,16 @@ from typing import Any, get_args
 
 import torch
 
-from weft.adapters.ref import AdapterRef
-from weft.benchmarks.engine.own_engine import OwnEngine, own_engine
-from weft.benchmarks.engine.part_clock import GROUPS, PARTS, PartClock, timed_parts
-from weft.benchmarks.engine.stored import store_adapters
-from weft.benchmarks.model_shapes import QWEN
-from weft.benchmarks.qwen_shape import MODEL_ABOUT, RANKS, VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, AddOption, counts, positive, take_turns
-from weft.config import Config, KvDtype, MemoryConfig, ModelConfig, SchedulerConfig
-from weft.engine.model.linear import make_head, make_linear
-from weft.kernels.weight_format import WeightFormat
+from manylora.adapters.ref import AdapterRef
+from manylora.benchmarks.engine.own_engine import OwnEngine, own_engine
+from manylora.benchmarks.engine.part_clock import GROUPS, PARTS, PartClock, timed_parts
+from manylora.benchmarks.engine.stored import store_adapters
+from manylora.benchmarks.model_shapes import QWEN
+from manylora.benchmarks.qwen_shape import MODEL_ABOUT, RANKS, VOCAB_SIZE, make_checkpoints
+from manylora.benchmarks.report import DEFAULT_CACHE, AddOption, counts, positive, take_turns
+from manylora.config import Config, KvDtype, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.engine.model.linear import make_head, make_linear
+from manylora.kernels.weight_format import WeightFormat
 
 PROMPT_TOKENS = 64
 WARM_UP_STEPS = 120

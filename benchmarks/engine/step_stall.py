@@ -1,6 +1,6 @@
 """Do running decodes stall while adapters load?
 
-    weft bench stall [--shape qwen] [--json benchmarks/results/step-stall-cpu.json]
+    manylora bench stall [--shape qwen] [--json benchmarks/results/step-stall-cpu.json]
 
 A steady batch of requests decodes with adapters that are on the device. Two phases take turns: a slow minute of the
 machine hits both.
@@ -21,12 +21,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.adapters.ref import AdapterRef
-from weft.benchmarks.engine.own_engine import OwnEngine, add_shape_options, own_engine, shape_config
-from weft.benchmarks.engine.stored import store_adapters
-from weft.benchmarks.metrics import distribution
-from weft.benchmarks.report import AddOption
-from weft.config import MemoryConfig
+from manylora.adapters.ref import AdapterRef
+from manylora.benchmarks.engine.own_engine import OwnEngine, add_shape_options, own_engine, shape_config
+from manylora.benchmarks.engine.stored import store_adapters
+from manylora.benchmarks.metrics import distribution
+from manylora.benchmarks.report import AddOption
+from manylora.config import MemoryConfig
 
 PROMPT = list(range(10, 18))
 UNDER_WAY = 2

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from weft.adapters.base_shape import BaseShape
-from weft.adapters.blobs.local import LocalBlobs
-from weft.adapters.checkpoint.reader import read_checkpoint
-from weft.adapters.ref import AdapterRef, LoraSpec, content_digest
-from weft.engine.request import GenerationRequest
-from weft.engine.sampling_params import SamplingParams
-from weft.engine.status import EngineReady
+from manylora.adapters.base_shape import BaseShape
+from manylora.adapters.blobs.local import LocalBlobs
+from manylora.adapters.checkpoint.reader import read_checkpoint
+from manylora.adapters.ref import AdapterRef, LoraSpec, content_digest
+from manylora.engine.request import GenerationRequest
+from manylora.engine.sampling_params import SamplingParams
+from manylora.engine.status import EngineReady
 
 
 def store_blob(blobs: LocalBlobs, content: bytes) -> str:

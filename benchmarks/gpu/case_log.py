@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.benchmarks.report import without_nan
+from manylora.benchmarks.report import without_nan
 
 Figures = Mapping[str, Any]
 """What a case found. The printed line shows `measured`, `floor`, `goal` (the most that `measured` should be), `unit`

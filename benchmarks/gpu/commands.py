@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from weft.benchmarks.gpu.case_log import Cases, Figures
-from weft.benchmarks.gpu.setup import Setup
-from weft.errors import EngineError
+from manylora.benchmarks.gpu.case_log import Cases, Figures
+from manylora.benchmarks.gpu.setup import Setup
+from manylora.errors import EngineError
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTEST = (sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-q", "-m", "gpu", "tests/kernels")

@@ -1,4 +1,4 @@
-"""The least that a step must do, and what Weft aims at. Arithmetic only.
+"""The least that a step must do, and what Manylora aims at. Arithmetic only.
 
 E1 and E2 are for decode steps, E3 for prompts, K1 to K3 for the LoRA kernels, M1 to M3 for memory; docs/benchmarks.md
 lists them.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.benchmarks.engine.kernels import Machine
-from weft.benchmarks.model_shapes import DTYPE_BYTES, ModelShape
+from manylora.benchmarks.engine.kernels import Machine
+from manylora.benchmarks.model_shapes import DTYPE_BYTES, ModelShape
 
 GOAL_BASE = 1.25
 """E1: a decode step of the base, as a multiple of its floor."""

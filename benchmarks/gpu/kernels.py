@@ -1,7 +1,7 @@
 """The operations of a step on the device, as CUDA graphs replay them, beside their floors; and their best constants.
 
 Each call of an operation takes another layer's weights and pages. `plans.json` in the folder of the results gets the
-constants of the launchers that were faster than those they take by themselves (`weft.kernels.triton.plans`).
+constants of the launchers that were faster than those they take by themselves (`manylora.kernels.triton.plans`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from weft.benchmarks.engine.kernels import KernelBench, Work, call_s, relative_error
-from weft.benchmarks.gpu.case_log import Cases, Figures
-from weft.benchmarks.gpu.floors import GOAL_LORA, GOAL_MIXED, GOAL_SINGLE_S
-from weft.benchmarks.gpu.setup import MAX_TOKENS, Setup
-from weft.errors import EngineError
-from weft.kernels.sampling import RowSampling
-from weft.kernels.triton import plans
+from manylora.benchmarks.engine.kernels import KernelBench, Work, call_s, relative_error
+from manylora.benchmarks.gpu.case_log import Cases, Figures
+from manylora.benchmarks.gpu.floors import GOAL_LORA, GOAL_MIXED, GOAL_SINGLE_S
+from manylora.benchmarks.gpu.setup import MAX_TOKENS, Setup
+from manylora.errors import EngineError
+from manylora.kernels.sampling import RowSampling
+from manylora.kernels.triton import plans
 
 MANY_RANKS = 512
 """Adapters whose ranks add up to this have a goal (K1)."""

@@ -8,11 +8,11 @@ from functools import partial
 
 import torch
 
-from weft.benchmarks.engine.kernels import KernelBench, call_s, timings_in_turns
-from weft.benchmarks.gpu.case_log import Cases, Figures
-from weft.benchmarks.gpu.floors import GOAL_COPY
-from weft.benchmarks.gpu.setup import Setup, release
-from weft.benchmarks.model_shapes import MODELS, ModelShape
+from manylora.benchmarks.engine.kernels import KernelBench, call_s, timings_in_turns
+from manylora.benchmarks.gpu.case_log import Cases, Figures
+from manylora.benchmarks.gpu.floors import GOAL_COPY
+from manylora.benchmarks.gpu.setup import Setup, release
+from manylora.benchmarks.model_shapes import MODELS, ModelShape
 
 PAGE_KIB = (256, 768, 2048)
 SPANS_GIB = (8, 32, 64, 100)

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from weft.adapters.ref import AdapterRef
-from weft.benchmarks.engine.stored import greedy_request
-from weft.benchmarks.gpu.case_log import Cases, Figures
-from weft.benchmarks.gpu.floors import GOAL_SWAPS
-from weft.benchmarks.gpu.setup import MAX_RUNNING, Setup
-from weft.benchmarks.gpu.step import draw_prompt
-from weft.benchmarks.metrics import distribution
-from weft.kernels.triton.compiles import CompileWatch
+from manylora.adapters.ref import AdapterRef
+from manylora.benchmarks.engine.stored import greedy_request
+from manylora.benchmarks.gpu.case_log import Cases, Figures
+from manylora.benchmarks.gpu.floors import GOAL_SWAPS
+from manylora.benchmarks.gpu.setup import MAX_RUNNING, Setup
+from manylora.benchmarks.gpu.step import draw_prompt
+from manylora.benchmarks.metrics import distribution
+from manylora.kernels.triton.compiles import CompileWatch
 
 RANKS = (8, 16, 32, 64)
 NUM_ADAPTERS = 128

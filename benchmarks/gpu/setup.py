@@ -17,16 +17,16 @@ from unittest.mock import patch
 
 import torch
 
-from weft.adapters.ref import AdapterRef
-from weft.benchmarks.engine.kernels import KernelBench, Machine, measure_machine
-from weft.benchmarks.engine.own_engine import OwnEngine, own_engine
-from weft.benchmarks.engine.stored import store_adapters
-from weft.benchmarks.model_shapes import ALL_LINEAR, MODELS, QWEN, ModelShape
-from weft.benchmarks.qwen_shape import save_random_adapter
-from weft.config import AdapterConfig, Config, Device, KvDtype, MemoryConfig, ModelConfig, SchedulerConfig
-from weft.engine.model import weights as weights_module
-from weft.engine.model.spec import expected_tensors
-from weft.engine.model.weights import _Checkpoint
+from manylora.adapters.ref import AdapterRef
+from manylora.benchmarks.engine.kernels import KernelBench, Machine, measure_machine
+from manylora.benchmarks.engine.own_engine import OwnEngine, own_engine
+from manylora.benchmarks.engine.stored import store_adapters
+from manylora.benchmarks.model_shapes import ALL_LINEAR, MODELS, QWEN, ModelShape
+from manylora.benchmarks.qwen_shape import save_random_adapter
+from manylora.config import AdapterConfig, Config, Device, KvDtype, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.engine.model import weights as weights_module
+from manylora.engine.model.spec import expected_tensors
+from manylora.engine.model.weights import _Checkpoint
 
 N = TypeVar("N", int, float)
 TINY = ModelShape("tiny", num_layers=2, hidden=64, intermediate=160, num_heads=4, num_kv_heads=2)

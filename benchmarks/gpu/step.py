@@ -17,12 +17,12 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from weft.adapters.ref import AdapterRef
-from weft.benchmarks.gpu import floors
-from weft.benchmarks.gpu.case_log import Cases, Figures
-from weft.benchmarks.gpu.setup import Setup
-from weft.errors import EngineError
-from weft.kernels.triton.compiles import CompileWatch
+from manylora.adapters.ref import AdapterRef
+from manylora.benchmarks.gpu import floors
+from manylora.benchmarks.gpu.case_log import Cases, Figures
+from manylora.benchmarks.gpu.setup import Setup
+from manylora.errors import EngineError
+from manylora.kernels.triton.compiles import CompileWatch
 
 RANK = 16
 ROWS = (32, 1, 8, 64)

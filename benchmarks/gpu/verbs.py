@@ -30,12 +30,12 @@ from typing import get_args
 
 import torch
 
-from weft.benchmarks.gpu import commands, kernels, memory, serve, step, yardstick
-from weft.benchmarks.gpu.case_log import CaseLog, Cases
-from weft.benchmarks.gpu.setup import Setup, describe_device, release
-from weft.benchmarks.report import AddOption, positive, provenance
-from weft.config import KvDtype
-from weft.errors import ConfigError
+from manylora.benchmarks.gpu import commands, kernels, memory, serve, step, yardstick
+from manylora.benchmarks.gpu.case_log import CaseLog, Cases
+from manylora.benchmarks.gpu.setup import Setup, describe_device, release
+from manylora.benchmarks.report import AddOption, positive, provenance
+from manylora.config import KvDtype
+from manylora.errors import ConfigError
 
 VERBS: dict[str, Callable[[Setup], Cases]] = {
     "check": commands.check_cases,

@@ -1,4 +1,4 @@
-"""FlashInfer's attention over the same strided pages as Weft's, beside it, where FlashInfer is installed."""
+"""FlashInfer's attention over the same strided pages as Manylora's, beside it, where FlashInfer is installed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from functools import partial
 
 import torch
 
-from weft.benchmarks.engine.kernels import DTYPE, relative_error
-from weft.benchmarks.gpu.case_log import Cases, Figures
-from weft.benchmarks.gpu.kernels import CLOSE, PROMPTS, result, timed
-from weft.benchmarks.gpu.setup import Setup
-from weft.errors import EngineError
+from manylora.benchmarks.engine.kernels import DTYPE, relative_error
+from manylora.benchmarks.gpu.case_log import Cases, Figures
+from manylora.benchmarks.gpu.kernels import CLOSE, PROMPTS, result, timed
+from manylora.benchmarks.gpu.setup import Setup
+from manylora.errors import EngineError
 
 WORKSPACE_BYTES = 256 << 20
 
@@ -29,7 +29,7 @@ def cases(setup: Setup) -> Cases:
 
 
 def _beside(setup: Setup, rows: int, context: int, query: int) -> Figures:
-    """Weft's time, with FlashInfer's as `yardstick`. Its kernels for prompts compute decode rows too."""
+    """Manylora's time, with FlashInfer's as `yardstick`. Its kernels for prompts compute decode rows too."""
     try:
         flashinfer = importlib.import_module("flashinfer")
     except ImportError as error:
@@ -49,6 +49,6 @@ def _beside(setup: Setup, rows: int, context: int, query: int) -> Figures:
     theirs = replace(ours, run=lambda call: wrapper.run(q, bench.arena.kv(call % bench.num_layers)))
     difference = relative_error(result(theirs), result(ours))
     if not difference <= CLOSE:
-        raise EngineError(f"FlashInfer's attention differs from Weft's by {difference:.2%}")
+        raise EngineError(f"FlashInfer's attention differs from Manylora's by {difference:.2%}")
     found, yardstick = (timed(setup, [work]) for work in (ours, theirs))
     return {**found, "yardstick": yardstick["measured"], "difference": difference}

@@ -1,6 +1,6 @@
 """What do many adapters, few of them popular, cost a server over HTTP?
 
-    weft bench adapters-http [--counts 5,100,2000] [--shape demo] [--json benchmarks/results/adapters-http-cpu.json]
+    manylora bench adapters-http [--counts 5,100,2000] [--shape demo] [--json benchmarks/results/adapters-http-cpu.json]
 
 32 requests are in flight, for adapters drawn by Zipf's law with exponent 1. The server has just started: every adapter
 is loaded from the store. The control is a second server that gets the same requests with all adapters on the device
@@ -27,13 +27,13 @@ from typing import Any
 
 import uvloop
 
-from weft.benchmarks.http.generator import Calls, Reply, check_replies, closed_loop, tokens_per_s
-from weft.benchmarks.http.own_server import BASE_NAME, OwnServer, add_demo_options, plain_server
-from weft.benchmarks.metrics import percentile
-from weft.benchmarks.qwen_shape import make_checkpoints, make_small_adapters
-from weft.benchmarks.report import DEFAULT_CACHE, AddOption, counts, goal, positive, ratios, spread, take_turns
-from weft.benchmarks.workloads import zipf_adapters
-from weft.errors import WeftError
+from manylora.benchmarks.http.generator import Calls, Reply, check_replies, closed_loop, tokens_per_s
+from manylora.benchmarks.http.own_server import BASE_NAME, OwnServer, add_demo_options, plain_server
+from manylora.benchmarks.metrics import percentile
+from manylora.benchmarks.qwen_shape import make_checkpoints, make_small_adapters
+from manylora.benchmarks.report import DEFAULT_CACHE, AddOption, counts, goal, positive, ratios, spread, take_turns
+from manylora.benchmarks.workloads import zipf_adapters
+from manylora.errors import ManyloraError
 
 MIN_RATIO = {"cold": 0.85, "warm": 0.95}
 """Of the control's tokens/s."""
@@ -89,7 +89,7 @@ def measure_arm(options: argparse.Namespace, count: int, *, is_tight: bool) -> d
     def run(repeat: int) -> dict[str, Spans]:
         with contextlib.ExitStack() as stack:
             servers = {}
-            copies = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-", dir=options.cache)))
+            copies = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="manylora-", dir=options.cache)))
             for kind, own in settings.items():
                 copy = shutil.copytree(folder, copies / kind)
                 server = stack.enter_context(plain_server(options.model, [*options.set, *own], folder=copy))
@@ -150,7 +150,7 @@ def _load_in_turns(
             "tokens_per_s": tokens_per_s(replies, end_s - turn_s, end_s),
             # The first requests of a turn come all at once, as they do in no other moment.
             "ttft_ms": [1e3 * reply.ttft_s for reply in replies[options.in_flight :]],
-            "states": Counter(reply.headers.get(b"x-weft-adapter-state", b"none").decode() for reply in replies),
+            "states": Counter(reply.headers.get(b"x-manylora-adapter-state", b"none").decode() for reply in replies),
         }
 
     turns = take_turns(("served", "control"), num_turns, lambda kind, _: uvloop.run(turn(kind)), first=1)
@@ -169,7 +169,7 @@ async def _warm_up(options: argparse.Namespace, server: OwnServer, calls: Calls,
     check_replies(replies)
     found = sum(resident["tier"] == "device" for resident in server.admin.engine()["residents"])
     if found < len(names):
-        raise WeftError(
+        raise ManyloraError(
             f"The control needs all {len(names)} adapters on the device, but {found} are there after a pass over them. "
             "Give it room, for example with --set memory.gib=8."
         )

@@ -1,6 +1,6 @@
 """What does a batch cost interactive requests? The same load alone, and beside a batch.
 
-    weft bench batches [--lines 1000] [--requests 200 --rate 4] [--json result.json]
+    manylora bench batches [--lines 1000] [--requests 200 --rate 4] [--json result.json]
 
 Starts a server with 8 adapters (or with --model and --adapter, or takes one with --url), sends the interactive load,
 then a batch of --lines over all models with the load beside it. Prints the times to the first token and per token of
@@ -19,11 +19,11 @@ from typing import Any
 
 import uvloop
 
-from weft.benchmarks.http.serve import add_server_options, make_load, target
-from weft.benchmarks.metrics import RequestRecord, summarise
-from weft.benchmarks.report import AddOption, goal, positive
-from weft.client import Client
-from weft.errors import WeftError
+from manylora.benchmarks.http.serve import add_server_options, make_load, target
+from manylora.benchmarks.metrics import RequestRecord, summarise
+from manylora.benchmarks.report import AddOption, goal, positive
+from manylora.client import Client
+from manylora.errors import ManyloraError
 
 PATH = "/v1/completions"
 LOOK_S = 0.2
@@ -73,7 +73,7 @@ def _start(client: Client, options: argparse.Namespace, models: Sequence[str]) -
 def _until(client: Client, batch_id: str, *statuses: str) -> dict[str, Any]:
     while (batch := client.request("GET", f"/v1/batches/{batch_id}"))["status"] not in statuses:
         if batch["status"] in ("failed", "expired", "cancelled"):
-            raise WeftError(f"the batch ended as {batch['status']}: {batch['errors']}")
+            raise ManyloraError(f"the batch ended as {batch['status']}: {batch['errors']}")
         time.sleep(LOOK_S)
     return batch
 
@@ -91,7 +91,7 @@ def _goals(loads: dict[str, dict[str, float]], settings: Sequence[str]) -> list[
 def _figures(records: Sequence[RequestRecord]) -> dict[str, float]:
     found = summarise(records)
     if found["errors"] == len(records):
-        raise WeftError(f"no interactive request succeeded: {records[0].error}")
+        raise ManyloraError(f"no interactive request succeeded: {records[0].error}")
     times = {f"{kind}_{at}_ms": found[f"{kind}_ms"][at] for kind in ("ttft", "tpot") for at in ("p50", "p95")}
     return {"errors": found["errors"], **times}
 

@@ -1,11 +1,11 @@
-"""How does Weft compare with another OpenAI-compatible server under the same load, in turns on the same machine?
+"""How does Manylora compare with another OpenAI-compatible server under the same load, in turns on the same machine?
 
-    weft bench compare --peer http://127.0.0.1:8001/v1 --peer-models base,l0,l1 [--peer-name vLLM] [options of serve]
+    manylora bench compare --peer http://127.0.0.1:8001/v1 --peer-models base,l0,l1 [--peer-name vLLM] [serve options]
 
-Weft is started as `weft bench serve` does, or taken as it runs (--url). Each round sends the same requests to one
-server and then to the other, the order changing from round to round, after one round that is not counted; ratios are
-taken within a round. Prints a table and, last, one JSON line. Exit status 1 if any request failed, 2 if the arguments
-make no sense.
+Manylora is started as `manylora bench serve` does, or taken as it runs (--url). Each round sends the same requests to
+one server and then to the other, the order changing from round to round, after one round that is not counted; ratios
+are taken within a round. Prints a table and, last, one JSON line. Exit status 1 if any request failed, 2 if the
+arguments make no sense.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 import uvloop
 
-from weft.benchmarks.http.own_server import Served
-from weft.benchmarks.http.serve import add_server_options, make_load, target
-from weft.benchmarks.metrics import summarise
-from weft.benchmarks.report import AddOption, positive, ratios, spread, take_turns
-from weft.errors import ConfigError, WeftError
+from manylora.benchmarks.http.own_server import Served
+from manylora.benchmarks.http.serve import add_server_options, make_load, target
+from manylora.benchmarks.metrics import summarise
+from manylora.benchmarks.report import AddOption, positive, ratios, spread, take_turns
+from manylora.errors import ConfigError, ManyloraError
 
 FIGURES: dict[str, Callable[[dict[str, Any]], float]] = {
     "output tokens/s": lambda summary: summary["output_tokens_per_s"],
@@ -35,7 +35,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     Raises:
         ConfigError: The options contradict each other.
-        WeftError: A request of the round that is not counted failed.
+        ManyloraError: A request of the round that is not counted failed.
     """
     with target(options) as served:
         contenders, load = make_contenders(options, served), make_load(options, len(served.models))
@@ -45,14 +45,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             records = uvloop.run(load.with_seed(options.seed + round_).send(contenders[name]))
             failed = next((record.error for record in records if record.error), None)
             if not round_ and failed:
-                raise WeftError(f"{name} does not answer as asked: {failed}")
+                raise ManyloraError(f"{name} does not answer as asked: {failed}")
             return summarise(records)
 
         return make_result(take_turns(contenders, options.repeats, run))
 
 
 def make_contenders(options: argparse.Namespace, served: Served) -> dict[str, Served]:
-    """Weft and its peer, by name.
+    """Manylora and its peer, by name.
 
     Raises:
         ConfigError: Their models are not equally many, or both have one name.
@@ -60,17 +60,17 @@ def make_contenders(options: argparse.Namespace, served: Served) -> dict[str, Se
     ours, theirs = served.models, [name for name in options.peer_models.split(",") if name]
     if len(ours) != len(theirs):
         raise ConfigError(
-            f"--peer-models names {len(theirs)} models, Weft has {len(ours)} ({', '.join(ours)}): name as many, in the "
-            "same order",
+            f"--peer-models names {len(theirs)} models, Manylora has {len(ours)} ({', '.join(ours)}): name as many, in "
+            "the same order",
             param="peer_models",
         )
-    if options.peer_name == "Weft":
-        raise ConfigError("--peer-name must not be Weft", param="peer_name")
-    return {"Weft": served, options.peer_name: Served(options.peer, options.peer_key, theirs)}
+    if options.peer_name == "Manylora":
+        raise ConfigError("--peer-name must not be Manylora", param="peer_name")
+    return {"Manylora": served, options.peer_name: Served(options.peer, options.peer_key, theirs)}
 
 
 def make_result(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Spreads of each, and ratios of Weft over the peer within rounds."""
+    """Spreads of each, and ratios of Manylora over the peer within rounds."""
     figures = {
         name: {figure: spread([read(run) for run in each]) for figure, read in FIGURES.items()}
         for name, each in runs.items()

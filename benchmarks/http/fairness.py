@@ -1,6 +1,6 @@
 """How long does a quiet tenant wait for its first token while another tenant floods the server?
 
-    weft bench fairness [--seconds 20] [--repeats 3] [--json benchmarks/results/fairness-cpu.json]
+    manylora bench fairness [--seconds 20] [--repeats 3] [--json benchmarks/results/fairness-cpu.json]
 
 The flood keeps 200 streams of 400 tokens open, from a separate process. The quiet tenant sends one request at a time,
 with pauses. All arms run on one server, in reverse order in every second repeat:
@@ -37,7 +37,7 @@ from typing import Any
 
 import uvloop
 
-from weft.benchmarks.http.generator import (
+from manylora.benchmarks.http.generator import (
     Call,
     Calls,
     LoadSettings,
@@ -47,10 +47,17 @@ from weft.benchmarks.http.generator import (
     tokens_per_s,
     watch_delay,
 )
-from weft.benchmarks.http.http_stream import EventClient
-from weft.benchmarks.http.own_server import BASE_NAME, OwnServer, Served, add_demo_options, many_servers, plain_server
-from weft.benchmarks.metrics import distribution, percentile
-from weft.benchmarks.report import AddOption, goal, positive, spread, take_turns
+from manylora.benchmarks.http.http_stream import EventClient
+from manylora.benchmarks.http.own_server import (
+    BASE_NAME,
+    OwnServer,
+    Served,
+    add_demo_options,
+    many_servers,
+    plain_server,
+)
+from manylora.benchmarks.metrics import distribution, percentile
+from manylora.benchmarks.report import AddOption, goal, positive, spread, take_turns
 
 WEIGHTS = {"heavy": 3, "light": 1}
 MAX_RATIO = 3.0

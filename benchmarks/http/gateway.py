@@ -1,6 +1,6 @@
 """What does a gateway cost, in CPU time, memory, latency and throughput?
 
-    weft bench gateway [--streams 64] [--tokens 900] [--repeats 3] [--json benchmarks/results/gateway-cpu.json]
+    manylora bench gateway [--streams 64] [--tokens 900] [--repeats 3] [--json benchmarks/results/gateway-cpu.json]
 
 Starts two replicas whose engine is a clock, 100 tokens a second for each stream, and two gateways. The same clients ask
 the replicas directly and through one gateway, in turns: streams that begin within a second; and then one request after
@@ -19,14 +19,14 @@ from typing import Any
 
 import uvloop
 
-from weft import demo
-from weft.benchmarks.http.generator import Reply, check_replies, closed_loop, open_loop, tokens_per_s
-from weft.benchmarks.http.own_server import BASE_NAME, TENANT, OwnServer, cluster
-from weft.benchmarks.http.stepped_server import STEP_S
-from weft.benchmarks.metrics import percentile
-from weft.benchmarks.report import AddOption, goal, positive, ratios, spread, spread_rows, take_turns
+from manylora import demo
+from manylora.benchmarks.http.generator import Reply, check_replies, closed_loop, open_loop, tokens_per_s
+from manylora.benchmarks.http.own_server import BASE_NAME, TENANT, OwnServer, cluster
+from manylora.benchmarks.http.stepped_server import STEP_S
+from manylora.benchmarks.metrics import percentile
+from manylora.benchmarks.report import AddOption, goal, positive, ratios, spread, spread_rows, take_turns
 
-STEPPED = "weft.benchmarks.http.stepped_server"
+STEPPED = "manylora.benchmarks.http.stepped_server"
 PROMPT_TOKENS = 8
 ARRIVE_S = 1.0
 """All streams begin within this time."""
@@ -87,7 +87,7 @@ def cost(
     """Figures of one run.
 
     Raises:
-        WeftError: A request failed.
+        ManyloraError: A request failed.
     """
     replies: list[Reply] = []
     before = _used(gateways), _used(replicas)

@@ -16,9 +16,9 @@ from typing import Any
 
 import orjson
 
-from weft.benchmarks.http.http_stream import EventClient, HttpStatusError
-from weft.benchmarks.metrics import RequestRecord
-from weft.errors import WeftError
+from manylora.benchmarks.http.http_stream import EventClient, HttpStatusError
+from manylora.benchmarks.metrics import RequestRecord
+from manylora.errors import ManyloraError
 
 _TICK_S = 0.005
 TIMEOUT_S = 600.0
@@ -153,10 +153,10 @@ def check_replies(replies: Iterable[Reply]) -> None:
     """Check that all requests were answered or refused.
 
     Raises:
-        WeftError: One failed.
+        ManyloraError: One failed.
     """
     if failed := next((reply.error for reply in replies if reply.error and not reply.is_refused), None):
-        raise WeftError(f"A request failed: {failed}")
+        raise ManyloraError(f"A request failed: {failed}")
 
 
 def tokens_per_s(replies: Sequence[Reply], start_s: float, end_s: float) -> float:

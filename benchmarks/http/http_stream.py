@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from weft.errors import ConfigError
+from manylora.errors import ConfigError
 
 OnEvent = Callable[[bytes], None]
 OnHead = Callable[[int, dict[bytes, bytes]], None]

@@ -1,6 +1,6 @@
 """What do planning, processes and HTTP cost, beside the step that computes the tokens?
 
-    weft bench overhead [--requests 32] [--repeats 3] [--json benchmarks/results/overhead-cpu.json]
+    manylora bench overhead [--requests 32] [--repeats 3] [--json benchmarks/results/overhead-cpu.json]
 
 The 0.5B shape in bfloat16, so many base requests at once, in turns: in this process, where only the engine runs, and
 over HTTP as streams, from a server with a process of its own. The time between two tokens of a stream, less what the
@@ -18,16 +18,16 @@ from typing import Any
 
 import uvloop
 
-from weft.benchmarks.engine.own_engine import OwnEngine
-from weft.benchmarks.engine.part_clock import PartClock
-from weft.benchmarks.engine.step import PROMPT_TOKENS, Case, step_engine, timed_steps
-from weft.benchmarks.http.generator import LoadSettings
-from weft.benchmarks.http.own_server import Served, own_server
-from weft.benchmarks.http.serve import Load
-from weft.benchmarks.qwen_shape import MODEL_ABOUT, VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, AddOption, positive, spread, spread_rows, take_turns
-from weft.benchmarks.workloads import TimedRequest
-from weft.errors import ConfigError, WeftError
+from manylora.benchmarks.engine.own_engine import OwnEngine
+from manylora.benchmarks.engine.part_clock import PartClock
+from manylora.benchmarks.engine.step import PROMPT_TOKENS, Case, step_engine, timed_steps
+from manylora.benchmarks.http.generator import LoadSettings
+from manylora.benchmarks.http.own_server import Served, own_server
+from manylora.benchmarks.http.serve import Load
+from manylora.benchmarks.qwen_shape import MODEL_ABOUT, VOCAB_SIZE, make_checkpoints
+from manylora.benchmarks.report import DEFAULT_CACHE, AddOption, positive, spread, spread_rows, take_turns
+from manylora.benchmarks.workloads import TimedRequest
+from manylora.errors import ConfigError, ManyloraError
 
 MAX_STEPS = 256
 """Steps that the engine's status keeps."""
@@ -38,7 +38,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     Raises:
         ConfigError: The engine's status does not keep that many steps.
-        WeftError: A request failed.
+        ManyloraError: A request failed.
     """
     if not 2 <= options.output_tokens <= MAX_STEPS:
         raise ConfigError(f"--output-tokens must be from 2 to {MAX_STEPS}, got {options.output_tokens}")
@@ -75,7 +75,7 @@ def over_http(served: Served, options: argparse.Namespace, seed: int) -> dict[st
     load = Load(plan, LoadSettings(vocab_size=VOCAB_SIZE, seed=seed), options.requests)
     replies = uvloop.run(load.send(served))
     if failed := next((reply.error for reply in replies if reply.error), None):
-        raise WeftError(f"a request over HTTP failed: {failed}")
+        raise ManyloraError(f"a request over HTTP failed: {failed}")
     return {"gap over HTTP": statistics.median(gap for reply in replies for gap in reply.gaps_s)}
 
 

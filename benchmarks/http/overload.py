@@ -1,6 +1,6 @@
 """How much does a server still answer when far more requests come than it can answer?
 
-    weft bench overload [--factors 1,1.6,20] [--seconds 60] [--json benchmarks/results/overload-cpu.json]
+    manylora bench overload [--factors 1,1.6,20] [--seconds 60] [--json benchmarks/results/overload-cpu.json]
 
 The capacity is measured in a closed loop. Then requests arrive as a Poisson process at multiples of it, whatever the
 server answers. The length of an answer is drawn from half to one and a half times --output-tokens: answers of equal
@@ -35,11 +35,11 @@ from typing import Any
 
 import uvloop
 
-from weft.benchmarks.http.generator import Call, Calls, Reply, check_replies, closed_loop, tokens_per_s, watch_delay
-from weft.benchmarks.http.own_server import OwnServer, add_demo_options, plain_server
-from weft.benchmarks.metrics import distribution
-from weft.benchmarks.report import AddOption, goal, positive
-from weft.benchmarks.workloads import poisson_arrivals
+from manylora.benchmarks.http.generator import Call, Calls, Reply, check_replies, closed_loop, tokens_per_s, watch_delay
+from manylora.benchmarks.http.own_server import OwnServer, add_demo_options, plain_server
+from manylora.benchmarks.metrics import distribution
+from manylora.benchmarks.report import AddOption, goal, positive
+from manylora.benchmarks.workloads import poisson_arrivals
 
 SHARES = {"a": 0.7, "b": 0.2, "c": 0.1}
 """Share of the demand, by tenant."""

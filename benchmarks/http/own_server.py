@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft import demo
-from weft.benchmarks.http.generator import Calls, LoadSettings
-from weft.benchmarks.http.http_stream import EventClient
-from weft.benchmarks.report import AddOption
-from weft.client import Client
-from weft.config import environment
-from weft.errors import ConfigError, WeftError
-from weft.server.server_process import PROGRAM, server_process
+from manylora import demo
+from manylora.benchmarks.http.generator import Calls, LoadSettings
+from manylora.benchmarks.http.http_stream import EventClient
+from manylora.benchmarks.report import AddOption
+from manylora.client import Client
+from manylora.config import environment
+from manylora.errors import ConfigError, ManyloraError
+from manylora.server.server_process import PROGRAM, server_process
 
 BASE_NAME = "base"
 TENANT = "benchmark"
@@ -86,13 +86,15 @@ class OwnServer:
         """Return once no request runs or waits.
 
         Raises:
-            WeftError: Some still do after a long time.
+            ManyloraError: Some still do after a long time.
         """
         deadline = time.monotonic() + _IDLE_WITHIN_S
         while num_left := sum(engine["running"] + engine["waiting"] for engine in self.engines()):
             if time.monotonic() > deadline:
                 left = f"{num_left} requests run or wait"
-                raise WeftError(f"The engine was not idle {_IDLE_WITHIN_S:.0f} s after its last client left: {left}.")
+                raise ManyloraError(
+                    f"The engine was not idle {_IDLE_WITHIN_S:.0f} s after its last client left: {left}."
+                )
             time.sleep(_POLL_S)
 
     def engines(self) -> list[dict[str, Any]]:
@@ -130,20 +132,20 @@ def plain_server(
 
     Args:
         model: Folder or hub id of the base.
-        settings: As of `weft serve --set`, for example `memory.gib=1`. Those of the environment do not count: a
+        settings: As of `manylora serve --set`, for example `memory.gib=1`. Those of the environment do not count: a
             benchmark must not reach the registry of a real server.
         folder: Of its data, which stays; None is a new one that goes with the server.
         program: The module that is run.
         variables: More of its environment.
 
     Raises:
-        WeftError: The server does not start.
+        ManyloraError: The server does not start.
     """
-    plain = {name: value for name, value in environment().items() if not name.startswith("WEFT_")} | variables
+    plain = {name: value for name, value in environment().items() if not name.startswith("MANYLORA_")} | variables
     own = [f"--set={setting}" for setting in settings]
     options = ["--model", str(model), "--served-model-name", BASE_NAME, *own]
     with (
-        tempfile.TemporaryDirectory(prefix="weft-") as own_folder,
+        tempfile.TemporaryDirectory(prefix="manylora-") as own_folder,
         server_process(0, folder or Path(own_folder), options, plain, program) as server,  # any port: several may run
     ):
         server.wait_ready(READY_WITHIN_S)
@@ -172,9 +174,9 @@ def cluster(
     Returns:
         The replicas, and the gateways.
     """
-    shared = {"WEFT_ADMIN_KEY": secrets.token_hex(20), "WEFT_PEPPER": secrets.token_hex(20)}
+    shared = {"MANYLORA_ADMIN_KEY": secrets.token_hex(20), "MANYLORA_PEPPER": secrets.token_hex(20)}
     with contextlib.ExitStack() as stack:
-        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-")))
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="manylora-")))
         stores = [f"registry.database_url=sqlite:///{root}/registry.sqlite", f"registry.blob_url={root}/blobs"]
 
         def start(role: str, number: int, program: str, own: Sequence[str]) -> OwnServer:
@@ -206,11 +208,11 @@ def own_server(model: str, adapters: Sequence[Path], settings: Sequence[str]) ->
     Args:
         model: As of `plain_server`, like the others.
         adapters: Folders as PEFT writes them; each is named after its folder.
-        settings: As of `weft serve --set`.
+        settings: As of `manylora serve --set`.
 
     Raises:
         ConfigError: An adapter's folder lacks a file, or two have one name.
-        WeftError: The server does not start, or refuses an adapter; the message is its own.
+        ManyloraError: The server does not start, or refuses an adapter; the message is its own.
     """
     names, files = server_names(adapters), [read_adapter(folder) for folder in adapters]
     with plain_server(model, settings) as server:

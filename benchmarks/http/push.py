@@ -1,6 +1,6 @@
 """How soon does a pushed version answer, and does a server keep its size while a trainer pushes?
 
-    weft bench push [--pushes 20] [--in-flight 32] [--versions 200] [--json benchmarks/results/push-cpu.json]
+    manylora bench push [--pushes 20] [--in-flight 32] [--versions 200] [--json benchmarks/results/push-cpu.json]
 
 A push is one request with the bytes of an adapter of rank 16 on all linear layers, for a base of Qwen2-0.5B's shape.
 Each has weights of its own, and is validated as any upload. The time counts from the start of the push to the first
@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from weft.benchmarks.http.generator import Calls, Reply, check_replies, closed_loop
-from weft.benchmarks.http.own_server import OwnServer, plain_server, read_adapter, variant
-from weft.benchmarks.qwen_shape import make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, AddOption, goal, positive, spread, spread_rows
-from weft.client import Client
-from weft.errors import ConfigError, WeftError
+from manylora.benchmarks.http.generator import Calls, Reply, check_replies, closed_loop
+from manylora.benchmarks.http.own_server import OwnServer, plain_server, read_adapter, variant
+from manylora.benchmarks.qwen_shape import make_checkpoints
+from manylora.benchmarks.report import DEFAULT_CACHE, AddOption, goal, positive, spread, spread_rows
+from manylora.client import Client
+from manylora.errors import ConfigError, ManyloraError
 
 MAX_MS = {"idle": 300.0, "loaded": 1000.0}
 MAX_GROWTH_MIB = 64.0
@@ -44,7 +44,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     Raises:
         ConfigError: A base without an adapter, or an adapter without its base.
-        WeftError: A push or a request failed.
+        ManyloraError: A push or a request failed.
     """
     if (options.model is None) != (options.adapter is None):
         raise ConfigError("--model and --adapter go together: a base, and the adapter to push for it", param="adapter")
@@ -107,8 +107,8 @@ async def _one(
         replies.append(reply := Reply(ADAPTER, due_s=time.perf_counter()))
         await calls.make(ADAPTER, options.input_tokens, 2, prompt).send(reply)
         check_replies([reply])
-        if reply.headers.get(b"x-weft-adapter-digest") != pushed["digest"].encode():
-            raise WeftError("a request after a push was answered by another version")
+        if reply.headers.get(b"x-manylora-adapter-digest") != pushed["digest"].encode():
+            raise ManyloraError("a request after a push was answered by another version")
     first, again = replies
     total_s = first.token_times_s[0] - start_s
     times_s = {"push": push_s, "ttft": first.ttft_s, "total": total_s, "ttft_again": again.ttft_s}

@@ -1,7 +1,7 @@
-"""How fast does Weft answer over HTTP? Starts a server, uploads adapters, sends a load and ends the server.
+"""How fast does Manylora answer over HTTP? Starts a server, uploads adapters, sends a load and ends the server.
 
-    weft bench serve [--model M] [--adapter DIR ...] [--concurrency 32] [--json result.json]
-    weft bench serve --url http://127.0.0.1:8000/v1 --key KEY --models base,pirate   (a server that runs already)
+    manylora bench serve [--model M] [--adapter DIR ...] [--concurrency 32] [--json result.json]
+    manylora bench serve --url http://127.0.0.1:8000/v1 --key KEY --models base,pirate   (a server that runs already)
 
 Without --model it serves the 0.5B shape with random weights and 8 adapters of ranks 8 to 64. Closed loop by default
 (--concurrency requests in flight); --rate makes it an open loop. Prints a table and, last, one JSON line. Exit status 1
@@ -22,14 +22,14 @@ from typing import Any
 
 import uvloop
 
-from weft.benchmarks.http.generator import Calls, LoadSettings, Reply, closed_loop, open_loop
-from weft.benchmarks.http.http_stream import EventClient
-from weft.benchmarks.http.own_server import Served, own_server, server_names
-from weft.benchmarks.metrics import summarise
-from weft.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
-from weft.benchmarks.report import DEFAULT_CACHE, AddOption, positive
-from weft.benchmarks.workloads import PATTERNS, TimedRequest, assign_adapters, poisson_arrivals
-from weft.errors import ConfigError
+from manylora.benchmarks.http.generator import Calls, LoadSettings, Reply, closed_loop, open_loop
+from manylora.benchmarks.http.http_stream import EventClient
+from manylora.benchmarks.http.own_server import Served, own_server, server_names
+from manylora.benchmarks.metrics import summarise
+from manylora.benchmarks.qwen_shape import VOCAB_SIZE, make_checkpoints
+from manylora.benchmarks.report import DEFAULT_CACHE, AddOption, positive
+from manylora.benchmarks.workloads import PATTERNS, TimedRequest, assign_adapters, poisson_arrivals
+from manylora.errors import ConfigError
 
 RATES = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s")
 _SHOWN_ERRORS = 5
@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     Raises:
         ConfigError: The options contradict each other.
-        WeftError: The server does not start.
+        ManyloraError: The server does not start.
     """
     with target(options) as served:
         load = make_load(options, len(served.models))
@@ -103,7 +103,7 @@ def target(options: argparse.Namespace) -> Iterator[Served]:
 
     Raises:
         ConfigError: The options contradict each other.
-        WeftError: The server does not start.
+        ManyloraError: The server does not start.
     """
     if options.url is not None:
         models = [name for name in options.models.split(",") if name]

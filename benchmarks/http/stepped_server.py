@@ -1,4 +1,4 @@
-"""`weft` with an engine that writes tokens by a clock, for benchmarks of what is around an engine.
+"""`manylora` with an engine that writes tokens by a clock, for benchmarks of what is around an engine.
 
 The engine's process runs and says what it is, as ever, but gets no requests. Each request gets its first token at once,
 and then one every `STEP_S` seconds until `max_tokens`.
@@ -10,12 +10,12 @@ import asyncio
 import runpy
 from collections.abc import AsyncGenerator
 
-from weft.engine.process.client import REQUESTS_A_ROUND, EngineClient
-from weft.engine.process.inbox import Inbox
-from weft.engine.request import GenerationRequest, RequestOutput
-from weft.engine.status import EngineReady
-from weft.server import serve
-from weft.server.server_process import PROGRAM
+from manylora.engine.process.client import REQUESTS_A_ROUND, EngineClient
+from manylora.engine.process.inbox import Inbox
+from manylora.engine.request import GenerationRequest, RequestOutput
+from manylora.engine.status import EngineReady
+from manylora.server import serve
+from manylora.server.server_process import PROGRAM
 
 STEP_S = 0.01
 TOKEN = 300

@@ -1,6 +1,6 @@
 """Does throughput depend on how many adapters are registered?
 
-    weft bench adapters [--json benchmarks/results/adapter-count-cpu.json]
+    manylora bench adapters [--json benchmarks/results/adapter-count-cpu.json]
 
 S-LoRA's workload (popularity, prompt and output lengths) over 5, 100, 1,000 and 2,000 adapters of ranks 8 to 64. 16
 requests run and as many wait. The device has room for about 20 adapters beside the KV cache, the host for 200. There is
@@ -17,10 +17,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from weft.benchmarks.pool.pool_run import PoolRun, add_pool_options, mean_facts, pool_engine, run_in_turns
-from weft.benchmarks.pool.pool_shape import RANKS, make_pool_shape
-from weft.benchmarks.report import AddOption, ratios, spread
-from weft.benchmarks.workloads import TimedRequest, slora_trace
+from manylora.benchmarks.pool.pool_run import PoolRun, add_pool_options, mean_facts, pool_engine, run_in_turns
+from manylora.benchmarks.pool.pool_shape import RANKS, make_pool_shape
+from manylora.benchmarks.report import AddOption, ratios, spread
+from manylora.benchmarks.workloads import TimedRequest, slora_trace
 
 LOADS = tuple(f"loads per request, {origin}>device:ok" for origin in ("host", "stored"))
 SHOWN_FACTS = ("adapters_per_step", "step_ms", "share_of_time_in_steps", *LOADS, "load_ms")

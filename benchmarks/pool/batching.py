@@ -1,10 +1,10 @@
 """How fast are the same requests answered by three generations of batching?
 
-    weft bench batching [--requests 150] [--json benchmarks/results/batching-cpu.json]
+    manylora bench batching [--requests 150] [--json benchmarks/results/batching-cpu.json]
 
     static      waits until a batch is full, and answers when its longest request has ended
     windowed    the same, but waits for a time at most (often called dynamic batching)
-    continuous  a request joins the next step and is answered when it has ended (Weft)
+    continuous  a request joins the next step and is answered when it has ended (Manylora)
 
 One engine in this process computes all three; for the older two, requests are held back. Real static batching was
 slower: it computed padding for requests that had ended. The requests of S-LoRA's generator arrive in an open loop, at
@@ -19,11 +19,11 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.benchmarks.metrics import percentile
-from weft.benchmarks.pool.pool_run import PoolEngine, add_pool_options, pool_engine
-from weft.benchmarks.pool.pool_shape import RANKS, make_pool_shape
-from weft.benchmarks.report import AddOption, spread, take_turns
-from weft.benchmarks.workloads import TimedRequest, slora_trace
+from manylora.benchmarks.metrics import percentile
+from manylora.benchmarks.pool.pool_run import PoolEngine, add_pool_options, pool_engine
+from manylora.benchmarks.pool.pool_shape import RANKS, make_pool_shape
+from manylora.benchmarks.report import AddOption, spread, take_turns
+from manylora.benchmarks.workloads import TimedRequest, slora_trace
 
 MODES = ("static", "windowed", "continuous")
 

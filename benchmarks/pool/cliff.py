@@ -1,6 +1,6 @@
 """What happens when more adapters are in use than fit the device?
 
-    weft bench cliff [--json benchmarks/results/cliff-cpu.json]
+    manylora bench cliff [--json benchmarks/results/cliff-cpu.json]
 
 Adapters of ranks 8 to 64, all equally popular, requests of 64 + 64 tokens. One engine has room for 20 adapters beside
 the KV cache, the other holds all of them. Both get the same requests in an open loop at 60% of what the latter can do
@@ -15,11 +15,11 @@ import argparse
 import contextlib
 from typing import Any
 
-from weft.benchmarks.metrics import percentile
-from weft.benchmarks.pool.pool_run import PoolEngine, PoolRun, add_pool_options, mean_facts, pool_engine
-from weft.benchmarks.pool.pool_shape import RANKS, make_pool_shape
-from weft.benchmarks.report import SHOWN, AddOption, ratios, spread, take_turns
-from weft.benchmarks.workloads import TimedRequest, slora_trace
+from manylora.benchmarks.metrics import percentile
+from manylora.benchmarks.pool.pool_run import PoolEngine, PoolRun, add_pool_options, mean_facts, pool_engine
+from manylora.benchmarks.pool.pool_shape import RANKS, make_pool_shape
+from manylora.benchmarks.report import SHOWN, AddOption, ratios, spread, take_turns
+from manylora.benchmarks.workloads import TimedRequest, slora_trace
 
 MAX_RATIO = 2.0
 """Limit of the median TTFT with twice as many adapters as fit: this many times the median of the engine that holds all,

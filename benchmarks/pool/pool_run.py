@@ -18,18 +18,18 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.adapters.ref import AdapterRef
-from weft.benchmarks.engine.own_engine import OwnEngine, own_engine
-from weft.benchmarks.engine.stored import greedy_request
-from weft.benchmarks.metrics import RequestRecord
-from weft.benchmarks.pool.pool_shape import NUM_FILES, VOCAB_SIZE, PoolShape
-from weft.benchmarks.report import DEFAULT_CACHE, AddOption, N, take_turns
-from weft.benchmarks.workloads import TimedRequest
-from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
-from weft.engine.build import EngineParts, build_engine
-from weft.engine.request import GenerationRequest
-from weft.engine.status import EngineStatus, StepStats
-from weft.errors import WeftError
+from manylora.adapters.ref import AdapterRef
+from manylora.benchmarks.engine.own_engine import OwnEngine, own_engine
+from manylora.benchmarks.engine.stored import greedy_request
+from manylora.benchmarks.metrics import RequestRecord
+from manylora.benchmarks.pool.pool_shape import NUM_FILES, VOCAB_SIZE, PoolShape
+from manylora.benchmarks.report import DEFAULT_CACHE, AddOption, N, take_turns
+from manylora.benchmarks.workloads import TimedRequest
+from manylora.config import AdapterConfig, Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
+from manylora.engine.build import EngineParts, build_engine
+from manylora.engine.request import GenerationRequest
+from manylora.engine.status import EngineStatus, StepStats
+from manylora.errors import ManyloraError
 
 IDLE_S = 0.001
 """Longest wait for a load while there is nothing to compute."""
@@ -146,7 +146,7 @@ class PoolEngine:
             admit: Of an open loop: holds requests back that are due; None hands each on at once.
 
         Raises:
-            WeftError: A request failed, or ended with another number of tokens than it asked for.
+            ManyloraError: A request failed, or ended with another number of tokens than it asked for.
         """
         self._runs += 1
         requests = [self._request(index, item) for index, item in enumerate(load)]
@@ -174,7 +174,7 @@ class PoolEngine:
         for request, record in zip(requests, records.values(), strict=True):
             if record.completion_tokens != request.params.max_tokens:
                 got, wanted = record.completion_tokens, request.params.max_tokens
-                raise WeftError(f"{record.model} came to {got} of {wanted} tokens")
+                raise ManyloraError(f"{record.model} came to {got} of {wanted} tokens")
         return PoolRun(
             records=list(records.values()),
             start_s=start_s,

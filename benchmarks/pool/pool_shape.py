@@ -17,13 +17,13 @@ from safetensors.torch import save
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from weft.adapters.blobs.local import LocalBlobs
-from weft.adapters.lora.layout import adapter_pages
-from weft.adapters.ref import AdapterRef, LoraSpec
-from weft.benchmarks.engine.stored import adapter_ref, random_lora, store_blob
-from weft.benchmarks.model_shapes import ALL_LINEAR, ModelShape
-from weft.config import GIB, MemoryConfig
-from weft.memory.geometry import PageGeometry
+from manylora.adapters.blobs.local import LocalBlobs
+from manylora.adapters.lora.layout import adapter_pages
+from manylora.adapters.ref import AdapterRef, LoraSpec
+from manylora.benchmarks.engine.stored import adapter_ref, random_lora, store_blob
+from manylora.benchmarks.model_shapes import ALL_LINEAR, ModelShape
+from manylora.config import GIB, MemoryConfig
+from manylora.memory.geometry import PageGeometry
 
 VOCAB_SIZE = 512
 RANKS = (64, 32, 16, 8)

@@ -1,6 +1,6 @@
 """How much faster is one pool than a pool for the KV cache and another one for adapters?
 
-    weft bench unified [--json benchmarks/results/unified-cpu.json]
+    manylora bench unified [--json benchmarks/results/unified-cpu.json]
 
 The same arena, once shared and once divided into halves, under the same closed loop: 200 adapters of ranks 64, 32, 16
 and 8, equally popular, with more requests in flight than the pages hold. Three loads, because no division suits all: in
@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from weft.adapters.residency.residency import Residency
-from weft.benchmarks.pool.pool_run import add_pool_options, mean_facts, pool_engine, run_in_turns
-from weft.benchmarks.pool.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
-from weft.benchmarks.report import SHOWN, AddOption, ratios, spread
-from weft.benchmarks.workloads import TimedRequest, slora_trace
-from weft.config import Config
-from weft.engine import build
-from weft.memory.eviction import Evictor, eviction_policy
-from weft.memory.pool import PagePool
+from manylora.adapters.residency.residency import Residency
+from manylora.benchmarks.pool.pool_run import add_pool_options, mean_facts, pool_engine, run_in_turns
+from manylora.benchmarks.pool.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
+from manylora.benchmarks.report import SHOWN, AddOption, ratios, spread
+from manylora.benchmarks.workloads import TimedRequest, slora_trace
+from manylora.config import Config
+from manylora.engine import build
+from manylora.memory.eviction import Evictor, eviction_policy
+from manylora.memory.pool import PagePool
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from weft.engine.execution.packed_step import PackedStep, pack_step
-from weft.engine.model.decoder import StepRows
-from weft.engine.model.linear import padded_rows
-from weft.engine.scheduling.plan import Chunk, StepPlan
-from weft.kernels.attention_batch import AttentionBatch
-from weft.memory.geometry import PageGeometry
+from manylora.engine.execution.packed_step import PackedStep, pack_step
+from manylora.engine.model.decoder import StepRows
+from manylora.engine.model.linear import padded_rows
+from manylora.engine.scheduling.plan import Chunk, StepPlan
+from manylora.kernels.attention_batch import AttentionBatch
+from manylora.memory.geometry import PageGeometry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,15 +16,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weft.engine.execution.batch import build_batch
-from weft.engine.fairness.prices import Prices
-from weft.engine.model.decoder import Decoder, KvViews
-from weft.engine.scheduling.plan import Chunk, StepPlan
-from weft.memory.arena import Arena, PageCopier
-from weft.memory.block_table import BlockTable
-from weft.memory.eviction import PageCosts
-from weft.memory.host_slab import HostSlab
-from weft.memory.pool import PagePool
+from manylora.engine.execution.batch import build_batch
+from manylora.engine.fairness.prices import Prices
+from manylora.engine.model.decoder import Decoder, KvViews
+from manylora.engine.scheduling.plan import Chunk, StepPlan
+from manylora.memory.arena import Arena, PageCopier
+from manylora.memory.block_table import BlockTable
+from manylora.memory.eviction import PageCosts
+from manylora.memory.host_slab import HostSlab
+from manylora.memory.pool import PagePool
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.adapters.base_shape import BaseShape
-from weft.adapters.lora.layout import adapter_pages, slot_bytes
-from weft.config import GIB, MAX_SLOTS, MIB, Config
-from weft.engine.model.spec import DecoderSpec
-from weft.engine.model.weight_bytes import choose_weights, model_bytes
-from weft.engine.status import EngineReady, MemoryPlan, ReservedBytes
-from weft.errors import ConfigError
-from weft.memory.geometry import PageGeometry
+from manylora.adapters.base_shape import BaseShape
+from manylora.adapters.lora.layout import adapter_pages, slot_bytes
+from manylora.config import GIB, MAX_SLOTS, MIB, Config
+from manylora.engine.model.spec import DecoderSpec
+from manylora.engine.model.weight_bytes import choose_weights, model_bytes
+from manylora.engine.status import EngineReady, MemoryPlan, ReservedBytes
+from manylora.errors import ConfigError
+from manylora.memory.geometry import PageGeometry
 
 if TYPE_CHECKING:
     import torch
@@ -199,7 +199,7 @@ def _reserved(config: Config, spec: DecoderSpec, step_tokens: int, dtype_bytes: 
     """What a GPU needs beside weights and pages."""
     import numpy as np  # late, as above
 
-    from weft.kernels.attention_batch import PARTIAL_PAD, most_partials
+    from manylora.kernels.attention_batch import PARTIAL_PAD, most_partials
 
     # Up to four tensors of hidden rows are in use at once: residual, normed, and what attention and feed-forward yield.
     attention = 2 * spec.q_features + 2 * spec.kv_features  # queries, keys and values, and what the queries see

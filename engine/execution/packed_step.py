@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from weft.adapters.residency.slots import SlotLease
-from weft.engine.scheduling.plan import Chunk, StepPlan
-from weft.errors import EngineError, PageAccountingError
-from weft.kernels.attention_batch import MAX_ITEM_ROWS, PromptChunk, chunk_tiles
-from weft.memory.geometry import PageGeometry
+from manylora.adapters.residency.slots import SlotLease
+from manylora.engine.scheduling.plan import Chunk, StepPlan
+from manylora.errors import EngineError, PageAccountingError
+from manylora.kernels.attention_batch import MAX_ITEM_ROWS, PromptChunk, chunk_tiles
+from manylora.memory.geometry import PageGeometry
 
 BASE_SLOT = -1
 Int32Array = npt.NDArray[np.int32]

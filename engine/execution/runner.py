@@ -15,20 +15,20 @@ from functools import partial
 
 import torch
 
-from weft.adapters.lora.step import PagedLora
-from weft.adapters.residency.slots import SlotLease
-from weft.engine.execution.batch import build_batch
-from weft.engine.execution.memory_plan import LOGPROB_ROWS
-from weft.engine.execution.packed_step import PackedStep, pack_step
-from weft.engine.execution.sampler import RowMasks, Sampler
-from weft.engine.execution.step_programs import StepPrograms
-from weft.engine.grammar.masks import StepMasks
-from weft.engine.model.decoder import Decoder, KvViews
-from weft.engine.request import GRAMMAR_DEAD_END, RequestError, TokenLogprobs
-from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
-from weft.errors import EngineError, PageAccountingError
-from weft.memory.arena import Arena, mark
-from weft.memory.host_slab import HostSlab
+from manylora.adapters.lora.step import PagedLora
+from manylora.adapters.residency.slots import SlotLease
+from manylora.engine.execution.batch import build_batch
+from manylora.engine.execution.memory_plan import LOGPROB_ROWS
+from manylora.engine.execution.packed_step import PackedStep, pack_step
+from manylora.engine.execution.sampler import RowMasks, Sampler
+from manylora.engine.execution.step_programs import StepPrograms
+from manylora.engine.grammar.masks import StepMasks
+from manylora.engine.model.decoder import Decoder, KvViews
+from manylora.engine.request import GRAMMAR_DEAD_END, RequestError, TokenLogprobs
+from manylora.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
+from manylora.errors import EngineError, PageAccountingError
+from manylora.memory.arena import Arena, mark
+from manylora.memory.host_slab import HostSlab
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,11 +15,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from weft.engine.request import TokenLogprobs
-from weft.engine.scheduling.plan import SampleSpec
-from weft.kernels.dispatch import Kernels
-from weft.kernels.packed_copy import copy_in_one
-from weft.kernels.sampling import (
+from manylora.engine.request import TokenLogprobs
+from manylora.engine.scheduling.plan import SampleSpec
+from manylora.kernels.dispatch import Kernels
+from manylora.kernels.packed_copy import copy_in_one
+from manylora.kernels.sampling import (
     NOTHING_LEFT,
     RowEdits,
     RowSampling,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from weft.engine.scheduling.plan import Chunk, StepPlan
-from weft.engine.status import StepBatches, StepStats
+from manylora.engine.scheduling.plan import Chunk, StepPlan
+from manylora.engine.status import StepBatches, StepStats
 
 NUM_KEPT_STEPS = 256
 NUM_KEPT_BATCHES = 64

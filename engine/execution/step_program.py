@@ -15,18 +15,18 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from weft.adapters.lora.step import SIDE_ROWS, PagedLora
-from weft.adapters.lora.tiles import fill_tiles
-from weft.engine.execution.packed_step import Int32Array, PackedStep
-from weft.engine.execution.sampler import RowMasks, Sampler
-from weft.engine.execution.step_image import ImageLayout, StepImages
-from weft.engine.model.decoder import Decoder, KvViews, StepRows
-from weft.engine.request import TokenLogprobs
-from weft.engine.scheduling.plan import SampleSpec
-from weft.errors import EngineError
-from weft.kernels.attention_batch import AttentionBatch, AttentionRows, split_starts
-from weft.kernels.sampling import NUM_COLUMNS, SamplingColumns
-from weft.memory.arena import Arena, mark
+from manylora.adapters.lora.step import SIDE_ROWS, PagedLora
+from manylora.adapters.lora.tiles import fill_tiles
+from manylora.engine.execution.packed_step import Int32Array, PackedStep
+from manylora.engine.execution.sampler import RowMasks, Sampler
+from manylora.engine.execution.step_image import ImageLayout, StepImages
+from manylora.engine.model.decoder import Decoder, KvViews, StepRows
+from manylora.engine.request import TokenLogprobs
+from manylora.engine.scheduling.plan import SampleSpec
+from manylora.errors import EngineError
+from manylora.kernels.attention_batch import AttentionBatch, AttentionRows, split_starts
+from manylora.kernels.sampling import NUM_COLUMNS, SamplingColumns
+from manylora.memory.arena import Arena, mark
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Calls a function once, records what it launches, and returns a function that launches the same again."""

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from weft.adapters.lora.tiles import DECODE_TILE_ROWS, count_tiles, tile_capacity, tile_rows
-from weft.engine.execution.packed_step import PackedStep
-from weft.engine.execution.sampler import RowMasks
-from weft.engine.execution.step_program import Capture, StepDevice, StepProgram, StepShape
-from weft.kernels.attention_batch import most_partials
+from manylora.adapters.lora.tiles import DECODE_TILE_ROWS, count_tiles, tile_capacity, tile_rows
+from manylora.engine.execution.packed_step import PackedStep
+from manylora.engine.execution.sampler import RowMasks
+from manylora.engine.execution.step_program import Capture, StepDevice, StepProgram, StepShape
+from manylora.kernels.attention_batch import most_partials
 
 WORD_BITS = 32
 """Tokens in a word of a mask."""

@@ -30,9 +30,9 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Literal
 
-from weft.engine.fairness.inner_order import InnerOrder
-from weft.engine.fairness.shares import ChildRows, Flow, Share, charge_shares
-from weft.engine.scheduling.request_state import RequestState
+from manylora.engine.fairness.inner_order import InnerOrder
+from manylora.engine.fairness.shares import ChildRows, Flow, Share, charge_shares
+from manylora.engine.scheduling.request_state import RequestState
 
 QUANTUM_TOKENS = 32
 """Output tokens of one request that make a quantum."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from weft.engine.scheduling.request_state import RequestState
+from manylora.engine.scheduling.request_state import RequestState
 
 InnerName = Literal["fifo", "shortest", "slack", "mlfq"]
 SortKey = tuple[float, ...]

@@ -1,7 +1,8 @@
 """What the work of a step costs, in units: one unit is the time of one prompt token in a full chunk.
 
-Fair shares are counted in these units, never bills. The figures are measured at start (`weft.engine.execution.costs`).
-The idea of a cost per kind of work: Sheng et al., "Fairness in Serving Large Language Models" (arXiv:2401.00588).
+Fair shares are counted in these units, never bills. The figures are measured at start
+(`manylora.engine.execution.costs`). The idea of a cost per kind of work: Sheng et al., "Fairness in Serving Large
+Language Models" (arXiv:2401.00588).
 """
 
 from __future__ import annotations

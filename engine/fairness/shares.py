@@ -13,9 +13,9 @@ from functools import cached_property
 from operator import attrgetter, itemgetter
 from typing import TypeVar, cast
 
-from weft.engine.fairness.inner_order import SortKey
-from weft.engine.scheduling.request_state import RequestState
-from weft.errors import EngineError
+from manylora.engine.fairness.inner_order import SortKey
+from manylora.engine.scheduling.request_state import RequestState
+from manylora.errors import EngineError
 
 MAX_IDLE_SHARES = 4096
 """If there are more idle shares than this, only those with a counter ahead of all active ones are remembered."""
@@ -35,7 +35,7 @@ class Share:
     weight: float
     """Its part of the parent's service, in proportion to its siblings' weights."""
     quantum: float
-    """Units of service; see `weft.engine.fairness.fair_order`."""
+    """Units of service; see `manylora.engine.fairness.fair_order`."""
     ticket: int
     """Counts up; breaks ties."""
     counter: float = 0.0

@@ -1,8 +1,8 @@
 """Service that each tenant got and still asks for, in units. Knows tenants by id.
 
 Work is counted in units: one unit is the time of one prompt token in a full chunk. Fair shares are counted in units,
-bills never. The prices are measured at start (`weft.engine.execution.costs`); the idea of a cost per kind of work is
-from Sheng et al., "Fairness in Serving Large Language Models" (arXiv:2401.00588).
+bills never. The prices are measured at start (`manylora.engine.execution.costs`); the idea of a cost per kind of work
+is from Sheng et al., "Fairness in Serving Large Language Models" (arXiv:2401.00588).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weft.engine.fairness.lengths import Lengths
-from weft.engine.fairness.prices import Prices
-from weft.engine.scheduling.plan import Chunk
-from weft.engine.scheduling.request_state import RequestState
-from weft.engine.status import TenantLoad
+from manylora.engine.fairness.lengths import Lengths
+from manylora.engine.fairness.prices import Prices
+from manylora.engine.scheduling.plan import Chunk
+from manylora.engine.scheduling.request_state import RequestState
+from manylora.engine.status import TenantLoad
 
 NUM_KEPT_ENDS = 64
 MAX_RETRY_AFTER_S = 60.0

@@ -13,10 +13,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from weft.adapters.residency.load_threads import TaskExecutor
-from weft.engine.grammar.matcher import BYTES_PER_TOKEN, Matcher
-from weft.engine.request import INTERNAL, GenerationRequest, RequestError, request_error
-from weft.errors import WeftError
+from manylora.adapters.residency.load_threads import TaskExecutor
+from manylora.engine.grammar.matcher import BYTES_PER_TOKEN, Matcher
+from manylora.engine.request import INTERNAL, GenerationRequest, RequestError, request_error
+from manylora.errors import ManyloraError
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def _made(what: str, make: Callable[[], Matcher]) -> Matcher | RequestError:
     """A matcher, or why there is none; `what` names the work in the log."""
     try:
         return make()
-    except WeftError as error:
+    except ManyloraError as error:
         return request_error(error)
     except BaseException:  # a panic of llguidance is no Exception, and must end no more than this request
         logger.exception("%s failed", what)

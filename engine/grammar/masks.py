@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from weft.engine.grammar.matcher import SLOW_S, WORD_BITS, Matcher
-from weft.engine.request import GRAMMAR_DEAD_END, RequestError
+from manylora.engine.grammar.matcher import SLOW_S, WORD_BITS, Matcher
+from manylora.engine.request import GRAMMAR_DEAD_END, RequestError
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.engine.request import GRAMMAR_TOO_COMPLEX, INTERNAL, RequestError
-from weft.errors import InvalidRequestError
+from manylora.engine.request import GRAMMAR_TOO_COMPLEX, INTERNAL, RequestError
+from manylora.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

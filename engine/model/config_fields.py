@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
-from weft.errors import ConfigError
+from manylora.errors import ConfigError
 
 T = TypeVar("T")
 HARMLESS_PREFIXES = ("_", "unsloth")

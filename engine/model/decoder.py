@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.engine.model.linear import Linear
-from weft.engine.model.spec import DecoderSpec
-from weft.kernels.attend import HeadNorms, Rotation
-from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.dispatch import Kernels
-from weft.kernels.kv_layer import KvLayer
-from weft.kernels.sgmv import LoraDelta
+from manylora.engine.model.linear import Linear
+from manylora.engine.model.spec import DecoderSpec
+from manylora.kernels.attend import HeadNorms, Rotation
+from manylora.kernels.attention_batch import AttentionBatch
+from manylora.kernels.dispatch import Kernels
+from manylora.kernels.kv_layer import KvLayer
+from manylora.kernels.sgmv import LoraDelta
 
 if TYPE_CHECKING:
-    from weft.adapters.lora.step import LoraStep
-    from weft.memory.arena import Arena
+    from manylora.adapters.lora.step import LoraStep
+    from manylora.memory.arena import Arena
 
 QKV, OUT, GATE_UP, DOWN = range(4)
-"""Indices of the sites in `weft.adapters.base_shape.SITES`."""
+"""Indices of the sites in `manylora.adapters.base_shape.SITES`."""
 Projected = tuple[torch.Tensor, tuple[LoraDelta, ...]]
 """The output of a linear layer, and what the next operation is to add to it, if anything."""
 

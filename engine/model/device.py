@@ -7,10 +7,10 @@ import platform
 
 import torch
 
-from weft.config import usable_cores
-from weft.engine.model.linear import has_native_bfloat16, has_native_float16
-from weft.errors import ConfigError
-from weft.kernels.dispatch import triton_kernels
+from manylora.config import usable_cores
+from manylora.engine.model.linear import has_native_bfloat16, has_native_float16
+from manylora.errors import ConfigError
+from manylora.kernels.dispatch import triton_kernels
 
 SINGLE_THREAD_BELOW_BYTES = 64 << 20
 """Models with fewer bytes of weights are computed by one thread: their matrices are so small that a second one costs

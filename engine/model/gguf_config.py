@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.engine.model.config_fields import ConfigFields
-from weft.errors import ConfigError
+from manylora.engine.model.config_fields import ConfigFields
+from manylora.errors import ConfigError
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -33,7 +33,7 @@ def open_gguf(path: Path) -> GGUFReader:
     try:
         reader = _bounded_reader()
     except ImportError as error:
-        raise ConfigError("model.path: GGUF files need the package gguf: pip install 'weft[quant]'") from error
+        raise ConfigError("model.path: GGUF files need the package gguf: pip install 'manylora[quant]'") from error
     try:
         return reader(path)
     except (OSError, ValueError, IndexError, KeyError, OverflowError, RecursionError) as error:
@@ -157,8 +157,8 @@ def _llama3(factors: Any, theta: float, head_dim: int) -> dict[str, Any]:  # noq
     """The scaling that has these factors: the file has them alone, not what they were computed from."""
     import torch
 
-    from weft.engine.model.rope import inverse_frequencies
-    from weft.engine.model.rope_spec import RopeSpec
+    from manylora.engine.model.rope import inverse_frequencies
+    from manylora.engine.model.rope_spec import RopeSpec
 
     if factors.shape != (head_dim // 2,):
         raise ConfigError(f"{ROPE_FACTORS}: expected {head_dim // 2} factors for a head, got {list(factors.shape)}")

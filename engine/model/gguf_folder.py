@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from weft.engine.model.gguf_config import gguf_config
-from weft.errors import ConfigError
-from weft.user_cache import cache_folder, is_private
+from manylora.engine.model.gguf_config import gguf_config
+from manylora.errors import ConfigError
+from manylora.user_cache import cache_folder, is_private
 
 GGUF_FILE = "model.gguf"
 LAYOUT = 1

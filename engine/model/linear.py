@@ -13,10 +13,10 @@ from functools import cache, partial
 
 import torch
 
-from weft.kernels.dispatch import Linear as Linear
-from weft.kernels.dispatch import kernels_for
-from weft.kernels.quantised import Int4Weight, Int8Weight
-from weft.kernels.weight_format import WeightFormat
+from manylora.kernels.dispatch import Linear as Linear
+from manylora.kernels.dispatch import kernels_for
+from manylora.kernels.quantised import Int4Weight, Int8Weight
+from manylora.kernels.weight_format import WeightFormat
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from weft.engine.model.config_fields import ConfigFields
+from manylora.engine.model.config_fields import ConfigFields
 
 Layout = Literal["scaled", "packed", "gptq", "awq", "bnb-int8", "bnb-4bit", "q3.5", "gguf"]
-"""Names of `weft.engine.model.formats.FORMATS`; the tensors of a GGUF file are read as floats."""
+"""Names of `manylora.engine.model.formats.FORMATS`; the tensors of a GGUF file are read as floats."""
 RECIPE_FILE = "recipe.yaml"
 """What llm-compressor writes beside the weights: the steps that made them."""
 _ROTATES = re.compile(r"rotat|hadamard|transform_config|spinquant|quarot", re.IGNORECASE)
@@ -127,7 +127,7 @@ def _gguf(fields: ConfigFields) -> Quantisation:
     return Quantisation(layout="gguf", bits=fields.integer("bits"))
 
 
-def _weft(fields: ConfigFields) -> Quantisation:
+def _manylora(fields: ConfigFields) -> Quantisation:
     fields.require("format", "q3.5", default=None)
     return Quantisation(layout="q3.5", bits=4)
 
@@ -146,5 +146,5 @@ _METHODS: dict[str, Callable[[ConfigFields], Quantisation]] = {
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
     "gguf": _gguf,
-    "weft": _weft,
+    "manylora": _manylora,
 }

@@ -1,7 +1,7 @@
 """Quantises a checkpoint: rounds the linear weights of its layers to the nearest level, and measures each one's error.
 
-int8 and int4 are written as compressed-tensors, which vLLM and transformers read too; q3.5 is Weft's own. Embedding and
-head stay as they are: a quantised head costs most, and a tied one is the embedding.
+int8 and int4 are written as compressed-tensors, which vLLM and transformers read too; q3.5 is Manylora's own. Embedding
+and head stay as they are: a quantised head costs most, and a tied one is the embedding.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from weft.adapters.base_shape import MODULE_PATHS
-from weft.engine.model.formats import dequantised, packed, scaled, three_half
-from weft.engine.model.formats.stored import StoredLinear, is_finite, pack
-from weft.engine.model.quantisation import RECIPE_FILE, Quantisation, read_quantisation
-from weft.engine.model.spec import CONFIG_FILE, HUB_FILES, DecoderSpec, module_shapes, read_spec
-from weft.engine.model.weights import INDEX_FILE, check_checkpoint, weight_files
-from weft.errors import ConfigError
+from manylora.adapters.base_shape import MODULE_PATHS
+from manylora.engine.model.formats import dequantised, packed, scaled, three_half
+from manylora.engine.model.formats.stored import StoredLinear, is_finite, pack
+from manylora.engine.model.quantisation import RECIPE_FILE, Quantisation, read_quantisation
+from manylora.engine.model.spec import CONFIG_FILE, HUB_FILES, DecoderSpec, module_shapes, read_spec
+from manylora.engine.model.weights import INDEX_FILE, check_checkpoint, weight_files
+from manylora.errors import ConfigError
 
 TargetFormat = Literal["int8", "int4", "q3.5"]
 Errors = dict[str, list[float]]
 """By module path: the relative error of its weight in each layer, ||W' - W|| / ||W||."""
 INT8_MOST, INT4_MOST = 127, 15
 GROUP_SIZES = (128, 64, 32, 16)
-RECIPE = "# weft quantize: weights are rounded to the nearest level. No scale is folded into other layers.\n"
+RECIPE = "# manylora quantize: weights are rounded to the nearest level. No scale is folded into other layers.\n"
 
 
 def quantise(source: Path, output: Path, target: TargetFormat) -> Errors:
@@ -51,7 +51,8 @@ def quantise(source: Path, output: Path, target: TargetFormat) -> Errors:
     files = weight_files(source)
     if files[0].suffix == ".gguf":
         message = (
-            "model.path: weft quantize reads safetensors only; take the model's Hugging Face folder, not a GGUF file"
+            "model.path: manylora quantize reads safetensors only; "
+            "take the model's Hugging Face folder, not a GGUF file"
         )
         raise ConfigError(message, param="model.path")
     if spec.quantisation is not None:
@@ -121,7 +122,7 @@ def _write_others(source: Path, made: Path, quantisation: dict[str, Any], places
 def _config(spec: DecoderSpec, target: TargetFormat) -> dict[str, Any]:
     """The `quantization_config`."""
     if target == "q3.5":
-        return {"quant_method": "weft", "format": "q3.5"}
+        return {"quant_method": "manylora", "format": "q3.5"}
     inputs = None
     if target == "int8":
         storage, weights = "int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": True}

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from weft.engine.model.rope_spec import RopeSpec
+from manylora.engine.model.rope_spec import RopeSpec
 
 
 def rope_table(

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from weft.engine.model.config_fields import ConfigFields
+from manylora.engine.model.config_fields import ConfigFields
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 DEFAULT_THETA = 10_000.0

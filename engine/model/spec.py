@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
-from weft.config import KvDtype
-from weft.engine.model.config_fields import ConfigFields
-from weft.engine.model.gguf_folder import gguf_file, gguf_folder
-from weft.engine.model.quantisation import RECIPE_FILE, Quantisation, read_quantisation
-from weft.engine.model.rope_spec import RopeSpec, rope_spec
-from weft.errors import ConfigError
-from weft.memory.geometry import PageGeometry, page_geometry
+from manylora.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
+from manylora.config import KvDtype
+from manylora.engine.model.config_fields import ConfigFields
+from manylora.engine.model.gguf_folder import gguf_file, gguf_folder
+from manylora.engine.model.quantisation import RECIPE_FILE, Quantisation, read_quantisation
+from manylora.engine.model.rope_spec import RopeSpec, rope_spec
+from manylora.errors import ConfigError
+from manylora.memory.geometry import PageGeometry, page_geometry
 
 CONFIG_FILE = "config.json"
 SPEC_FILES = (CONFIG_FILE, RECIPE_FILE)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from weft.adapters.base_shape import SITES
-from weft.config import Weights
-from weft.engine.model.spec import HEAD, DecoderSpec, expected_tensors, module_shapes
-from weft.errors import ConfigError
-from weft.kernels.weight_format import HEAD_FORMAT, WeightFormat, layer_bytes
+from manylora.adapters.base_shape import SITES
+from manylora.config import Weights
+from manylora.engine.model.spec import HEAD, DecoderSpec, expected_tensors, module_shapes
+from manylora.errors import ConfigError
+from manylora.kernels.weight_format import HEAD_FORMAT, WeightFormat, layer_bytes
 
 
 def choose_weights(setting: Weights, spec: DecoderSpec, *, on_cpu: bool) -> WeightFormat:

@@ -7,9 +7,9 @@ from typing import get_args
 
 import torch
 
-from weft.engine.model.linear import Linear, make_head, make_linear
-from weft.engine.model.spec import DecoderSpec
-from weft.kernels.weight_format import WeightFormat
+from manylora.engine.model.linear import Linear, make_head, make_linear
+from manylora.engine.model.spec import DecoderSpec
+from manylora.kernels.weight_format import WeightFormat
 
 MANY = 32
 SAMPLE_PARAMETERS = 1 << 24

@@ -17,20 +17,20 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from weft.engine.model.decoder import Decoder, DecoderLayer
-from weft.engine.model.formats import FORMATS, dequantised, int8_rows
-from weft.engine.model.formats.gguf_tensors import GgufTensors
-from weft.engine.model.formats.stored import FLOATS, Part, StoredLinear
-from weft.engine.model.gguf_folder import GGUF_FILE
-from weft.engine.model.linear import Linear, make_head, make_linear
-from weft.engine.model.quantisation import Quantisation
-from weft.engine.model.rope import rope_table
-from weft.engine.model.spec import EMBEDDING, HEAD, NORM, DecoderSpec, expected_tensors
-from weft.errors import ConfigError
-from weft.kernels.attend import HeadNorms
-from weft.kernels.dispatch import AttentionNeeds, kernels_for
-from weft.kernels.quantised import Int8Weight, side_by_side
-from weft.kernels.weight_format import HEAD_FORMAT, WeightFormat
+from manylora.engine.model.decoder import Decoder, DecoderLayer
+from manylora.engine.model.formats import FORMATS, dequantised, int8_rows
+from manylora.engine.model.formats.gguf_tensors import GgufTensors
+from manylora.engine.model.formats.stored import FLOATS, Part, StoredLinear
+from manylora.engine.model.gguf_folder import GGUF_FILE
+from manylora.engine.model.linear import Linear, make_head, make_linear
+from manylora.engine.model.quantisation import Quantisation
+from manylora.engine.model.rope import rope_table
+from manylora.engine.model.spec import EMBEDDING, HEAD, NORM, DecoderSpec, expected_tensors
+from manylora.errors import ConfigError
+from manylora.kernels.attend import HeadNorms
+from manylora.kernels.dispatch import AttentionNeeds, kernels_for
+from manylora.kernels.quantised import Int8Weight, side_by_side
+from manylora.kernels.weight_format import HEAD_FORMAT, WeightFormat
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

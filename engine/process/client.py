@@ -18,21 +18,21 @@ from typing import Any, cast
 import msgspec
 import zmq
 
-from weft.adapters.blobs.memory import MemoryPlace
-from weft.adapters.ref import AdapterRef
-from weft.config import Config, Device, Dtype
-from weft.engine.process import messages
-from weft.engine.process.inbox import Inbox
-from weft.engine.process.supervisor import (
+from manylora.adapters.blobs.memory import MemoryPlace
+from manylora.adapters.ref import AdapterRef
+from manylora.config import Config, Device, Dtype
+from manylora.engine.process import messages
+from manylora.engine.process.inbox import Inbox
+from manylora.engine.process.supervisor import (
     CRASH_LOOP_DEATHS,
     CRASH_LOOP_DELAY_S,
     CRASH_LOOP_LIFE_S,
     EngineConnection,
     RestartPolicy,
 )
-from weft.engine.request import GenerationRequest, RequestOutput
-from weft.engine.status import EngineLoad, EngineReady, EngineStatus, PauseMode
-from weft.errors import EngineUnavailableError, WeftError
+from manylora.engine.request import GenerationRequest, RequestOutput
+from manylora.engine.status import EngineLoad, EngineReady, EngineStatus, PauseMode
+from manylora.errors import EngineUnavailableError, ManyloraError
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class EngineClient:
         self._clock = clock
         self._connection: EngineConnection | None = None
         self._supervision: asyncio.Task[None] | None = None
-        self._streams: dict[str, Inbox[RequestOutput | WeftError]] = {}
+        self._streams: dict[str, Inbox[RequestOutput | ManyloraError]] = {}
         self._queries: dict[int, asyncio.Future[EngineStatus]] = {}
         self._query_ids = itertools.count(1)
         self._pinned: dict[str, AdapterRef] = {}
@@ -105,7 +105,7 @@ class EngineClient:
             EngineUnavailableError: The engine is down, or died under the request.
         """
         connection = self._connected()
-        outputs: Inbox[RequestOutput | WeftError] = Inbox()
+        outputs: Inbox[RequestOutput | ManyloraError] = Inbox()
         self._streams[request.request_id] = outputs
         is_over = False
         weights = [request.adapter.weights_sha256] if request.adapter else []
@@ -114,8 +114,8 @@ class EngineClient:
             connection.send(messages.Submit(request))
             while True:
                 for output in await outputs.take():
-                    is_over = isinstance(output, WeftError) or output.finish_reason is not None
-                    if isinstance(output, WeftError):
+                    is_over = isinstance(output, ManyloraError) or output.finish_reason is not None
+                    if isinstance(output, ManyloraError):
                         raise output
                     yield output
                     if is_over:
@@ -230,7 +230,7 @@ class EngineClient:
 
     async def _launch(self) -> tuple[EngineConnection, EngineReady]:
         """Start a process; when it is ready, requests go to it."""
-        self._announce(f"weft: loading model {self._config.model.path} ...")
+        self._announce(f"manylora: loading model {self._config.model.path} ...")
         started_s = self._clock()
         connection = EngineConnection(self._config)
         try:
@@ -241,8 +241,8 @@ class EngineClient:
             raise
         self._policy.became_ready()
         self._start_s = max(self._clock() - started_s, 1.0)
-        self._announce(f"weft: {first.memory_plan}")
-        self._announce(f"weft: engine ready after {self._start_s:.1f} s")
+        self._announce(f"manylora: {first.memory_plan}")
+        self._announce(f"manylora: engine ready after {self._start_s:.1f} s")
         self._connection, self.ready = connection, first.ready
         for taken in self._taken.values():
             self._tell(taken)
@@ -281,7 +281,7 @@ class EngineClient:
             await asyncio.sleep(delay_s)
             try:
                 return (await self._launch())[0]
-            except (WeftError, OSError, zmq.ZMQError, msgspec.DecodeError) as error:
+            except (ManyloraError, OSError, zmq.ZMQError, msgspec.DecodeError) as error:
                 # A machine that is out of processes, files or memory for a while must not end the supervision.
                 logger.error("the engine did not start again: %s", error)  # noqa: TRY400 - its message says all
                 delay_s = self._note_death("The engine does not start; its log says why.")
@@ -294,7 +294,7 @@ class EngineClient:
                 f"The engine stopped {CRASH_LOOP_DEATHS} times or more, each time before it was ready for "
                 f"{CRASH_LOOP_LIFE_S:.0f} s; it is started again every {CRASH_LOOP_DELAY_S:.0f} s."
             )
-        self._announce(f"weft: {message}")
+        self._announce(f"manylora: {message}")
         self._go_down(EngineUnavailableError(message, retry_after_s=delay_s + self._start_s))
         return delay_s
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from weft.adapters.blobs.memory import MemoryPlace
-from weft.adapters.ref import AdapterRef
-from weft.config import Config
-from weft.engine.request import GenerationRequest, RequestOutput
-from weft.engine.status import EngineLoad, EngineReady, EngineStatus, PauseMode
+from manylora.adapters.blobs.memory import MemoryPlace
+from manylora.adapters.ref import AdapterRef
+from manylora.config import Config
+from manylora.engine.request import GenerationRequest, RequestOutput
+from manylora.engine.status import EngineLoad, EngineReady, EngineStatus, PauseMode
 
 MAX_MESSAGE_BYTES = 256 << 20
 """Real messages are smaller: prompt logprobs of a long prompt are tens of megabytes."""

@@ -16,14 +16,14 @@ from typing import Any, cast
 import zmq
 import zmq.asyncio
 
-from weft.config import Config, environment
-from weft.engine.process import messages
-from weft.errors import ConfigError, EngineUnavailableError
+from manylora.config import Config, environment
+from manylora.engine.process import messages
+from manylora.errors import ConfigError, EngineUnavailableError
 
 SOCKET_NAME = "engine"
 MAX_SOCKET_PATH = 100
 """The system takes 107 characters; some room for the folder's random part."""
-KEPT_FROM_ENGINE = frozenset({"WEFT_ADMIN_KEY", "WEFT_PEPPER", "WEFT_REGISTRY__DATABASE_URL"})
+KEPT_FROM_ENGINE = frozenset({"MANYLORA_ADMIN_KEY", "MANYLORA_PEPPER", "MANYLORA_REGISTRY__DATABASE_URL"})
 """Environment variables that the engine does not need and does not get."""
 
 CRASH_LOOP_DEATHS = 3
@@ -55,7 +55,7 @@ class EngineConnection:
         self.exited: asyncio.Future[int] = self._loop.create_future()
         """Done with the exit code when the process has ended."""
         self._popen: subprocess.Popen[bytes] | None = None
-        self._folder = Path(tempfile.mkdtemp(prefix="weft-", dir=_short_folder()))
+        self._folder = Path(tempfile.mkdtemp(prefix="manylora-", dir=_short_folder()))
         self.address = f"ipc://{self._folder / SOCKET_NAME}"
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -143,7 +143,7 @@ class EngineConnection:
 
     def _start_process(self) -> None:
         kept = {name: value for name, value in environment().items() if name not in KEPT_FROM_ENGINE}
-        command = [sys.executable, "-P", "-m", "weft.engine.process.worker"]
+        command = [sys.executable, "-P", "-m", "manylora.engine.process.worker"]
         popen = subprocess.Popen(command, stdin=subprocess.PIPE, env=kept)  # noqa: S603 - our own program
         self._popen = popen
         threading.Thread(target=self._wait_for_exit, args=(popen,), name="engine-wait", daemon=True).start()
@@ -206,4 +206,4 @@ class RestartPolicy:
 
 def _short_folder() -> str:
     folder = tempfile.gettempdir()
-    return folder if len(folder) + len("/weft-12345678/") + len(SOCKET_NAME) <= MAX_SOCKET_PATH else "/tmp"  # noqa: S108
+    return folder if len(folder) + len("/manylora-12345678/") + len(SOCKET_NAME) <= MAX_SOCKET_PATH else "/tmp"  # noqa: S108

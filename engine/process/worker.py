@@ -1,4 +1,4 @@
-"""The engine process: `python -P -m weft.engine.process.worker`, started by the client, driven over ZeroMQ.
+"""The engine process: `python -P -m manylora.engine.process.worker`, started by the client, driven over ZeroMQ.
 
 The first line on standard input is the launch; standard input then stays open, and its end is the end of the process,
 so no engine outlives its parent. SIGINT and SIGTERM are ignored: the parent drains, then closes the engine.
@@ -20,14 +20,14 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from weft.adapters.blobs.memory import MemoryBlobs, MemoryPlace
-from weft.adapters.ref import AdapterRef
-from weft.engine.build import build_engine
-from weft.engine.core import EngineCore
-from weft.engine.execution.memory_plan import format_plan
-from weft.engine.process import messages
-from weft.engine.request import GenerationRequest, RequestOutput, request_error
-from weft.errors import ConfigError, WeftError
+from manylora.adapters.blobs.memory import MemoryBlobs, MemoryPlace
+from manylora.adapters.ref import AdapterRef
+from manylora.engine.build import build_engine
+from manylora.engine.core import EngineCore
+from manylora.engine.execution.memory_plan import format_plan
+from manylora.engine.process import messages
+from manylora.engine.request import GenerationRequest, RequestOutput, request_error
+from manylora.errors import ConfigError, ManyloraError
 
 
 class Wakeup:
@@ -54,7 +54,7 @@ class Wakeup:
                 pass
 
 
-logger = logging.getLogger("weft.engine")
+logger = logging.getLogger("manylora.engine")
 
 IDLE_POLL_MS = 1000
 """While nothing lives the engine wakes this often, to tidy up after loads that nobody waits for."""
@@ -134,7 +134,7 @@ class EngineLoop:
                 message = messages.decode_to_engine(self.socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 break
-            except (msgspec.DecodeError, WeftError):
+            except (msgspec.DecodeError, ManyloraError):
                 logger.exception("a message could not be read and was passed over")
                 continue
             refusal = self._act(message)
@@ -176,7 +176,7 @@ class EngineLoop:
     def _submit(self, request: GenerationRequest) -> RequestOutput | None:
         try:
             self.core.submit(request)
-        except WeftError as error:
+        except ManyloraError as error:
             return RequestOutput(request_id=request.request_id, finish_reason="error", error=request_error(error))
         return None
 
@@ -216,7 +216,7 @@ def main() -> int:
 def _serve(launch: messages.Launch, socket: zmq.Socket[bytes], wakeup: Wakeup, parent_gone: threading.Event) -> int:
     try:
         parts = build_engine(launch.config, notify=wakeup.wake)
-    except WeftError as error:
+    except ManyloraError as error:
         failed = messages.StartFailed(error.message, error.code, isinstance(error, ConfigError), error.param)
         socket.send(messages.encode(failed))
         return 2

@@ -13,11 +13,11 @@ from dataclasses import replace
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from weft.engine.request import GenerationRequest, RequestOutput, TokenLogprobs
-from weft.engine.sampling_params import BeamParams, SamplingParams
-from weft.engine.scheduling.request_limits import ModelLimits
-from weft.engine.scheduling.request_state import Beam, RequestState
-from weft.errors import InvalidRequestError
+from manylora.engine.request import GenerationRequest, RequestOutput, TokenLogprobs
+from manylora.engine.sampling_params import BeamParams, SamplingParams
+from manylora.engine.scheduling.request_limits import ModelLimits
+from manylora.engine.scheduling.request_state import Beam, RequestState
+from manylora.errors import InvalidRequestError
 
 MAX_FORKS = 1 << 24
 """Beams of one search, all in all: they arrive as fractions of what arrives between two requests."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from operator import itemgetter
 
-from weft.engine.scheduling.plan import PlanBuilder, StepPlan
-from weft.engine.scheduling.preemption import Preemption
-from weft.engine.scheduling.request_state import RequestState
-from weft.engine.scheduling.request_table import RequestTable
-from weft.engine.scheduling.step_budget import MIN_TOKENS, StepBudget
+from manylora.engine.scheduling.plan import PlanBuilder, StepPlan
+from manylora.engine.scheduling.preemption import Preemption
+from manylora.engine.scheduling.request_state import RequestState
+from manylora.engine.scheduling.request_table import RequestTable
+from manylora.engine.scheduling.step_budget import MIN_TOKENS, StepBudget
 
 
 class Chunks:

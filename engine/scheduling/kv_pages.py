@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Literal
 
-from weft.engine.model.rope_spec import RopeSpec
-from weft.engine.request import GenerationRequest
-from weft.engine.scheduling.plan import PageCopy, PageMove, PlanBuilder
-from weft.engine.scheduling.request_limits import kv_tokens
-from weft.engine.scheduling.request_state import RequestPages, RequestState, SwappedBlocks
-from weft.errors import EngineError, NeverFitsError, PageAccountingError
-from weft.memory.block_table import BlockTable
-from weft.memory.eviction import Evictor, PageCosts
-from weft.memory.geometry import PageGeometry
-from weft.memory.host_slab import SwapSpace
-from weft.memory.pool import NO_OWNER, PagePool
-from weft.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain, chain_seed
+from manylora.engine.model.rope_spec import RopeSpec
+from manylora.engine.request import GenerationRequest
+from manylora.engine.scheduling.plan import PageCopy, PageMove, PlanBuilder
+from manylora.engine.scheduling.request_limits import kv_tokens
+from manylora.engine.scheduling.request_state import RequestPages, RequestState, SwappedBlocks
+from manylora.errors import EngineError, NeverFitsError, PageAccountingError
+from manylora.memory.block_table import BlockTable
+from manylora.memory.eviction import Evictor, PageCosts
+from manylora.memory.geometry import PageGeometry
+from manylora.memory.host_slab import SwapSpace
+from manylora.memory.pool import NO_OWNER, PagePool
+from manylora.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain, chain_seed
 
 PrefixSeed = Callable[[GenerationRequest], bytes]
 

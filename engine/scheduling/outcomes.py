@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from weft.engine.request import NON_FINITE, FinishReason, RequestError, RequestOutput, TokenLogprobs
-from weft.engine.scheduling.beam import BeamSearch
-from weft.engine.scheduling.plan import Chunk, ChunkResult
-from weft.engine.scheduling.request_limits import ModelLimits
-from weft.engine.scheduling.request_state import Beam, RequestState
-from weft.engine.scheduling.request_table import RequestTable
+from manylora.engine.request import NON_FINITE, FinishReason, RequestError, RequestOutput, TokenLogprobs
+from manylora.engine.scheduling.beam import BeamSearch
+from manylora.engine.scheduling.plan import Chunk, ChunkResult
+from manylora.engine.scheduling.request_limits import ModelLimits
+from manylora.engine.scheduling.request_state import Beam, RequestState
+from manylora.engine.scheduling.request_table import RequestTable
 
 
 class Outcomes:

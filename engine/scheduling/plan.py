@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from weft.adapters.residency.slots import SlotLease
-from weft.engine.request import RequestError, TokenLogprobs
-from weft.engine.sampling_params import SamplingParams
+from manylora.adapters.residency.slots import SlotLease
+from manylora.engine.request import RequestError, TokenLogprobs
+from manylora.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from weft.engine.scheduling.request_state import RequestState
+    from manylora.engine.scheduling.request_state import RequestState
 
 
 @dataclass(slots=True, kw_only=True)  # frozen ones take three times as long to make, and a step makes one a row

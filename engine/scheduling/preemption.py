@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from weft.engine.scheduling.plan import PlanBuilder
-from weft.engine.scheduling.request_state import RequestState
-from weft.engine.scheduling.request_table import MAX_BYPASSES, RequestTable
+from manylora.engine.scheduling.plan import PlanBuilder
+from manylora.engine.scheduling.request_state import RequestState
+from manylora.engine.scheduling.request_table import MAX_BYPASSES, RequestTable
 
 PAUSED_DIVISOR = 2
 """Paused requests keep one in so many pages of the pool at most; the next one to lose its row loses its pages too."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from weft.engine.request import GenerationRequest
-from weft.errors import ContextLengthError, InvalidRequestError
+from manylora.engine.request import GenerationRequest
+from manylora.errors import ContextLengthError, InvalidRequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,17 +6,17 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from weft.adapters.residency.slots import SlotLease
-from weft.engine.request import AdapterState, GenerationRequest, RequestOutput, TokenLogprobs
-from weft.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
-from weft.engine.scheduling.request_limits import kv_tokens
-from weft.memory.block_table import BlockTable
-from weft.memory.geometry import PageGeometry
-from weft.memory.prefix_cache import PrefixBlock, TokenChain
+from manylora.adapters.residency.slots import SlotLease
+from manylora.engine.request import AdapterState, GenerationRequest, RequestOutput, TokenLogprobs
+from manylora.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
+from manylora.engine.scheduling.request_limits import kv_tokens
+from manylora.memory.block_table import BlockTable
+from manylora.memory.geometry import PageGeometry
+from manylora.memory.prefix_cache import PrefixBlock, TokenChain
 
 if TYPE_CHECKING:
-    from weft.engine.fairness.shares import Flow
-    from weft.engine.grammar.matcher import Matcher
+    from manylora.engine.fairness.shares import Flow
+    from manylora.engine.grammar.matcher import Matcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

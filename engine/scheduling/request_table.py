@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 
-from weft.adapters.residency.residency import Residency
-from weft.engine.fairness.fair_order import FairOrder
-from weft.engine.fairness.tenant_service import TenantService
-from weft.engine.scheduling.kv_pages import PREEMPTIONS, KvPages
-from weft.engine.scheduling.request_state import RequestState
-from weft.errors import EngineError
+from manylora.adapters.residency.residency import Residency
+from manylora.engine.fairness.fair_order import FairOrder
+from manylora.engine.fairness.tenant_service import TenantService
+from manylora.engine.scheduling.kv_pages import PREEMPTIONS, KvPages
+from manylora.engine.scheduling.request_state import RequestState
+from manylora.errors import EngineError
 
 MAX_BYPASSES = 16
 """Steps in which others may be admitted past a request that lacks pages."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from weft.engine.request import FinishReason, RequestError, request_error
-from weft.engine.scheduling.kv_pages import PrefixHit
-from weft.engine.scheduling.plan import PlanBuilder
-from weft.engine.scheduling.preemption import Preemption
-from weft.engine.scheduling.request_state import RequestState, WaitingReason
-from weft.engine.scheduling.request_table import MAX_BYPASSES, RequestTable
-from weft.errors import CapacityError, NeverFitsError
+from manylora.engine.request import FinishReason, RequestError, request_error
+from manylora.engine.scheduling.kv_pages import PrefixHit
+from manylora.engine.scheduling.plan import PlanBuilder
+from manylora.engine.scheduling.preemption import Preemption
+from manylora.engine.scheduling.request_state import RequestState, WaitingReason
+from manylora.engine.scheduling.request_table import MAX_BYPASSES, RequestTable
+from manylora.errors import CapacityError, NeverFitsError
 
 LOOK_AHEAD = 64
 """Requests without a row looked at in a step that has room, besides one for each row that is free."""

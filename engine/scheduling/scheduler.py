@@ -1,8 +1,8 @@
 """Decides what each step computes. Knows pages, digests and tokens; no tensors, no names, no transport.
 
 A step has at most `max_running` rows, one per request; more requests may have pages. One with pages and without a row
-is paused. The fair order (`weft.engine.fairness.fair_order`) chooses who gets the rows. docs/scheduling.md says what a
-step is, what always holds, and why every request moves on.
+is paused. The fair order (`manylora.engine.fairness.fair_order`) chooses who gets the rows. docs/scheduling.md says
+what a step is, what always holds, and why every request moves on.
 
 `request_table` says where each request is, `rows` gives out the rows and acts when nothing can be computed, `chunks`
 says what each row computes, `preemption` takes pages from others, and `outcomes` takes in what steps yield.
@@ -18,14 +18,14 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import TYPE_CHECKING
 
-from weft.adapters.residency.residency import Residency
-from weft.config import SchedulerConfig
-from weft.engine.fairness.fair_order import QUANTUM_TOKENS, FairOrder
-from weft.engine.fairness.inner_order import inner_order
-from weft.engine.fairness.lengths import Lengths
-from weft.engine.fairness.prices import Prices
-from weft.engine.fairness.tenant_service import TenantService
-from weft.engine.request import (
+from manylora.adapters.residency.residency import Residency
+from manylora.config import SchedulerConfig
+from manylora.engine.fairness.fair_order import QUANTUM_TOKENS, FairOrder
+from manylora.engine.fairness.inner_order import inner_order
+from manylora.engine.fairness.lengths import Lengths
+from manylora.engine.fairness.prices import Prices
+from manylora.engine.fairness.tenant_service import TenantService
+from manylora.engine.request import (
     EXPIRED,
     INTERNAL,
     FinishReason,
@@ -33,24 +33,24 @@ from weft.engine.request import (
     RequestError,
     request_error,
 )
-from weft.engine.scheduling.beam import BeamSearch
-from weft.engine.scheduling.chunks import Chunks
-from weft.engine.scheduling.kv_pages import KvPages
-from weft.engine.scheduling.outcomes import Outcomes
-from weft.engine.scheduling.plan import Chunk, ChunkResult, PlanBuilder, StepPlan
-from weft.engine.scheduling.preemption import Preemption
-from weft.engine.scheduling.request_limits import ModelLimits, check_limits
-from weft.engine.scheduling.request_state import RequestPages, RequestState
-from weft.engine.scheduling.request_table import Deadlines, RequestTable
-from weft.engine.scheduling.rows import Rows
-from weft.engine.scheduling.step_budget import StepBudget
-from weft.engine.status import EngineLoad, PauseMode, TenantLoad
-from weft.errors import EngineError, InvalidRequestError, QueueFullError, WeftError
-from weft.memory.block_table import BlockTable
+from manylora.engine.scheduling.beam import BeamSearch
+from manylora.engine.scheduling.chunks import Chunks
+from manylora.engine.scheduling.kv_pages import KvPages
+from manylora.engine.scheduling.outcomes import Outcomes
+from manylora.engine.scheduling.plan import Chunk, ChunkResult, PlanBuilder, StepPlan
+from manylora.engine.scheduling.preemption import Preemption
+from manylora.engine.scheduling.request_limits import ModelLimits, check_limits
+from manylora.engine.scheduling.request_state import RequestPages, RequestState
+from manylora.engine.scheduling.request_table import Deadlines, RequestTable
+from manylora.engine.scheduling.rows import Rows
+from manylora.engine.scheduling.step_budget import StepBudget
+from manylora.engine.status import EngineLoad, PauseMode, TenantLoad
+from manylora.errors import EngineError, InvalidRequestError, ManyloraError, QueueFullError
+from manylora.memory.block_table import BlockTable
 
 if TYPE_CHECKING:
-    from weft.engine.grammar.compiler import Grammars
-    from weft.engine.grammar.matcher import Matcher
+    from manylora.engine.grammar.compiler import Grammars
+    from manylora.engine.grammar.matcher import Matcher
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +269,7 @@ class Scheduler:
         self.table.kv.pool.complete(step)
         self.table.kv.note_complete()
 
-    def fail_adapter(self, digest: str, error: WeftError) -> None:
+    def fail_adapter(self, digest: str, error: ManyloraError) -> None:
         """End the requests that wait for an adapter that cannot be loaded."""
         for state in [state for state in self.table.waiting if state.digest == digest]:
             self.finish(state.request_id, "error", request_error(error))

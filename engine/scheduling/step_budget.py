@@ -5,7 +5,7 @@ part of a step with interactive requests longer by at most `scheduler.batch_stre
 its own steps are kept as short, and the next interactive request does not wait long. With a target, all steps keep it.
 
 How long a step will take is predicted with a line, `seconds = overhead + unit_s * units`, which is fitted to the last
-steps. Units are those of `weft.engine.fairness.tenant_service`; one is the time of a prompt token, so the slope is
+steps. Units are those of `manylora.engine.fairness.tenant_service`; one is the time of a prompt token, so the slope is
 known from the start.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from weft.config import SchedulerConfig
+from manylora.config import SchedulerConfig
 
 MIN_TOKENS = 16
 """However slow steps are, prompts of interactive requests go on."""

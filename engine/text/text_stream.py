@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from weft.engine.request import FinishReason, RequestOutput, TokenLogprobs
-from weft.engine.sampling_params import SamplingParams
-from weft.engine.text.tokenizer import Tokenizer
+from manylora.engine.request import FinishReason, RequestOutput, TokenLogprobs
+from manylora.engine.sampling_params import SamplingParams
+from manylora.engine.text.tokenizer import Tokenizer
 
 CONTEXT_TOKENS = 6
 """Tokens of the prompt that stand before the first token: decoders treat the start of a text differently."""

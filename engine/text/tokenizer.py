@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from weft.errors import ConfigError, InvalidRequestError
+from manylora.errors import ConfigError, InvalidRequestError
 
 
 class Tokenizer:
@@ -116,7 +116,7 @@ class Tokenizer:
 
         Raises:
             InvalidRequestError: The model has no chat template, or its template refuses these messages; or a variable
-                has a name that Weft or transformers sets.
+                has a name that Manylora or transformers sets.
         """
         from jinja2 import TemplateError
 

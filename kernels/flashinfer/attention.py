@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.kv_layer import KvLayer
+from manylora.kernels.attention_batch import AttentionBatch
+from manylora.kernels.kv_layer import KvLayer
 
 WORKSPACE_BYTES = 128 << 20
 """What FlashInfer recommends. All plans share it: the launches of a stream run one after another."""
@@ -57,7 +57,7 @@ class FlashInferAttention:
     def paged_attention(self, q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float) -> Tensor:
         """Causal attention of a step's query rows over keys and values in pages.
 
-        Semantics and arguments: `weft.kernels.plain.attention.paged_attention`.
+        Semantics and arguments: `manylora.kernels.plain.attention.paged_attention`.
 
         Raises:
             ValueError: A shape, dtype, device or stride does not fit.

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from weft.config import environment
-from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.flashinfer.attention import FlashInferAttention, refusal
-from weft.kernels.kv_layer import KvLayer
+from manylora.config import environment
+from manylora.kernels.attention_batch import AttentionBatch
+from manylora.kernels.flashinfer.attention import FlashInferAttention, refusal
+from manylora.kernels.kv_layer import KvLayer
 
 if TYPE_CHECKING:
-    from weft.kernels.dispatch import AttentionNeeds
+    from manylora.kernels.dispatch import AttentionNeeds
 
 OLDEST_DEVICE = (8, 0)
 TOOLKIT = "/usr/local/cuda"
@@ -44,7 +44,7 @@ def open_flashinfer(
     if reason := refusal(dtype, needs.head_dim, is_int8=needs.is_kv_int8):
         return reason
     if importlib.util.find_spec("flashinfer") is None:
-        return "it is not installed; pip install 'weft[cuda]'"
+        return "it is not installed; pip install 'manylora[cuda]'"
     if (capability := torch.cuda.get_device_capability(device)) < OLDEST_DEVICE:
         own = ".".join(map(str, capability))
         return f"it needs a GPU of compute capability 8.0 or more, this one has {own}"

@@ -10,7 +10,7 @@
 
 #include "rows.h"
 
-namespace weft {
+namespace manylora {
 namespace {
 
 constexpr int64_t BLOCK = PANEL;  // keys of a block
@@ -334,21 +334,21 @@ void place(const Projection<T>& x, const Pages& pages) {
 }
 
 }  // namespace
-}  // namespace weft
+}  // namespace manylora
 
 // Without `rows`, what `place` does is left out: q may have any strides then.
-#define WEFT_ATTEND(DTYPE, T)                                                                                          \
+#define MANYLORA_ATTEND(DTYPE, T)                                                                                          \
     extern "C" bool attend_##DTYPE(                                                                                    \
         T* q, int64_t q_row, int64_t q_head, int64_t rows, const T* q_norm, const T* k_norm, float eps,                \
-        const float* cos, const float* sin, const int64_t* slots, const weft::Pages* pages,                            \
-        const int32_t* block_table, int64_t max_blocks, const weft::Task* tasks, int64_t num_tasks, int64_t heads,     \
+        const float* cos, const float* sin, const int64_t* slots, const manylora::Pages* pages,                            \
+        const int32_t* block_table, int64_t max_blocks, const manylora::Task* tasks, int64_t num_tasks, int64_t heads,     \
         int64_t group, int64_t head_dim, float scale, int64_t window, T* out) {                                        \
-        const weft::Heads<T> queries{q, q_row, q_head, heads * group, head_dim};                                       \
-        const weft::Heads<T> keys{queries.at(0, heads * group), q_row, q_head, heads, head_dim};                       \
-        const weft::Heads<T> values{keys.at(0, heads), q_row, q_head, heads, head_dim};                                \
-        weft::place<T>({queries, keys, values, q_norm, k_norm, eps, cos, sin, slots, rows}, *pages);                   \
-        return weft::attention<T>({queries, *pages, block_table, max_blocks, tasks, num_tasks, heads, group, head_dim, \
+        const manylora::Heads<T> queries{q, q_row, q_head, heads * group, head_dim};                                       \
+        const manylora::Heads<T> keys{queries.at(0, heads * group), q_row, q_head, heads, head_dim};                       \
+        const manylora::Heads<T> values{keys.at(0, heads), q_row, q_head, heads, head_dim};                                \
+        manylora::place<T>({queries, keys, values, q_norm, k_norm, eps, cos, sin, slots, rows}, *pages);                   \
+        return manylora::attention<T>({queries, *pages, block_table, max_blocks, tasks, num_tasks, heads, group, head_dim, \
                                    scale, window, out});                                                               \
     }
-WEFT_ATTEND(float32, float)
-WEFT_ATTEND(bfloat16, weft::Bfloat16)
+MANYLORA_ATTEND(float32, float)
+MANYLORA_ATTEND(bfloat16, manylora::Bfloat16)

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.kernels.attend import HeadNorms, Rotation, check_norms, split_heads
-from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.checks import expect
-from weft.kernels.kv_layer import KvLayer
-from weft.kernels.native.library import native_function
-from weft.kernels.plain.attention import check_operands
-from weft.kernels.plain.rows import check_kv_write, check_rope
+from manylora.kernels.attend import HeadNorms, Rotation, check_norms, split_heads
+from manylora.kernels.attention_batch import AttentionBatch
+from manylora.kernels.checks import expect
+from manylora.kernels.kv_layer import KvLayer
+from manylora.kernels.native.library import native_function
+from manylora.kernels.plain.attention import check_operands
+from manylora.kernels.plain.rows import check_kv_write, check_rope
 
 TASK_ROWS = 128
 """Query rows, over the heads of a KV group, that are computed together."""
@@ -25,8 +25,8 @@ ARGUMENTS = "iiiiiifiiiiiiiiiiifii"
 def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float) -> Tensor:
     """Causal attention of a step's query rows over keys and values in pages.
 
-    Semantics and arguments: `weft.kernels.plain.attention.paged_attention`. While values are finite, a row's result is
-    bitwise the same whatever else is in the batch and however its prompt was cut.
+    Semantics and arguments: `manylora.kernels.plain.attention.paged_attention`. While values are finite, a row's result
+    is bitwise the same whatever else is in the batch and however its prompt was cut.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.
@@ -57,7 +57,7 @@ def attend(
 ) -> Tensor:
     """All of a layer between its fused projection and its output projection.
 
-    Semantics and arguments: `weft.kernels.attend.attend`. The result is overwritten by the next call with the
+    Semantics and arguments: `manylora.kernels.attend.attend`. The result is overwritten by the next call with the
     same batch.
 
     Raises:

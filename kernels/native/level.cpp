@@ -2,7 +2,7 @@
 #include "tiles.h"
 
 extern "C" const char* level() {
-#if defined(WEFT_TILES)
+#if defined(MANYLORA_TILES)
     return "x86-64-v4-amx";
 #elif defined(__AVX512BF16__)
     return "x86-64-v4-bf16";

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from weft.config import environment
-from weft.kernels.native.levels import TILES, level_for, usable_features
-from weft.user_cache import cache_folder, is_private
+from manylora.config import environment
+from manylora.kernels.native.levels import TILES, level_for, usable_features
+from manylora.user_cache import cache_folder, is_private
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ COMPILERS = ("c++", "g++", "clang++")
 NATIVE_FLAG = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno", "-fPIC")
 FLAGS = (*COMMON_FLAGS, NATIVE_FLAG)
-WITHOUT_TILES = "-DWEFT_NO_TILES"
+WITHOUT_TILES = "-DMANYLORA_NO_TILES"
 COMPILE_TIMEOUT_S = 300
 OTHER_FOLDER = "set XDG_CACHE_HOME to another folder"
 NATIVE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -74,7 +74,7 @@ def find_library() -> ctypes.CDLL:
     try:
         return _load(prebuilt)
     except OSError as error:
-        raise NativeUnavailableError(f"{prebuilt} cannot be loaded: {error}; install Weft again") from error
+        raise NativeUnavailableError(f"{prebuilt} cannot be loaded: {error}; install Manylora again") from error
 
 
 def load_library(flags: tuple[str, ...], folder: Path | None = None) -> ctypes.CDLL:
@@ -167,7 +167,7 @@ def _share_openmp() -> None:
 
 
 def _target(compiler: list[str], flags: tuple[str, ...], folder: Path | None) -> Path:
-    return (folder or _cache_folder()) / f"weft-{_key(compiler, flags)}.so"
+    return (folder or _cache_folder()) / f"manylora-{_key(compiler, flags)}.so"
 
 
 def compiler_command() -> list[str]:

@@ -5,10 +5,10 @@
 
 #include "tiles.h"
 
-namespace weft {
+namespace manylora {
 
 // Whether rows of T are multiplied on tiles.
-#ifdef WEFT_TILES
+#ifdef MANYLORA_TILES
 template <class T>
 constexpr bool HAS_TILES = std::is_same_v<T, Bfloat16> || std::is_same_v<T, int8_t>;
 #else
@@ -35,7 +35,7 @@ static_assert(PANEL % (VECTORS * LANES) == 0);
 
 // Calls body(row, R) for blocks of R rows, R an integral constant.
 template <class Body>
-WEFT_INLINE void for_blocks(int64_t rows, Body body) {
+MANYLORA_INLINE void for_blocks(int64_t rows, Body body) {
     int64_t row = 0;
     // Products of two rows are too few to fill the time that one takes: 8 rows are twice 4 rather than 6 and 2.
     for (; rows - row >= ROWS && !(ROWS == 6 && rows - row == 8); row += ROWS) body(row, std::integral_constant<int, ROWS>{});
@@ -50,7 +50,7 @@ WEFT_INLINE void for_blocks(int64_t rows, Body body) {
 
 // Some columns of a @ panel for R rows; `finish(row, column, values)` takes the result, 16 columns at a time.
 template <class T, int R, int VECTORS, class Finish>
-WEFT_INLINE void multiply_block(const typename Packed<T>::Stored* a, int64_t a_stride, int64_t units,
+MANYLORA_INLINE void multiply_block(const typename Packed<T>::Stored* a, int64_t a_stride, int64_t units,
                                 const uint32_t* panel, Finish finish) {
     using P = Packed<T>;
     Floats sums[R][VECTORS] = {};
@@ -67,7 +67,7 @@ WEFT_INLINE void multiply_block(const typename Packed<T>::Stored* a, int64_t a_s
     }
 }
 
-#ifdef WEFT_TILES
+#ifdef MANYLORA_TILES
 // multiply_panel on tiles.
 template <class Finish>
 inline void multiply_panel_tiles(int64_t rows, const Bfloat16* a, int64_t a_stride, int64_t units,
@@ -96,7 +96,7 @@ inline void multiply_panel_tiles(int64_t rows, const Bfloat16* a, int64_t a_stri
 template <class T, class Finish>
 inline void multiply_panel(int64_t rows, const typename Packed<T>::Stored* a, int64_t a_stride, int64_t units,
                            const uint32_t* panel, int64_t columns, Finish finish) {
-#ifdef WEFT_TILES
+#ifdef MANYLORA_TILES
     if constexpr (HAS_TILES<T>) return multiply_panel_tiles(rows, a, a_stride, units, panel, columns, finish);
 #endif
     for (int64_t column = 0; column < PANEL && column < columns; column += VECTORS * LANES) {
@@ -116,7 +116,7 @@ constexpr int GROUP_ROWS = 8;  // rank rows of a row group
 
 // Lane r * 8 + g is x row r times weight row g, for R rows of x, 1 or 2, and the 8 rows of a row group.
 template <class T, int R>
-WEFT_INLINE Floats multiply_group(const T* x, int64_t x_stride, const T* weights, int64_t pitch, int64_t features) {
+MANYLORA_INLINE Floats multiply_group(const T* x, int64_t x_stride, const T* weights, int64_t pitch, int64_t features) {
     using P = Packed<T>;
     constexpr int STEP = P::PER_UNIT * LANES;
     Floats sums[R * GROUP_ROWS] = {};
@@ -133,4 +133,4 @@ WEFT_INLINE Floats multiply_group(const T* x, int64_t x_stride, const T* weights
     return sums_of<R * GROUP_ROWS>(sums);
 }
 
-}  // namespace weft
+}  // namespace manylora

@@ -13,7 +13,7 @@
 #include <immintrin.h>
 #endif
 
-namespace weft {
+namespace manylora {
 namespace {
 
 constexpr int64_t UNIT = 4;          // codes of a row that one multiply-add takes
@@ -28,7 +28,7 @@ constexpr float SMALLEST = 1e-30f;   // magnitude of a row that is not taken for
 typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
 
 // Lane i: sums + the products of the 4 unsigned bytes of `weights` with the 4 signed ones of `x`, from -127 to 127.
-WEFT_INLINE Ints multiply_bytes(Ints sums, Words weights, Words x) {
+MANYLORA_INLINE Ints multiply_bytes(Ints sums, Words weights, Words x) {
 #ifdef __AVX512VNNI__
     return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)x);
 #else
@@ -54,10 +54,10 @@ WEFT_INLINE Ints multiply_bytes(Ints sums, Words weights, Words x) {
 
 constexpr int64_t padded(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
-WEFT_INLINE Floats to_floats(Ints values) { return __builtin_convertvector(values, Floats); }
+MANYLORA_INLINE Floats to_floats(Ints values) { return __builtin_convertvector(values, Floats); }
 
 // Stores 16 values, rounded to the nearest integer, half to even.
-WEFT_INLINE void store_codes(int8_t* to, Floats values) {
+MANYLORA_INLINE void store_codes(int8_t* to, Floats values) {
 #ifdef __AVX512F__
     const __m128i codes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)values));
     std::memcpy(to, &codes, sizeof(codes));
@@ -109,7 +109,7 @@ struct Ahead {
     const uint8_t* from;
     int64_t lines;
 
-    WEFT_INLINE void fetch(int64_t step) const {
+    MANYLORA_INLINE void fetch(int64_t step) const {
         for (int64_t line = 0; line < lines; line++) __builtin_prefetch(from + (step * lines + line) * LINE, 0, 2);
     }
 };
@@ -124,7 +124,7 @@ struct EightBits {
 
     // `finish(row, vector, sums)` takes the products of R rows with V vectors of columns, without scales of the rows.
     template <int R, class Finish>
-    static WEFT_INLINE void multiply(const Activations& x, const uint8_t* panel, int64_t features, int64_t first,
+    static MANYLORA_INLINE void multiply(const Activations& x, const uint8_t* panel, int64_t features, int64_t first,
                                      const float* scales, Ahead ahead, Finish finish) {
         Ints sums[R][V];
         for (int r = 0; r < R; r++) {
@@ -145,7 +145,7 @@ struct EightBits {
         }
     }
 
-#ifdef WEFT_TILES
+#ifdef MANYLORA_TILES
     // The same on tiles, for up to 16 rows and a whole panel: with exact sums a row may be computed here or there. It
     // reads 16 rows of codes.
     template <class Finish>
@@ -175,7 +175,7 @@ struct FourBits {
     static int64_t panel_bytes(int64_t features) { return groups(features) * STEP_BYTES; }
 
     template <int R, class Finish>
-    static WEFT_INLINE void multiply(const Activations& x, const uint8_t* panel, int64_t features, int64_t first,
+    static MANYLORA_INLINE void multiply(const Activations& x, const uint8_t* panel, int64_t features, int64_t first,
                                      const float* /*scales*/, Ahead ahead, Finish finish) {
         Floats totals[R][V] = {};
         for (int64_t k = 0, group = 0; k < features; k += GROUP, group++, panel += STEP_BYTES) {
@@ -260,7 +260,7 @@ void linear(const T* x, int64_t x_stride, int64_t inputs, int64_t features, cons
             };
             int64_t start = task % chunks * CHUNK_ROWS;
             const int64_t end = std::min(rows, start + CHUNK_ROWS);
-#ifdef WEFT_TILES
+#ifdef MANYLORA_TILES
             if constexpr (HAS_TILES<typename W::Codes>) {
                 while (end - start >= MIN_TILE_ROWS) {
                     const int64_t count = std::min<int64_t>(TILE, end - start);
@@ -295,16 +295,16 @@ void linear(const T* x, int64_t x_stride, int64_t inputs, int64_t features, cons
 }
 
 }  // namespace
-}  // namespace weft
+}  // namespace manylora
 
-#define WEFT_LINEAR(NAME, W, FINE, T, Y)                                                                               \
+#define MANYLORA_LINEAR(NAME, W, FINE, T, Y)                                                                               \
     extern "C" void NAME(const T* x, int64_t x_stride, int64_t rows, int64_t features, const uint8_t* panels,          \
                          const float* scales, const float* bias, int64_t columns, Y* y, int8_t* codes) {               \
-        weft::linear<weft::W, FINE>(x, x_stride, rows, features, panels, scales, bias, columns, y, codes);             \
+        manylora::linear<manylora::W, FINE>(x, x_stride, rows, features, panels, scales, bias, columns, y, codes);             \
     }
-WEFT_LINEAR(linear_int8_float32, EightBits, false, float, float)
-WEFT_LINEAR(linear_int8_bfloat16, EightBits, false, weft::Bfloat16, weft::Bfloat16)
-WEFT_LINEAR(linear_int4_float32, FourBits, false, float, float)
-WEFT_LINEAR(linear_int4_bfloat16, FourBits, false, weft::Bfloat16, weft::Bfloat16)
-WEFT_LINEAR(head_int8_float32, EightBits, true, float, float)
-WEFT_LINEAR(head_int8_bfloat16, EightBits, true, weft::Bfloat16, float)
+MANYLORA_LINEAR(linear_int8_float32, EightBits, false, float, float)
+MANYLORA_LINEAR(linear_int8_bfloat16, EightBits, false, manylora::Bfloat16, manylora::Bfloat16)
+MANYLORA_LINEAR(linear_int4_float32, FourBits, false, float, float)
+MANYLORA_LINEAR(linear_int4_bfloat16, FourBits, false, manylora::Bfloat16, manylora::Bfloat16)
+MANYLORA_LINEAR(head_int8_float32, EightBits, true, float, float)
+MANYLORA_LINEAR(head_int8_bfloat16, EightBits, true, manylora::Bfloat16, float)

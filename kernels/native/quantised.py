@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from weft.kernels.checks import expect, expect_that
-from weft.kernels.native.library import NATIVE_DTYPES, native_function
-from weft.kernels.quantised import Int4Weight, Int8Weight, QuantisedWeight, check_layer
-from weft.kernels.weight_format import GROUP, INT4_PANEL, INT8_INPUTS, INT8_PANEL, UNIT
+from manylora.kernels.checks import expect, expect_that
+from manylora.kernels.native.library import NATIVE_DTYPES, native_function
+from manylora.kernels.quantised import Int4Weight, Int8Weight, QuantisedWeight, check_layer
+from manylora.kernels.weight_format import GROUP, INT4_PANEL, INT8_INPUTS, INT8_PANEL, UNIT
 
 
 class QuantisedLinear:
-    """See `weft.kernels.plain.quantised.quantised_linear`. Keeps a copy of the weight in panels."""
+    """See `manylora.kernels.plain.quantised.quantised_linear`. Keeps a copy of the weight in panels."""
 
     __slots__ = ("_bias", "_name", "_panels", "_row_bytes", "_scales", "in_features", "out_features")
     parts = 1
@@ -55,7 +55,7 @@ class QuantisedLinear:
 
 
 class QuantisedHead(QuantisedLinear):
-    """See `weft.kernels.plain.quantised.quantised_head`."""
+    """See `manylora.kernels.plain.quantised.quantised_head`."""
 
     __slots__ = ()
     parts = 2

@@ -1,7 +1,7 @@
 // Operations that pass over rows once: norms, and the gate of the feed-forward.
 #include "rows.h"
 
-namespace weft {
+namespace manylora {
 namespace {
 
 // x [rows, heads, size], any strides of rows and heads; out contiguous.
@@ -44,19 +44,19 @@ void silu_and_mul(const T* gate_up, int64_t rows, int64_t size, T* out) {
 }
 
 }  // namespace
-}  // namespace weft
+}  // namespace manylora
 
-#define WEFT_ROWS(DTYPE, T)                                                                                            \
+#define MANYLORA_ROWS(DTYPE, T)                                                                                            \
     extern "C" void rms_norm_##DTYPE(const T* x, int64_t rows, int64_t row_stride, int64_t heads, int64_t head_stride, \
                                      int64_t size, const T* weight, float eps, T* out) {                               \
-        weft::rms_norm(x, rows, row_stride, heads, head_stride, size, weight, eps, out);                               \
+        manylora::rms_norm(x, rows, row_stride, heads, head_stride, size, weight, eps, out);                               \
     }                                                                                                                  \
     extern "C" void add_rms_norm_##DTYPE(const T* x, const T* residual, const T* weight, float eps, int64_t rows,      \
                                          int64_t size, T* out, T* new_residual) {                                      \
-        weft::add_rms_norm(x, residual, weight, eps, rows, size, out, new_residual);                                   \
+        manylora::add_rms_norm(x, residual, weight, eps, rows, size, out, new_residual);                                   \
     }                                                                                                                  \
     extern "C" void silu_and_mul_##DTYPE(const T* gate_up, int64_t rows, int64_t size, T* out) {                       \
-        weft::silu_and_mul(gate_up, rows, size, out);                                                                  \
+        manylora::silu_and_mul(gate_up, rows, size, out);                                                                  \
     }
-WEFT_ROWS(float32, float)
-WEFT_ROWS(bfloat16, weft::Bfloat16)
+MANYLORA_ROWS(float32, float)
+MANYLORA_ROWS(bfloat16, manylora::Bfloat16)

@@ -5,7 +5,7 @@
 
 #include "multiply.h"
 
-namespace weft {
+namespace manylora {
 
 // Heads of the rows of a projection, [rows, count, size], any strides of rows and heads.
 template <class T>
@@ -75,7 +75,7 @@ void rotate(const Heads<T>& x, int64_t row, const float* cos, const float* sin) 
     }
 }
 
-// A vector in 8 bits, as `weft.kernels.kv_scales.quantise` defines it; returns the scale.
+// A vector in 8 bits, as `manylora.kernels.kv_scales.quantise` defines it; returns the scale.
 template <class T>
 float quantise(const T* x, int64_t size, int8_t* out) {
     Floats most = {}, unsound = {};
@@ -114,4 +114,4 @@ void store_token(const Heads<T>& k, const Heads<T>& v, int64_t row, const Pages&
     }
 }
 
-}  // namespace weft
+}  // namespace manylora

@@ -1,16 +1,16 @@
-"""Norms and the gate on the CPU in C++ (`rows.cpp`). Semantics and operands: `weft.kernels.plain.rows`."""
+"""Norms and the gate on the CPU in C++ (`rows.cpp`). Semantics and operands: `manylora.kernels.plain.rows`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from weft.kernels.native.library import native_function
-from weft.kernels.plain.rows import check_add_norm, check_norm, check_silu_and_mul
+from manylora.kernels.native.library import native_function
+from manylora.kernels.plain.rows import check_add_norm, check_norm, check_silu_and_mul
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `weft.kernels.plain.rows.rms_norm`."""
+    """See `manylora.kernels.plain.rows.rms_norm`."""
     check_norm(x, weight)
     rows, heads, size = x.shape if x.dim() == 3 else (x.shape[0], 1, x.shape[1])
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `weft.kernels.plain.rows.fused_add_rms_norm`."""
+    """See `manylora.kernels.plain.rows.fused_add_rms_norm`."""
     check_add_norm(x, residual, weight)
     rows, size = x.shape
     out, new_residual = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
@@ -33,7 +33,7 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """See `weft.kernels.plain.rows.silu_and_mul`."""
+    """See `manylora.kernels.plain.rows.silu_and_mul`."""
     check_silu_and_mul(gate_up)
     rows, width = gate_up.shape
     out = torch.empty((rows, width // 2), dtype=gate_up.dtype)

@@ -3,7 +3,7 @@
 
 #include "multiply.h"
 
-namespace weft {
+namespace manylora {
 namespace {
 
 constexpr int64_t UNIT_BYTES = 256;     // offsets count in this many bytes, rows start at multiples of it
@@ -65,7 +65,7 @@ struct Call {
     int64_t bridge_width() const { return up_to<BRIDGE_UNIT<T>>(sites.groups * GROUP_ROWS); }
 };
 
-#ifdef WEFT_TILES
+#ifdef MANYLORA_TILES
 // bridge = x @ A^T, 16 rank rows of one slice of one tile, from rank row `first`; zero behind the last.
 inline void shrink_tiles(const Call<Bfloat16>& call, int64_t tile, int64_t slice, int64_t first) {
     using P = Packed<Bfloat16>;
@@ -122,7 +122,7 @@ inline void shrink_tiles(const Call<Bfloat16>& call, int64_t tile, int64_t slice
 // bridge = x @ A^T, the rank rows of one task of one slice of one tile, from row group `index`.
 template <class T>
 void shrink(const Call<T>& call, int64_t tile, int64_t slice, int64_t index) {
-#ifdef WEFT_TILES
+#ifdef MANYLORA_TILES
     if constexpr (HAS_TILES<T>) return shrink_tiles(call, tile, slice, index * GROUP_ROWS);
 #endif
     if (index * GROUP_ROWS >= call.rank(tile, slice)) return;
@@ -225,16 +225,16 @@ void sgmv(const Call<T>& call) {
 }
 
 }  // namespace
-}  // namespace weft
+}  // namespace manylora
 
-#define WEFT_SGMV(NAME, T)                                                                                             \
+#define MANYLORA_SGMV(NAME, T)                                                                                             \
     extern "C" void NAME(const T* x, int64_t x_stride, T* y, int64_t y_stride, const char* arena,                      \
                          const int32_t* offsets, const int32_t* ranks, const float* scalings, int64_t layers,          \
                          int64_t modules, int64_t groups, const int32_t* slot, const int32_t* start,                   \
                          const int32_t* length, int64_t capacity, int64_t layer, int64_t module, int64_t slices,       \
-                         int64_t features, const int64_t* widths, weft::Packed<T>::Stored* bridge) {                   \
-        weft::sgmv<T>({x, x_stride, y, y_stride, arena, {offsets, ranks, scalings, layers, modules, groups}, slot,     \
+                         int64_t features, const int64_t* widths, manylora::Packed<T>::Stored* bridge) {                   \
+        manylora::sgmv<T>({x, x_stride, y, y_stride, arena, {offsets, ranks, scalings, layers, modules, groups}, slot,     \
                        start, length, capacity, layer, module, slices, features, widths, bridge});                     \
     }
-WEFT_SGMV(sgmv_float32, float)
-WEFT_SGMV(sgmv_bfloat16, weft::Bfloat16)
+MANYLORA_SGMV(sgmv_float32, float)
+MANYLORA_SGMV(sgmv_bfloat16, manylora::Bfloat16)

@@ -8,9 +8,9 @@ import functools
 import torch
 from torch import Tensor
 
-from weft.kernels.checks import expect_that
-from weft.kernels.native.library import native_function
-from weft.kernels.sgmv import GROUP_ROWS, SgmvOperands, check_operands
+from manylora.kernels.checks import expect_that
+from manylora.kernels.native.library import native_function
+from manylora.kernels.sgmv import GROUP_ROWS, SgmvOperands, check_operands
 
 MAX_RANK = 256
 """What `native/sgmv.cpp` has room for."""
@@ -21,7 +21,7 @@ TILE_ROWS, TILE_RANK = 16, 32
 def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:
     """Add the low-rank products of every tile's adapter to its rows.
 
-    Semantics and arguments: `weft.kernels.plain.sgmv.sgmv`. Deterministic, and a row's result does not depend on
+    Semantics and arguments: `manylora.kernels.plain.sgmv.sgmv`. Deterministic, and a row's result does not depend on
     the other rows.
 
     Raises:

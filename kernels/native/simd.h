@@ -12,15 +12,15 @@
 #include <immintrin.h>
 #endif
 
-namespace weft {
+namespace manylora {
 
 #if defined(__clang__) || __GNUC__ >= 12
-#define WEFT_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define MANYLORA_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define WEFT_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#define MANYLORA_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
 #endif
 // A call would force vectors out of their registers.
-#define WEFT_INLINE inline __attribute__((always_inline))
+#define MANYLORA_INLINE inline __attribute__((always_inline))
 
 constexpr int LANES = 16;
 
@@ -35,18 +35,18 @@ struct Bfloat16 {
     uint16_t bits;
 };
 
-WEFT_INLINE Floats splat(float value) { return Floats{} + value; }
+MANYLORA_INLINE Floats splat(float value) { return Floats{} + value; }
 
 template <class Vector, class Element>
-WEFT_INLINE Vector load_bits(const Element* from) {
+MANYLORA_INLINE Vector load_bits(const Element* from) {
     Vector vector;
     std::memcpy(&vector, from, sizeof(vector));
     return vector;
 }
 
-WEFT_INLINE Floats load(const float* from) { return load_bits<Floats>(from); }
+MANYLORA_INLINE Floats load(const float* from) { return load_bits<Floats>(from); }
 
-WEFT_INLINE Words widen(Halves halves) {
+MANYLORA_INLINE Words widen(Halves halves) {
 #ifdef __AVX512F__
     return (Words)_mm512_cvtepu16_epi32((__m256i)halves);
 #else
@@ -54,9 +54,9 @@ WEFT_INLINE Words widen(Halves halves) {
 #endif
 }
 
-WEFT_INLINE Floats load(const Bfloat16* from) { return (Floats)(widen(load_bits<Halves>(from)) << 16); }
+MANYLORA_INLINE Floats load(const Bfloat16* from) { return (Floats)(widen(load_bits<Halves>(from)) << 16); }
 
-WEFT_INLINE Floats load(const int8_t* from) {
+MANYLORA_INLINE Floats load(const int8_t* from) {
 #ifdef __AVX512F__
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bits<__m128i>(from)));
 #else
@@ -64,9 +64,9 @@ WEFT_INLINE Floats load(const int8_t* from) {
 #endif
 }
 
-WEFT_INLINE void store(float* to, Floats value) { std::memcpy(to, &value, sizeof(value)); }
+MANYLORA_INLINE void store(float* to, Floats value) { std::memcpy(to, &value, sizeof(value)); }
 
-WEFT_INLINE void store(Bfloat16* to, Floats value) {
+MANYLORA_INLINE void store(Bfloat16* to, Floats value) {
 #ifdef __AVX512BF16__
     const __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
     std::memcpy(to, &rounded, sizeof(rounded));
@@ -80,7 +80,7 @@ WEFT_INLINE void store(Bfloat16* to, Floats value) {
 }
 
 // To the nearest integers, of two the even one; values of at most 127.
-WEFT_INLINE void store(int8_t* to, Floats value) {
+MANYLORA_INLINE void store(int8_t* to, Floats value) {
     constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
     const Bytes rounded = __builtin_convertvector((Ints)(value + SHIFT), Bytes);
     std::memcpy(to, &rounded, sizeof(rounded));
@@ -88,21 +88,21 @@ WEFT_INLINE void store(int8_t* to, Floats value) {
 
 // The first `count` elements (less than 16); the others are zero, and nothing past them is read.
 template <class T>
-WEFT_INLINE Floats load_some(const T* from, int64_t count) {
+MANYLORA_INLINE Floats load_some(const T* from, int64_t count) {
     T padded[LANES] = {};
     std::memcpy(padded, from, count * sizeof(T));
     return load(padded);
 }
 
 template <class T>
-WEFT_INLINE void store_some(T* to, Floats value, int64_t count) {
+MANYLORA_INLINE void store_some(T* to, Floats value, int64_t count) {
     T padded[LANES];
     store(padded, value);
     std::memcpy(to, padded, count * sizeof(T));
 }
 
 // The first `count` of 64; the others are zero, and nothing past them is read.
-WEFT_INLINE Words load_fours(const int8_t* from, int64_t count) {
+MANYLORA_INLINE Words load_fours(const int8_t* from, int64_t count) {
 #ifdef __AVX512BW__
     return (Words)_mm512_maskz_loadu_epi8(count >= 4 * LANES ? ~0ull : (1ull << count) - 1, from);
 #else
@@ -114,7 +114,7 @@ WEFT_INLINE Words load_fours(const int8_t* from, int64_t count) {
 
 // Replaces 16 elements, or the first `count` where those are fewer (none where it is not positive).
 template <class T, class Change>
-WEFT_INLINE void update(T* at, int64_t count, Change change) {
+MANYLORA_INLINE void update(T* at, int64_t count, Change change) {
     if (count >= LANES) {
         store(at, change(load(at)));
     } else if (count > 0) {
@@ -123,19 +123,19 @@ WEFT_INLINE void update(T* at, int64_t count, Change change) {
 }
 
 // Where either is NaN, it is b.
-WEFT_INLINE Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+MANYLORA_INLINE Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 
 // Lane pairs combined: the 8 of `a`, then the 8 of `b`.
 template <class Combine>
-WEFT_INLINE Floats combine_pairs(Floats a, Floats b, Combine combine) {
-    return combine(WEFT_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
-                   WEFT_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
+MANYLORA_INLINE Floats combine_pairs(Floats a, Floats b, Combine combine) {
+    return combine(MANYLORA_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+                   MANYLORA_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
 }
 
 // Lane i combines the lanes of vector i % N; N is a power of two, at most LANES. The order in which a vector's lanes
 // are combined does not depend on N.
 template <int N, int LEFT = LANES, class Combine>
-WEFT_INLINE Floats combine_lanes(const Floats* vectors, Combine combine) {
+MANYLORA_INLINE Floats combine_lanes(const Floats* vectors, Combine combine) {
     if constexpr (LEFT == 1) {
         return vectors[0];
     } else if constexpr (N == 1) {
@@ -149,13 +149,13 @@ WEFT_INLINE Floats combine_lanes(const Floats* vectors, Combine combine) {
 }
 
 template <int N>
-WEFT_INLINE Floats sums_of(const Floats* vectors) {
+MANYLORA_INLINE Floats sums_of(const Floats* vectors) {
     return combine_lanes<N>(vectors, [](Floats a, Floats b) { return a + b; });
 }
 
 // 2^x for x <= 0, within 2 units in the last place: exactly 1 at 0, exactly 0 below -126, since a CPU takes a hundred
 // cycles for a result that is denormal or less; NaN for NaN.
-WEFT_INLINE Floats power_of_two(Floats x) {
+MANYLORA_INLINE Floats power_of_two(Floats x) {
 #ifdef __AVX512F__
     const __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const Floats rest = x - (Floats)whole;
@@ -183,10 +183,10 @@ WEFT_INLINE Floats power_of_two(Floats x) {
 constexpr float LOG2_E = 1.44269504088896341f;
 
 // e^x for x <= 0.
-WEFT_INLINE Floats exponential(Floats x) { return power_of_two(x * LOG2_E); }
+MANYLORA_INLINE Floats exponential(Floats x) { return power_of_two(x * LOG2_E); }
 
 // Rows and columns of 16 x 16 words change places.
-WEFT_INLINE void transpose(Words* rows) {
+MANYLORA_INLINE void transpose(Words* rows) {
     const auto exchange = [rows](int distance, auto low, auto high) {
         for (int i = 0; i < LANES; i++) {
             if (i & distance) continue;
@@ -197,17 +197,17 @@ WEFT_INLINE void transpose(Words* rows) {
     };
     using W = Words;
     exchange(
-        1, [](W a, W b) { return (W)WEFT_SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30); },
-        [](W a, W b) { return (W)WEFT_SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31); });
+        1, [](W a, W b) { return (W)MANYLORA_SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30); },
+        [](W a, W b) { return (W)MANYLORA_SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31); });
     exchange(
-        2, [](W a, W b) { return (W)WEFT_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29); },
-        [](W a, W b) { return (W)WEFT_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31); });
+        2, [](W a, W b) { return (W)MANYLORA_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29); },
+        [](W a, W b) { return (W)MANYLORA_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31); });
     exchange(
-        4, [](W a, W b) { return (W)WEFT_SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27); },
-        [](W a, W b) { return (W)WEFT_SHUFFLE(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31); });
+        4, [](W a, W b) { return (W)MANYLORA_SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27); },
+        [](W a, W b) { return (W)MANYLORA_SHUFFLE(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31); });
     exchange(
-        8, [](W a, W b) { return (W)WEFT_SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23); },
-        [](W a, W b) { return (W)WEFT_SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31); });
+        8, [](W a, W b) { return (W)MANYLORA_SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23); },
+        [](W a, W b) { return (W)MANYLORA_SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31); });
 }
 
 // How operands of a product lie in memory. A unit, 32 bits, is what one multiply-add takes of a row: an element as a
@@ -217,16 +217,16 @@ struct Packed {
     using Stored = float;
     static constexpr int PER_UNIT = 1;
 
-    static WEFT_INLINE Floats multiply_add(Floats sum, Words a, Words b) { return sum + (Floats)a * (Floats)b; }
+    static MANYLORA_INLINE Floats multiply_add(Floats sum, Words a, Words b) { return sum + (Floats)a * (Floats)b; }
     // 16 units of a row, of which `count` elements are left; what is past them is zero.
-    static WEFT_INLINE Words row_units(const T* from, int64_t count) {
+    static MANYLORA_INLINE Words row_units(const T* from, int64_t count) {
         return (Words)(count >= LANES ? load(from) : load_some(from, count));
     }
     // 16 columns of as many rows as a unit has elements.
-    static WEFT_INLINE Words interleave(const T* first, const T* /*second*/) { return (Words)load(first); }
-    static WEFT_INLINE Words interleave(const int8_t* first, const int8_t* /*second*/) { return (Words)load(first); }
+    static MANYLORA_INLINE Words interleave(const T* first, const T* /*second*/) { return (Words)load(first); }
+    static MANYLORA_INLINE Words interleave(const int8_t* first, const int8_t* /*second*/) { return (Words)load(first); }
     // Units of as many vectors of small integers as a unit has elements.
-    static WEFT_INLINE Words unit(Floats first, Floats /*second*/) { return (Words)first; }
+    static MANYLORA_INLINE Words unit(Floats first, Floats /*second*/) { return (Words)first; }
 };
 
 #ifdef __AVX512BF16__
@@ -235,27 +235,27 @@ struct Packed<Bfloat16> {
     using Stored = Bfloat16;
     static constexpr int PER_UNIT = 2;
 
-    static WEFT_INLINE Floats multiply_add(Floats sum, Words a, Words b) {
+    static MANYLORA_INLINE Floats multiply_add(Floats sum, Words a, Words b) {
         return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
     }
-    static WEFT_INLINE Words row_units(const Bfloat16* from, int64_t count) {
+    static MANYLORA_INLINE Words row_units(const Bfloat16* from, int64_t count) {
         return (Words)_mm512_maskz_loadu_epi16(count >= 2 * LANES ? ~0u : (1u << count) - 1, from);
     }
-    static WEFT_INLINE Words interleave(const Bfloat16* first, const Bfloat16* second) {
+    static MANYLORA_INLINE Words interleave(const Bfloat16* first, const Bfloat16* second) {
         return widen(load_bits<Halves>(first)) | widen(load_bits<Halves>(second)) << 16;
     }
-    static WEFT_INLINE Words interleave(const int8_t* first, const int8_t* second) {
+    static MANYLORA_INLINE Words interleave(const int8_t* first, const int8_t* second) {
         return unit(load(first), load(second));
     }
     // Integers of at most 256 are bfloat16 exactly: the lower half of the float is zero.
-    static WEFT_INLINE Words unit(Floats first, Floats second) { return (Words)first >> 16 | (Words)second; }
+    static MANYLORA_INLINE Words unit(Floats first, Floats second) { return (Words)first >> 16 | (Words)second; }
 };
 #endif
 
-WEFT_INLINE Words broadcast(const void* unit) {
+MANYLORA_INLINE Words broadcast(const void* unit) {
     uint32_t bits;
     std::memcpy(&bits, unit, sizeof(bits));
     return Words{} + bits;
 }
 
-}  // namespace weft
+}  // namespace manylora

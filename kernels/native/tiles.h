@@ -1,6 +1,6 @@
 // The tile registers of AMX: 8 registers of 16 rows of 64 bytes, which multiply bfloat16 and codes of 8 bits.
 //
-// WEFT_NO_TILES leaves them out: Linux may refuse a process their use.
+// MANYLORA_NO_TILES leaves them out: Linux may refuse a process their use.
 #pragma once
 
 #include <type_traits>
@@ -8,10 +8,10 @@
 
 #include "simd.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && !defined(WEFT_NO_TILES)
-#define WEFT_TILES
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && !defined(MANYLORA_NO_TILES)
+#define MANYLORA_TILES
 
-namespace weft {
+namespace manylora {
 
 constexpr int TILE = 16;  // rows of a tile, and 32-bit elements of a row
 
@@ -24,24 +24,24 @@ struct alignas(64) TileShapes {
 static_assert(sizeof(TileShapes) == 64);
 
 // Assembly, because g++'s intrinsics do not tell the compiler that a load reads memory. Strides are in bytes.
-WEFT_INLINE void load_tile_shapes(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
-WEFT_INLINE void release_tiles() { asm volatile("tilerelease"); }
+MANYLORA_INLINE void load_tile_shapes(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
+MANYLORA_INLINE void release_tiles() { asm volatile("tilerelease"); }
 template <int SUM>
-WEFT_INLINE void zero_tile() {
+MANYLORA_INLINE void zero_tile() {
     asm volatile("tilezero %%tmm%c0" ::"i"(SUM));
 }
 template <int TO>
-WEFT_INLINE void load_tile(const void* from, int64_t stride) {
+MANYLORA_INLINE void load_tile(const void* from, int64_t stride) {
     asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(TO), "r"(from), "r"(stride) : "memory");
 }
 template <int FROM>
-WEFT_INLINE void store_tile(void* to, int64_t stride) {
+MANYLORA_INLINE void store_tile(void* to, int64_t stride) {
     asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(FROM), "r"(to), "r"(stride) : "memory");
 }
 // For T float, sum [16, 16] += a [16, 32] @ b, whose row k holds rows 2k and 2k + 1 of 16 columns in pairs, in bfloat16.
 // For T int32_t, the same with 4 bytes in place of 2 elements: signed ones of a, unsigned ones of b.
 template <class T, int SUM, int A, int B>
-WEFT_INLINE void multiply_add_tiles() {
+MANYLORA_INLINE void multiply_add_tiles() {
     if constexpr (std::is_same_v<T, float>) {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
     } else {
@@ -58,7 +58,7 @@ class Tiles {
 };
 
 template <class Body, int... I>
-WEFT_INLINE void for_constants(std::integer_sequence<int, I...>, Body body) {
+MANYLORA_INLINE void for_constants(std::integer_sequence<int, I...>, Body body) {
     (body(std::integral_constant<int, I>{}), ...);
 }
 
@@ -90,7 +90,7 @@ void multiply_tiles(const void* a, int64_t a_stride, const void* b, int64_t b_st
 
 // body(first, n) for runs of n tiles, which is a constant: 4 at a time, then 2, then 1.
 template <class Body>
-WEFT_INLINE void for_tiles(int64_t count, Body body) {
+MANYLORA_INLINE void for_tiles(int64_t count, Body body) {
     int64_t first = 0;
     for (; count - first >= 4; first += 4) body(first, std::integral_constant<int, 4>{});
     if (count - first >= 2) {
@@ -100,6 +100,6 @@ WEFT_INLINE void for_tiles(int64_t count, Body body) {
     if (count > first) body(first, std::integral_constant<int, 1>{});
 }
 
-}  // namespace weft
+}  // namespace manylora
 
 #endif

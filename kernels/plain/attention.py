@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.kernels.attention_batch import AttentionBatch, PromptChunk
-from weft.kernels.checks import expect, expect_that
-from weft.kernels.kv_layer import KvLayer, dequantise
+from manylora.kernels.attention_batch import AttentionBatch, PromptChunk
+from manylora.kernels.checks import expect, expect_that
+from manylora.kernels.kv_layer import KvLayer, dequantise
 
 BUCKET_WASTE_TOKENS = 512
 """Padding that costs about as much as computing one more bucket."""

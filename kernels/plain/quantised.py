@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from weft.kernels.checks import expect
-from weft.kernels.quantised import Int8Weight, QuantisedWeight, check_layer
+from manylora.kernels.checks import expect
+from manylora.kernels.quantised import Int8Weight, QuantisedWeight, check_layer
 
 SMALLEST = 1e-30
 """Magnitude of a row that is not taken for zeros."""

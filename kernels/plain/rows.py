@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.kernels.checks import expect, expect_that
-from weft.kernels.kv_layer import KvLayer, quantise
+from manylora.kernels.checks import expect, expect_that
+from manylora.kernels.kv_layer import KvLayer, quantise
 
 
 def embed(tokens: Tensor, sampled: Tensor | None, table: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from weft.kernels.checks import expect, expect_that
-from weft.kernels.sampling import MAX_LOGIT, NON_FINITE, NOTHING_LEFT, NUM_COLUMNS, SamplingColumns
+from manylora.kernels.checks import expect, expect_that
+from manylora.kernels.sampling import MAX_LOGIT, NON_FINITE, NOTHING_LEFT, NUM_COLUMNS, SamplingColumns
 
 BLOCK = 128
 """Tokens per block."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvOperands, Tiles, check_operands, row_pitch_units
+from manylora.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvOperands, Tiles, check_operands, row_pitch_units
 
 
 def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:

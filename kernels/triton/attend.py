@@ -1,7 +1,7 @@
 """All of a layer between its projections in Triton: two launches, the first of which does all but the attention.
 
 The first norms and rotates the heads, after it has added what adapters add to the projection, and stores keys and
-values in their pages. Semantics: `weft.kernels.attend`.
+values in their pages. Semantics: `manylora.kernels.attend`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.attend import HeadNorms, Rotation, check_norms, split_heads
-from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.checks import expect, expect_that
-from weft.kernels.kv_layer import LARGEST, KvLayer
-from weft.kernels.plain.rows import check_indices, check_kv_write
-from weft.kernels.sgmv import LoraDelta
-from weft.kernels.triton.attention import paged_attention
-from weft.kernels.triton.sgmv import add_delta, delta_operands, num_warps, tile_of
+from manylora.kernels.attend import HeadNorms, Rotation, check_norms, split_heads
+from manylora.kernels.attention_batch import AttentionBatch
+from manylora.kernels.checks import expect, expect_that
+from manylora.kernels.kv_layer import LARGEST, KvLayer
+from manylora.kernels.plain.rows import check_indices, check_kv_write
+from manylora.kernels.sgmv import LoraDelta
+from manylora.kernels.triton.attention import paged_attention
+from manylora.kernels.triton.sgmv import add_delta, delta_operands, num_warps, tile_of
 
 
 @triton.jit(
@@ -163,8 +163,8 @@ def attend(
 ) -> Tensor:
     """All of a layer between its fused projection and its output projection.
 
-    Semantics and arguments: `weft.kernels.attend.attend`; the delta is added to qkv first. Of qkv only the queries are
-    what they become there. `paged_attention` computes the attention.
+    Semantics and arguments: `manylora.kernels.attend.attend`; the delta is added to qkv first. Of qkv only the queries
+    are what they become there. `paged_attention` computes the attention.
 
     Raises:
         ValueError: A shape, dtype, device or stride does not fit.

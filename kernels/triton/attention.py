@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.attention_batch import MAX_SPLITS, PARTIAL_PAD, SPLIT_TOKENS, AttentionBatch, chunk_tile_rows
-from weft.kernels.kv_layer import KvLayer
-from weft.kernels.plain.attention import check_operands
-from weft.kernels.triton.attention_blocks import attend, load, shrunk
-from weft.kernels.triton.plans import architecture, plan
+from manylora.kernels.attention_batch import MAX_SPLITS, PARTIAL_PAD, SPLIT_TOKENS, AttentionBatch, chunk_tile_rows
+from manylora.kernels.kv_layer import KvLayer
+from manylora.kernels.plain.attention import check_operands
+from manylora.kernels.triton.attention_blocks import attend, load, shrunk
+from manylora.kernels.triton.plans import architecture, plan
 
 MERGED = 2048
 """Elements of partial sums that are read at once: 16 of each thread."""
@@ -327,7 +327,7 @@ def chunk_sizes(group: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.d
 def paged_attention(q: Tensor, kv: KvLayer, batch: AttentionBatch, scale: float) -> Tensor:
     """Causal attention of a step's query rows over keys and values in pages.
 
-    Semantics and arguments: `weft.kernels.plain.attention.paged_attention`. The grids depend on how many items and
+    Semantics and arguments: `manylora.kernels.plain.attention.paged_attention`. The grids depend on how many items and
     tiles there may be, not on their lengths.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Operations on single rows, in Triton. Semantics and operands: `weft.kernels.plain.rows`."""
+"""Operations on single rows, in Triton. Semantics and operands: `manylora.kernels.plain.rows`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.plain.rows import check_add_norm, check_embed, check_norm, check_silu_and_mul
-from weft.kernels.sgmv import LoraDelta
-from weft.kernels.triton.sgmv import COLUMN_BLOCK, add_delta, delta_operands, expand, tile_of
+from manylora.kernels.plain.rows import check_add_norm, check_embed, check_norm, check_silu_and_mul
+from manylora.kernels.sgmv import LoraDelta
+from manylora.kernels.triton.sgmv import COLUMN_BLOCK, add_delta, delta_operands, expand, tile_of
 
 ROW_BLOCK = 1024
 """Elements of a row that one program copies."""
@@ -36,7 +36,7 @@ def embed_kernel(tokens, sampled, table, out, table_row: tl.int64, N: tl.constex
 
 
 def embed(tokens: Tensor, sampled: Tensor | None, table: Tensor) -> Tensor:
-    """See `weft.kernels.plain.rows.embed`."""
+    """See `manylora.kernels.plain.rows.embed`."""
     check_embed(tokens, sampled, table)
     out = table.new_empty((len(tokens), table.shape[1]))
     if out.numel():
@@ -132,7 +132,7 @@ def expand_add_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `weft.kernels.plain.rows.rms_norm`."""
+    """See `manylora.kernels.plain.rows.rms_norm`."""
     check_norm(x, weight)
     return _norm(x, None, weight, eps)[0]
 
@@ -140,7 +140,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, delta: LoraDelta | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `weft.kernels.plain.rows.fused_add_rms_norm`; the delta is added to x first. x may be changed then."""
+    """See `manylora.kernels.plain.rows.fused_add_rms_norm`; the delta is added to x first. x may be changed then."""
     check_add_norm(x, residual, weight)
     if delta is None:
         return _norm(x, residual, weight, eps)
@@ -215,7 +215,7 @@ def silu_and_mul_kernel(
 
 
 def silu_and_mul(gate_up: Tensor, delta: LoraDelta | None = None) -> Tensor:
-    """See `weft.kernels.plain.rows.silu_and_mul`; the delta is added to gate_up first."""
+    """See `manylora.kernels.plain.rows.silu_and_mul`; the delta is added to gate_up first."""
     check_silu_and_mul(gate_up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, width))

@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels import sampling
-from weft.kernels.checks import expect_that
-from weft.kernels.plain.sampling import check_masks, check_operands, chosen_logprobs
-from weft.kernels.sampling import SamplingColumns
-from weft.kernels.triton.sgmv import INTERPRET
+from manylora.kernels import sampling
+from manylora.kernels.checks import expect_that
+from manylora.kernels.plain.sampling import check_masks, check_operands, chosen_logprobs
+from manylora.kernels.sampling import SamplingColumns
+from manylora.kernels.triton.sgmv import INTERPRET
 
 MAX_LOGIT = tl.constexpr(sampling.MAX_LOGIT)
 NON_FINITE = tl.constexpr(sampling.NON_FINITE)
@@ -250,7 +250,7 @@ def _counters(device: torch.device, num_rows: int) -> Tensor:
 def sample(logits: Tensor, columns: SamplingColumns, out: Tensor | None = None) -> Tensor:
     """Choose one token per row.
 
-    Semantics, arguments and result: `weft.kernels.plain.sampling.sample`. Calls on one device must not overlap.
+    Semantics, arguments and result: `manylora.kernels.plain.sampling.sample`. Calls on one device must not overlap.
 
     Raises:
         ValueError: A shape, dtype or device does not fit.
@@ -292,7 +292,7 @@ def mask_tokens_kernel(logits, rows, bits, V, W, stride: tl.int64, MAX_LOGIT: tl
 def mask_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     """Rule out the tokens of some rows whose bits are not set.
 
-    Semantics and arguments: `weft.kernels.plain.sampling.mask_tokens`.
+    Semantics and arguments: `manylora.kernels.plain.sampling.mask_tokens`.
 
     Raises:
         ValueError: A shape, dtype or device does not fit.
@@ -308,7 +308,7 @@ def mask_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probabilities of the unfiltered distribution, with torch operators: it is rare, and no step waits for it.
 
-    Semantics, arguments and results: `weft.kernels.plain.sampling.logprobs`, but which of several equals at the
+    Semantics, arguments and results: `manylora.kernels.plain.sampling.logprobs`, but which of several equals at the
     end of the list are reported is left to torch.topk.
 
     Raises:

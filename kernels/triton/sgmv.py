@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, LoraDelta, SgmvOperands, check_operands, row_pitch_units
-from weft.kernels.triton.plans import plan
+from manylora.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, LoraDelta, SgmvOperands, check_operands, row_pitch_units
+from manylora.kernels.triton.plans import plan
 
 
 @triton.jit(do_not_specialize=["layer", "num_tokens"], do_not_specialize_on_alignment=["tiles"])
@@ -245,7 +245,7 @@ def expand(y: Tensor, delta: LoraDelta) -> None:
 def sgmv(x: Tensor, y: Tensor, operands: SgmvOperands) -> None:
     """Add the low-rank products of every tile's adapter to its rows.
 
-    Semantics and arguments: `weft.kernels.plain.sgmv.sgmv`.
+    Semantics and arguments: `manylora.kernels.plain.sgmv.sgmv`.
 
     Raises:
         ValueError: An operand does not fit.

@@ -1,4 +1,4 @@
-"""The database: SQLite or PostgreSQL, short read and write transactions, errors as Weft's errors.
+"""The database: SQLite or PostgreSQL, short read and write transactions, errors as Manylora's errors.
 
 Both databases have one writer at a time, and readers see one snapshot. Nothing here knows what the tables mean.
 """
@@ -20,16 +20,16 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session
 
-from weft.errors import CapacityError, ConfigError
-from weft.registry.db import postgres, sqlite
-from weft.registry.db.migrations import upgrade
+from manylora.errors import CapacityError, ConfigError
+from manylora.registry.db import postgres, sqlite
+from manylora.registry.db.migrations import upgrade
 
 RETRY_MS = 50
 TURN_S = 30.0
 """Longest wait for other writers of this process: a long queue is no outage, but a queue behind a dead database is."""
 CLOSE_S = 1.0
 """Seconds that reads may take when the database is closed; then they are cancelled."""
-_WRITER = {"weft_writer": True}
+_WRITER = {"manylora_writer": True}
 _CLOCKS = {
     "sqlite": "SELECT CAST((julianday('now') - 2440587.5) * 86400000000 AS INTEGER)",
     "postgresql": "SELECT CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS BIGINT)",
@@ -65,7 +65,7 @@ class Database:
             data_dir: Folder for the default database.
 
         Raises:
-            ConfigError: The URL is neither, the database cannot be used, or a newer Weft wrote it.
+            ConfigError: The URL is neither, the database cannot be used, or a newer Manylora wrote it.
         """
         parsed = database_url(url, data_dir)
         is_sqlite = parsed.get_backend_name() == "sqlite"

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import sqlalchemy as sa
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedSQLExpression, column_property, mapped_column
 
-from weft.registry.db.clock import from_micros, to_micros
+from manylora.registry.db.clock import from_micros, to_micros
 
 
 class Moment(sa.TypeDecorator[datetime]):
@@ -91,7 +91,7 @@ class KeyRow(Base):
     tenant: Mapped[str] = _tenant_name(tenant_id)
     name: Mapped[str | None] = mapped_column(sa.String(255))
     prefix: Mapped[str] = mapped_column(sa.String(32), unique=True)
-    """The start of the secret, which shows people which key it is: `weft_3f9c0a...`."""
+    """The start of the secret, which shows people which key it is: `manylora_3f9c0a...`."""
     digest: Mapped[str] = mapped_column(sa.String(64))
     """HMAC-SHA256 of the whole secret, 64 hex digits."""
     scopes: Mapped[list[str]]

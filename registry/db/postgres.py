@@ -10,14 +10,14 @@ from sqlalchemy import URL, Connection, event
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from weft.errors import ConfigError
+from manylora.errors import ConfigError
 
 CONNECT_S = 5
 LOCK_MS = 5000
 STATEMENT_MS = 30_000
 
 _LOCK = 0x77656674
-"""Key of the advisory lock: `weft`."""
+"""Key of the advisory lock: `manylora`."""
 _FULL = ("53100", "53200")
 _BUSY = "55P03"
 
@@ -29,9 +29,9 @@ def open_postgres(url: URL) -> AsyncEngine:
         ConfigError: The driver is not installed.
     """
     try:
-        from weft.registry.db.postgres_connection import BoundedConnection
+        from manylora.registry.db.postgres_connection import BoundedConnection
     except ImportError as error:
-        message = "PostgreSQL needs its driver: pip install 'weft[postgres]'"
+        message = "PostgreSQL needs its driver: pip install 'manylora[postgres]'"
         raise ConfigError(message, param="registry.database_url") from error
     settings = {
         "lock_timeout": LOCK_MS,
@@ -56,7 +56,7 @@ def open_postgres(url: URL) -> AsyncEngine:
             "keepalives_interval": 5,
             "keepalives_count": 3,
             "tcp_user_timeout": 1000 * 4 * CONNECT_S,
-            "application_name": "weft",
+            "application_name": "manylora",
         },
     )
     event.listen(engine.sync_engine, "begin", _begin)
@@ -74,7 +74,7 @@ def is_busy(error: DBAPIError) -> bool:
 
 
 def _begin(connection: Connection) -> None:
-    if connection.get_execution_options().get("weft_writer", False):
+    if connection.get_execution_options().get("manylora_writer", False):
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCK})")
     else:
         connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")

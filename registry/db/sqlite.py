@@ -78,4 +78,6 @@ def _set_up_connection(connection: DBAPIConnection, _record: object) -> None:
 
 
 def _begin(connection: Connection) -> None:
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get("weft_writer") else "BEGIN")
+    connection.exec_driver_sql(
+        "BEGIN IMMEDIATE" if connection.get_execution_options().get("manylora_writer") else "BEGIN"
+    )

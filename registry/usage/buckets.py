@@ -14,10 +14,10 @@ from zoneinfo import ZoneInfo
 
 from sqlalchemy import BigInteger, ColumnElement, case, literal
 
-from weft.errors import InvalidRequestError
-from weft.registry.db.clock import DAY_US, HOUR_US, MINUTE_US, from_micros
-from weft.registry.names import check_text
-from weft.registry.records import Bucket
+from manylora.errors import InvalidRequestError
+from manylora.registry.db.clock import DAY_US, HOUR_US, MINUTE_US, from_micros
+from manylora.registry.names import check_text
+from manylora.registry.records import Bucket
 
 WIDTHS: dict[Bucket | None, int] = {None: 0, "1m": MINUTE_US, "1h": HOUR_US, "1d": DAY_US}
 """Microseconds; days on which clocks change are longer or shorter."""

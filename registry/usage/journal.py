@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
-from weft.errors import CapacityError, ConfigError
+from manylora.errors import CapacityError, ConfigError
 
 MAX_FILE_BYTES = 4 << 20
 
@@ -136,7 +136,7 @@ class Journal:
 
     def __init__(self, files: JournalFiles) -> None:
         self._files = files
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-journal")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-journal")
         self._lines: list[bytes] = []
         self._waiters: list[asyncio.Future[None]] = []
         self._turn = asyncio.Lock()
@@ -242,7 +242,8 @@ def _lock(folder: Path) -> int:
     except OSError as error:
         os.close(fd)
         raise ConfigError(
-            f"server.data_dir is in use by another Weft process ({folder.parent}); stop it, or choose another folder.",
+            f"server.data_dir is in use by another Manylora process ({folder.parent}); stop it, "
+            "or choose another folder.",
             param="server.data_dir",
         ) from error
     return fd

@@ -16,13 +16,13 @@ from typing import Any
 from sqlalchemy import BigInteger, ColumnElement, RowMapping, cast, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.adapters.ref import AdapterTier
-from weft.errors import InvalidRequestError
-from weft.registry.db.clock import HOUR_US, from_micros, to_micros
-from weft.registry.db.models import UsageLatencyRow
-from weft.registry.records import GroupBy, LatencyFigures, LatencyReport, LatencyRow, UsageQuery
-from weft.registry.usage.buckets import WIDTHS
-from weft.registry.usage.query import adapter_label, check_query, group_columns, matching
+from manylora.adapters.ref import AdapterTier
+from manylora.errors import InvalidRequestError
+from manylora.registry.db.clock import HOUR_US, from_micros, to_micros
+from manylora.registry.db.models import UsageLatencyRow
+from manylora.registry.records import GroupBy, LatencyFigures, LatencyReport, LatencyRow, UsageQuery
+from manylora.registry.usage.buckets import WIDTHS
+from manylora.registry.usage.query import adapter_label, check_query, group_columns, matching
 
 LATENCY_GROUPS: tuple[GroupBy, ...] = ("tenant", "adapter", "version", "key")
 PER_DECADE = 20

@@ -22,15 +22,15 @@ from typing import Literal
 import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
-from weft.errors import CapacityError
-from weft.registry.db.clock import Clock, to_micros, utc_now
-from weft.registry.db.database import Database, turn
-from weft.registry.records import AdapterUsage, LatencyReport, Page, UsageEvent, UsageQuery, UsageReport
-from weft.registry.usage import latency
-from weft.registry.usage import query as usage_query
-from weft.registry.usage import write as usage
-from weft.registry.usage.journal import Journal, read_lines
-from weft.registry.usage.prices import PriceTable
+from manylora.errors import CapacityError
+from manylora.registry.db.clock import Clock, to_micros, utc_now
+from manylora.registry.db.database import Database, turn
+from manylora.registry.records import AdapterUsage, LatencyReport, Page, UsageEvent, UsageQuery, UsageReport
+from manylora.registry.usage import latency
+from manylora.registry.usage import query as usage_query
+from manylora.registry.usage import write as usage
+from manylora.registry.usage.journal import Journal, read_lines
+from manylora.registry.usage.prices import PriceTable
 
 INTERVAL_S = 1.0
 """Seconds from an event until the journal is moved to the database; also the wait after a failed move."""
@@ -97,8 +97,8 @@ class UsageLedger:
             await self.journal.close()
             raise
         if marks:
-            self._biller = asyncio.create_task(self._bill_later(marks, grace_s), name="weft-usage-biller")
-        self._mover = asyncio.create_task(self._move_forever(), name="weft-usage-mover")
+            self._biller = asyncio.create_task(self._bill_later(marks, grace_s), name="manylora-usage-biller")
+        self._mover = asyncio.create_task(self._move_forever(), name="manylora-usage-mover")
 
     async def close(self) -> None:
         """Move the rest of the journal if the database answers; else it is replayed at the next start."""

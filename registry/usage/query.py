@@ -15,13 +15,13 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.errors import InvalidRequestError
-from weft.registry.db.clock import HOUR_US, from_micros, to_micros
-from weft.registry.db.models import UsageEventRow, UsageRollupRow
-from weft.registry.names import MAX_INTEGER, check_integer, check_text
-from weft.registry.records import RETRIED, GroupBy, Page, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
-from weft.registry.usage.buckets import Buckets
-from weft.registry.usage.prices import PART, PriceTable
+from manylora.errors import InvalidRequestError
+from manylora.registry.db.clock import HOUR_US, from_micros, to_micros
+from manylora.registry.db.models import UsageEventRow, UsageRollupRow
+from manylora.registry.names import MAX_INTEGER, check_integer, check_text
+from manylora.registry.records import RETRIED, GroupBy, Page, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
+from manylora.registry.usage.buckets import Buckets
+from manylora.registry.usage.prices import PART, PriceTable
 
 MAX_ROWS = 10_000
 MAX_WANTED = 100

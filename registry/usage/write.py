@@ -16,15 +16,15 @@ from typing import Any, cast
 from sqlalchemy import ColumnElement, FromClause, String, Table, case, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from weft.errors import InvalidRequestError
-from weft.registry import audit
-from weft.registry.db.clock import HOUR_US, from_micros, month_of, to_micros
-from weft.registry.db.database import insert_into
-from weft.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageMonthRow, UsageRollupRow
-from weft.registry.names import MAX_VERSION, check_integer, check_text, storable
-from weft.registry.records import RETRIED, AdapterUsage, UsageEvent
-from weft.registry.usage.latency import bin_of
-from weft.registry.usage.query import SUMS, sum_of
+from manylora.errors import InvalidRequestError
+from manylora.registry import audit
+from manylora.registry.db.clock import HOUR_US, from_micros, month_of, to_micros
+from manylora.registry.db.database import insert_into
+from manylora.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageMonthRow, UsageRollupRow
+from manylora.registry.names import MAX_VERSION, check_integer, check_text, storable
+from manylora.registry.records import RETRIED, AdapterUsage, UsageEvent
+from manylora.registry.usage.latency import bin_of
+from manylora.registry.usage.query import SUMS, sum_of
 
 MAX_TOKENS = 1 << 40
 """Most tokens in one event: the sum of 2^23 such events is below 2^63."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.adapters.base_shape import BaseShape
-from weft.adapters.lora.layout import adapter_pages
-from weft.engine.status import EngineReady
-from weft.memory.geometry import PageGeometry
-from weft.server.adapters.schemas import AdapterFitItem, AdapterFitView, FitNumbers
+from manylora.adapters.base_shape import BaseShape
+from manylora.adapters.lora.layout import adapter_pages
+from manylora.engine.status import EngineReady
+from manylora.memory.geometry import PageGeometry
+from manylora.server.adapters.schemas import AdapterFitItem, AdapterFitView, FitNumbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,12 @@ import re
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
-from weft.adapters.blobs.local import PIECE_BYTES, BlobWriter
-from weft.adapters.blobs.store import may_lack_tls
-from weft.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
-from weft.errors import CapacityError, InvalidRequestError, NotFoundError, PayloadTooLargeError
-from weft.registry.records import CONFIG_FILE, WEIGHTS_FILE
-from weft.server.threads import in_thread
+from manylora.adapters.blobs.local import PIECE_BYTES, BlobWriter
+from manylora.adapters.blobs.store import may_lack_tls
+from manylora.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
+from manylora.errors import CapacityError, InvalidRequestError, NotFoundError, PayloadTooLargeError
+from manylora.registry.records import CONFIG_FILE, WEIGHTS_FILE
+from manylora.server.threads import in_thread
 
 IMPORT_S = 600.0
 """Seconds for both files."""
@@ -103,9 +103,9 @@ async def _from_s3(bucket: str, prefix: str, file: str) -> AsyncIterator[bytes]:
         from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
         from obstore.store import S3Store
 
-        from weft.adapters.blobs.bucket import reason_of
+        from manylora.adapters.blobs.bucket import reason_of
     except ModuleNotFoundError as error:
-        raise InvalidRequestError("obstore is missing here: pip install 'weft[s3]'.", param="source") from error
+        raise InvalidRequestError("obstore is missing here: pip install 'manylora[s3]'.", param="source") from error
 
     try:
         store = S3Store(

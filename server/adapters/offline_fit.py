@@ -1,4 +1,4 @@
-"""`weft fit` without a server: the memory that the settings leave for adapters, and what folders of adapters need."""
+"""`manylora fit` without a server: the memory left for adapters, and what folders of adapters need."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 
 import torch
 
-from weft.adapters.base_shape import BaseShape
-from weft.adapters.checkpoint.reader import read_checkpoint
-from weft.adapters.lora.layout import adapter_pages
-from weft.adapters.ref import content_digest
-from weft.config import GIB, Config
-from weft.engine.execution.memory_plan import FreeMemory, free_memory, max_model_len, plan_memory
-from weft.engine.model.device import choose_device, choose_dtype
-from weft.engine.model.spec import SPEC_FILES, DecoderSpec, base_shape, model_geometry, read_spec, resolve_model
-from weft.engine.status import MemoryPlan
-from weft.errors import ConfigError
-from weft.server.adapters.fit import Room, waste
-from weft.server.adapters.schemas import AdapterFitItem, AdapterFitView
+from manylora.adapters.base_shape import BaseShape
+from manylora.adapters.checkpoint.reader import read_checkpoint
+from manylora.adapters.lora.layout import adapter_pages
+from manylora.adapters.ref import content_digest
+from manylora.config import GIB, Config
+from manylora.engine.execution.memory_plan import FreeMemory, free_memory, max_model_len, plan_memory
+from manylora.engine.model.device import choose_device, choose_dtype
+from manylora.engine.model.spec import SPEC_FILES, DecoderSpec, base_shape, model_geometry, read_spec, resolve_model
+from manylora.engine.status import MemoryPlan
+from manylora.errors import ConfigError
+from manylora.server.adapters.fit import Room, waste
+from manylora.server.adapters.schemas import AdapterFitItem, AdapterFitView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

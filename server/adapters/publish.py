@@ -15,21 +15,21 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from weft.adapters.blobs.local import BlobWriter
-from weft.errors import AdapterFormatError, NotFoundError, PayloadTooLargeError, TimeoutExceededError
-from weft.registry.limits import no_storage
-from weft.registry.names import NAME_RULE, is_name, no_such
-from weft.registry.records import Ephemeral, VersionFacts
-from weft.registry.uploads import Answer, Retry
-from weft.server.adapters.schemas import adapter_view, residents_now
-from weft.server.adapters.upload_guards import once
-from weft.server.auth.callers import Caller, TenantCaller, bound, for_tenant
-from weft.server.garbage import delete_blobs, in_background, remove_unreferenced
-from weft.server.http.body import content_length, read_chunks
-from weft.server.http.form import WRITE_BYTES, UploadForm, read_form
-from weft.server.pins import check_pinned_pages, sync_pins
-from weft.server.services import Services
-from weft.server.threads import in_thread
+from manylora.adapters.blobs.local import BlobWriter
+from manylora.errors import AdapterFormatError, NotFoundError, PayloadTooLargeError, TimeoutExceededError
+from manylora.registry.limits import no_storage
+from manylora.registry.names import NAME_RULE, is_name, no_such
+from manylora.registry.records import Ephemeral, VersionFacts
+from manylora.registry.uploads import Answer, Retry
+from manylora.server.adapters.schemas import adapter_view, residents_now
+from manylora.server.adapters.upload_guards import once
+from manylora.server.auth.callers import Caller, TenantCaller, bound, for_tenant
+from manylora.server.garbage import delete_blobs, in_background, remove_unreferenced
+from manylora.server.http.body import content_length, read_chunks
+from manylora.server.http.form import WRITE_BYTES, UploadForm, read_form
+from manylora.server.pins import check_pinned_pages, sync_pins
+from manylora.server.services import Services
+from manylora.server.threads import in_thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ async def receive_adapter(request: Request, services: Services, caller: Caller) 
         The adapter with the uploaded version as its current one: 201 if that is new, 200 if it was there.
 
     Raises:
-        WeftError: Whatever is wrong with it; nothing of it stays.
+        ManyloraError: Whatever is wrong with it; nothing of it stays.
     """
     with (
         services.drain.cancelling(),

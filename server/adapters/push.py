@@ -19,23 +19,23 @@ from typing import Annotated, Any, BinaryIO
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import PlainTextResponse
 
-from weft.adapters.blobs.local import PIECE_BYTES, BlobWriter, open_below
-from weft.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
-from weft.errors import ForbiddenError, InvalidRequestError, PayloadTooLargeError
-from weft.registry.records import CONFIG_FILE, WEIGHTS_FILE, Ephemeral
-from weft.server.adapters.publish import VersionDraft, checked_name, publish, room_for_upload, write_body
-from weft.server.adapters.routes import PUBLISHES
-from weft.server.adapters.schemas import LoadBody, UnloadBody
-from weft.server.adapters.upload_guards import answered
-from weft.server.auth.callers import TenantCaller, TenantWriter
-from weft.server.garbage import remove_unreferenced
-from weft.server.http.body import content_length
-from weft.server.http.json_body import json_body
-from weft.server.http.openapi import error_answer, takes, takes_bytes
-from weft.server.services import Services, Wired
-from weft.server.threads import in_thread
+from manylora.adapters.blobs.local import PIECE_BYTES, BlobWriter, open_below
+from manylora.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
+from manylora.errors import ForbiddenError, InvalidRequestError, PayloadTooLargeError
+from manylora.registry.records import CONFIG_FILE, WEIGHTS_FILE, Ephemeral
+from manylora.server.adapters.publish import VersionDraft, checked_name, publish, room_for_upload, write_body
+from manylora.server.adapters.routes import PUBLISHES
+from manylora.server.adapters.schemas import LoadBody, UnloadBody
+from manylora.server.adapters.upload_guards import answered
+from manylora.server.auth.callers import TenantCaller, TenantWriter
+from manylora.server.garbage import remove_unreferenced
+from manylora.server.http.body import content_length
+from manylora.server.http.json_body import json_body
+from manylora.server.http.openapi import error_answer, takes, takes_bytes
+from manylora.server.services import Services, Wired
+from manylora.server.threads import in_thread
 
-CONFIG_HEADER = "x-weft-adapter-config"
+CONFIG_HEADER = "x-manylora-adapter-config"
 
 
 router = APIRouter(tags=["adapters"])

@@ -13,18 +13,18 @@ import re
 
 from starlette.requests import Request
 
-from weft import errors
-from weft.adapters.blobs.local import BlobWriter
-from weft.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
-from weft.registry.records import CONFIG_FILE, WEIGHTS_FILE, FileFacts, Upload, UploadDraft
-from weft.registry.uploads import Answer, Retry
-from weft.server.adapters.publish import VersionDraft, checked_name, publish, write_body
-from weft.server.adapters.schemas import UploadBody, UploadView, upload_view
-from weft.server.auth.callers import TenantCaller
-from weft.server.errors import error_body
-from weft.server.http.form import digest_mismatch
-from weft.server.services import Services
-from weft.server.threads import in_thread
+from manylora import errors
+from manylora.adapters.blobs.local import BlobWriter
+from manylora.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
+from manylora.registry.records import CONFIG_FILE, WEIGHTS_FILE, FileFacts, Upload, UploadDraft
+from manylora.registry.uploads import Answer, Retry
+from manylora.server.adapters.publish import VersionDraft, checked_name, publish, write_body
+from manylora.server.adapters.schemas import UploadBody, UploadView, upload_view
+from manylora.server.auth.callers import TenantCaller
+from manylora.server.errors import error_body
+from manylora.server.http.form import digest_mismatch
+from manylora.server.services import Services
+from manylora.server.threads import in_thread
 
 _RANGE = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16})")
 

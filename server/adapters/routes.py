@@ -9,17 +9,17 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from weft.errors import AdapterUnavailableError, InvalidRequestError, NotFoundError
-from weft.registry.names import DEFAULT_ALIAS
-from weft.registry.records import Adapter, AdapterUsage
-from weft.registry.uploads import Answer, Retry
-from weft.server.adapters import schemas
-from weft.server.adapters.fit import Room, find_fit, planned_item, waste
-from weft.server.adapters.hub_import import fetch, reader_of
-from weft.server.adapters.publish import VersionDraft, checked_name, owner_of, publish, receive_adapter
-from weft.server.adapters.resumable_upload import announce, complete, receive_file, show
-from weft.server.adapters.upload_guards import FILES, once
-from weft.server.auth.callers import (
+from manylora.errors import AdapterUnavailableError, InvalidRequestError, NotFoundError
+from manylora.registry.names import DEFAULT_ALIAS
+from manylora.registry.records import Adapter, AdapterUsage
+from manylora.registry.uploads import Answer, Retry
+from manylora.server.adapters import schemas
+from manylora.server.adapters.fit import Room, find_fit, planned_item, waste
+from manylora.server.adapters.hub_import import fetch, reader_of
+from manylora.server.adapters.publish import VersionDraft, checked_name, owner_of, publish, receive_adapter
+from manylora.server.adapters.resumable_upload import announce, complete, receive_file, show
+from manylora.server.adapters.upload_guards import FILES, once
+from manylora.server.auth.callers import (
     Admin,
     AnyTenantReader,
     Caller,
@@ -30,13 +30,13 @@ from weft.server.auth.callers import (
     bound,
     for_tenant,
 )
-from weft.server.garbage import remove_unreferenced
-from weft.server.http.form import UploadForm
-from weft.server.http.json_body import json_body
-from weft.server.http.openapi import takes, takes_bytes, takes_form, takes_retries
-from weft.server.model_name import resolve_model
-from weft.server.pins import check_pinned_pages, sync_pins
-from weft.server.services import Services, Wired
+from manylora.server.garbage import remove_unreferenced
+from manylora.server.http.form import UploadForm
+from manylora.server.http.json_body import json_body
+from manylora.server.http.openapi import takes, takes_bytes, takes_form, takes_retries
+from manylora.server.model_name import resolve_model
+from manylora.server.pins import check_pinned_pages, sync_pins
+from manylora.server.services import Services, Wired
 
 router = APIRouter(tags=["adapters"])
 Limit = Annotated[int, Query(ge=1, le=1000)]

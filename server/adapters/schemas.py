@@ -1,4 +1,4 @@
-"""Bodies of adapters, uploads and fit: what clients send, what Weft answers, and how it is made of records."""
+"""Bodies of adapters, uploads and fit: what clients send, what Manylora answers, and how it is made of records."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from weft.adapters.ref import AdapterTier, ResidentAdapter
-from weft.config import MAX_RANK_LIMIT
-from weft.errors import EngineUnavailableError, InvalidRequestError
-from weft.registry.names import MAX_DESCRIPTION
-from weft.registry.records import Adapter, AdapterUsage, AdapterVersion, Shares, Upload
-from weft.server.http.bodies import ALL_LINEAR, MODULE_NAMES, AdapterUsageView, Body, Listing, Moment, View
+from manylora.adapters.ref import AdapterTier, ResidentAdapter
+from manylora.config import MAX_RANK_LIMIT
+from manylora.errors import EngineUnavailableError, InvalidRequestError
+from manylora.registry.names import MAX_DESCRIPTION
+from manylora.registry.records import Adapter, AdapterUsage, AdapterVersion, Shares, Upload
+from manylora.server.http.bodies import ALL_LINEAR, MODULE_NAMES, AdapterUsageView, Body, Listing, Moment, View
 
 if TYPE_CHECKING:
-    from weft.server.services import Services
+    from manylora.server.services import Services
 
 STATUS_S = 2.0
 """Longest wait in seconds for the engine's status, where the answer works without it."""

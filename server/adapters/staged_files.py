@@ -18,14 +18,14 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from weft.adapters.blobs.local import PIECE_BYTES, full_disk_is_capacity, write_all
-from weft.adapters.blobs.store import BlobStore
-from weft.config import Config
-from weft.errors import BusyError, CapacityError, ConflictError
-from weft.server.adapters.upload_guards import FILES, RETRY_S
+from manylora.adapters.blobs.local import PIECE_BYTES, full_disk_is_capacity, write_all
+from manylora.adapters.blobs.store import BlobStore
+from manylora.config import Config
+from manylora.errors import BusyError, CapacityError, ConflictError
+from manylora.server.adapters.upload_guards import FILES, RETRY_S
 
 if TYPE_CHECKING:
-    from weft.adapters.blobs.bucket import Bucket
+    from manylora.adapters.blobs.bucket import Bucket
 
 OBJECT_BYTES = 8 << 20
 """Most bytes of a piece in S3, which wait in memory until they are sent."""

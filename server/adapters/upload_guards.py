@@ -14,12 +14,12 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from weft.errors import BusyError, InvalidRequestError, RateLimitError
-from weft.registry.records import CONFIG_FILE, WEIGHTS_FILE
-from weft.registry.uploads import Answer, AnsweredBeforeError, Retry, body_digest
+from manylora.errors import BusyError, InvalidRequestError, RateLimitError
+from manylora.registry.records import CONFIG_FILE, WEIGHTS_FILE
+from manylora.registry.uploads import Answer, AnsweredBeforeError, Retry, body_digest
 
 if TYPE_CHECKING:
-    from weft.server.services import Services
+    from manylora.server.services import Services
 
 FILES = (CONFIG_FILE, WEIGHTS_FILE)
 STREAMS = 2
@@ -58,7 +58,7 @@ class Once:
 
         Raises:
             InvalidRequestError: The key was used for something else; code idempotency.key_reused.
-            WeftError: Whatever `change` raises; nothing is kept then.
+            ManyloraError: Whatever `change` raises; nothing is kept then.
         """
         retry = None if self.key is None else Retry(key=self.key, body_digest=body_digest(self._route, *asked))
         before = None if retry is None else await self._uploads.answered(tenant_id, retry)

@@ -20,15 +20,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft import errors
-from weft.adapters.blobs.store import BlobStore
-from weft.adapters.checkpoint.reader import check_weights
-from weft.adapters.checkpoint.safetensors_header import header_bytes
-from weft.adapters.lora.layout import adapter_pages
-from weft.adapters.ref import LoraSpec, content_digest
-from weft.config import environment
-from weft.engine.status import EngineReady
-from weft.registry.records import VersionFacts
+from manylora import errors
+from manylora.adapters.blobs.store import BlobStore
+from manylora.adapters.checkpoint.reader import check_weights
+from manylora.adapters.checkpoint.safetensors_header import header_bytes
+from manylora.adapters.lora.layout import adapter_pages
+from manylora.adapters.ref import LoraSpec, content_digest
+from manylora.config import environment
+from manylora.engine.status import EngineReady
+from manylora.registry.records import VersionFacts
 
 CHILDREN = 2
 """Uploads that are validated at once."""
@@ -40,7 +40,7 @@ PAGES_CACHED = 4096
 USUAL_HEADER_BYTES = 1 << 16
 """Bytes that are read of a weights file first; a longer header takes a second read."""
 MAX_ANSWER_BYTES = 1 << 24
-_HIDDEN_FROM_CHILD = ("WEFT_", "AWS_", "PG")
+_HIDDEN_FROM_CHILD = ("MANYLORA_", "AWS_", "PG")
 """Prefixes of variables that hold secrets, or may."""
 
 
@@ -186,7 +186,7 @@ class KeptProcesses:
 async def _start() -> Process:
     env = {name: value for name, value in environment().items() if not name.startswith(_HIDDEN_FROM_CHILD)}
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "weft.server.adapters.validation_worker"),
+        *(sys.executable, "-P", "-m", "manylora.server.adapters.validation_worker"),
         stdin=PIPE,
         stdout=PIPE,
         stderr=DEVNULL,

@@ -1,4 +1,4 @@
-"""The child process that validates what a tenant uploaded: `python -P -m weft.server.adapters.validation_worker`.
+"""The child process that validates what a tenant uploaded: `python -P -m manylora.server.adapters.validation_worker`.
 
 One job comes per line of stdin, one answer per line goes to stdout, both in JSON. Each job is done by a child that this
 process forks, which knows nothing of other jobs. Its memory, CPU time and file writes are limited first: a fault in a
@@ -17,9 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from weft.adapters.base_shape import BaseShape, ModuleShape
-from weft.adapters.checkpoint.reader import read_checkpoint
-from weft.errors import AdapterError, PayloadTooLargeError
+from manylora.adapters.base_shape import BaseShape, ModuleShape
+from manylora.adapters.checkpoint.reader import read_checkpoint
+from manylora.errors import AdapterError, PayloadTooLargeError
 
 MEMORY_BYTES = 1 << 30
 """Address space; the reader works in windows of a few MiB, the rest is the interpreter and numpy."""

@@ -1,4 +1,4 @@
-"""The admin's key: from WEFT_ADMIN_KEY, else from the data folder, where it is made at first start."""
+"""The admin's key: from MANYLORA_ADMIN_KEY, else from the data folder, where it is made at first start."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.errors import ConfigError
-from weft.registry.keys import kept_secret
+from manylora.errors import ConfigError
+from manylora.registry.keys import kept_secret
 
-VARIABLE = "WEFT_ADMIN_KEY"
+VARIABLE = "MANYLORA_ADMIN_KEY"
 FILE = "admin.key"
-IS_OFF = "weft: authentication is off: everybody on this machine is admin"
+IS_OFF = "manylora: authentication is off: everybody on this machine is admin"
 MIN_LENGTH = 16
 
 
@@ -42,7 +42,7 @@ def admin_key(data_dir: Path, environ: Mapping[str, str]) -> AdminKey:
     given = environ.get(VARIABLE)
     if given is not None:
         return AdminKey(_checked(given, VARIABLE), False, None)
-    path, fresh = data_dir / FILE, f"weft_admin_{secrets.token_urlsafe(32)}"
+    path, fresh = data_dir / FILE, f"manylora_admin_{secrets.token_urlsafe(32)}"
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         secret = _checked(kept_secret(path, f"{fresh}\n"), str(path))
@@ -52,14 +52,14 @@ def admin_key(data_dir: Path, environ: Mapping[str, str]) -> AdminKey:
 
 
 def given_pepper(environ: Mapping[str, str]) -> str | None:
-    """The value of WEFT_PEPPER: the secret in the digests of keys, shared by servers that share a database.
+    """The value of MANYLORA_PEPPER: the secret in the digests of keys, shared by servers that share a database.
 
     Raises:
         ConfigError: It is too short.
     """
-    given = environ.get("WEFT_PEPPER")
+    given = environ.get("MANYLORA_PEPPER")
     if given is not None and len(given) < MIN_LENGTH:
-        raise ConfigError(f"WEFT_PEPPER must have at least {MIN_LENGTH} characters.")
+        raise ConfigError(f"MANYLORA_PEPPER must have at least {MIN_LENGTH} characters.")
     return given
 
 
@@ -69,7 +69,7 @@ def check_shared_secrets(role: str, pepper: str | None, admin_key: str | None) -
     Raises:
         ConfigError: They were not, so this server would make its own.
     """
-    for name, value in (("WEFT_PEPPER", pepper), (VARIABLE, admin_key)):
+    for name, value in (("MANYLORA_PEPPER", pepper), (VARIABLE, admin_key)):
         if value is None:
             message = f"A {role} needs {name} in its environment, the same text for all servers over one database."
             raise ConfigError(message, param="server.role")

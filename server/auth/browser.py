@@ -15,14 +15,14 @@ from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 from starlette.types import Scope
 
-from weft.errors import CapacityError, ForbiddenError, InvalidRequestError
-from weft.registry.records import Credential
-from weft.registry.registry import Registry
-from weft.server.auth.callers import AnyCaller, Caller
-from weft.server.http.bodies import Moment, View, iso
-from weft.server.services import Wired
+from manylora.errors import CapacityError, ForbiddenError, InvalidRequestError
+from manylora.registry.records import Credential
+from manylora.registry.registry import Registry
+from manylora.server.auth.callers import AnyCaller, Caller
+from manylora.server.http.bodies import Moment, View, iso
+from manylora.server.services import Wired
 
-COOKIE = "weft_session"
+COOKIE = "manylora_session"
 OWN_SITES = frozenset({"same-origin", "none"})
 """Values of Sec-Fetch-Site that our own pages, and the address bar, have."""
 SAFE_METHODS = frozenset({"GET", "HEAD"})
@@ -52,7 +52,9 @@ def check_own_page(scope: Scope, headers: Headers) -> None:
         origin = headers.get("origin")
         is_own = scope["method"] in SAFE_METHODS if origin is None else _host_of(origin) == headers.get("host", "")
     if not is_own:
-        raise ForbiddenError("A session serves Weft's own pages only: send an API key.", code="session.foreign_page")
+        raise ForbiddenError(
+            "A session serves Manylora's own pages only: send an API key.", code="session.foreign_page"
+        )
 
 
 def session_cookie(scope: Scope, headers: Headers, token: str, ends: datetime | None) -> str:

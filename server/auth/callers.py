@@ -8,10 +8,10 @@ from typing import Annotated
 from fastapi import Depends, Query
 from starlette.requests import Request
 
-from weft.errors import AuthenticationError, ForbiddenError, InvalidRequestError
-from weft.registry.names import no_such
-from weft.registry.records import Identity, Scope
-from weft.server.services import Services, services_of
+from manylora.errors import AuthenticationError, ForbiddenError, InvalidRequestError
+from manylora.registry.names import no_such
+from manylora.registry.records import Identity, Scope
+from manylora.server.services import Services, services_of
 
 DEFAULT_TENANT = "default"
 """Whose all requests are that name no tenant while authentication is off."""

@@ -1,6 +1,6 @@
 """Authentication before a byte of the body is read: pure ASGI, and every path is closed unless listed as public.
 
-Keys and sessions are looked up in the registry. `weft.server.auth.callers` decides what a caller may do.
+Keys and sessions are looked up in the registry. `manylora.server.auth.callers` decides what a caller may do.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from weft.config import is_loopback
-from weft.errors import AuthenticationError, ForbiddenError, WeftError
-from weft.registry.records import SCOPES, Identity
-from weft.registry.registry import Registry
-from weft.registry.sessions import LINK_PREFIX
-from weft.server.auth.browser import check_own_page, session_token
-from weft.server.errors import error_response
-from weft.server.http.dashboard import is_public
+from manylora.config import is_loopback
+from manylora.errors import AuthenticationError, ForbiddenError, ManyloraError
+from manylora.registry.records import SCOPES, Identity
+from manylora.registry.registry import Registry
+from manylora.registry.sessions import LINK_PREFIX
+from manylora.server.auth.browser import check_own_page, session_token
+from manylora.server.errors import error_response
+from manylora.server.http.dashboard import is_public
 
 SIGN_IN = "/v1/session"
 SESSION_CREATE_PATHS = frozenset({SIGN_IN, f"{SIGN_IN}/links"})
@@ -50,7 +50,7 @@ class AuthMiddleware:
             identify = partial(self._identify, scope, Headers(scope=scope))
             try:
                 identity = await identify()
-            except WeftError as error:
+            except ManyloraError as error:
                 await error_response(error, scope["path"])(scope, receive, send)
                 return
             scope["state"] = {**scope.get("state", {}), "identity": identity, "identify": identify}
@@ -103,4 +103,4 @@ def _check_local_browser(headers: Headers) -> None:
     except ValueError:  # a name with a dot, or a Host or Origin that no browser of ours writes
         is_foreign = True
     if is_foreign:
-        raise ForbiddenError("Authentication is off, so Weft answers only web pages of this machine.")
+        raise ForbiddenError("Authentication is off, so Manylora answers only web pages of this machine.")

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from weft.adapters.blobs.store import BlobStore, read_pieces
-from weft.errors import InvalidRequestError, RequestError
-from weft.server.http.bodies import Body
-from weft.server.http.json_body import parse_json, validate
-from weft.server.threads import in_thread
+from manylora.adapters.blobs.store import BlobStore, read_pieces
+from manylora.errors import InvalidRequestError, RequestError
+from manylora.server.http.bodies import Body
+from manylora.server.http.json_body import parse_json, validate
+from manylora.server.threads import in_thread
 
 MAX_ERRORS = 50
 """Most errors reported for a batch that fails its check."""

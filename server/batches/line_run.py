@@ -12,27 +12,27 @@ from dataclasses import dataclass, field
 import orjson
 import structlog
 
-from weft import errors
-from weft.registry.batches import LineResult
-from weft.registry.db.models import BatchRow
-from weft.registry.records import SCOPES, Identity, UsageEvent
-from weft.server.auth.callers import Caller
-from weft.server.batches.input_lines import Line
-from weft.server.errors import answer, error_body
-from weft.server.generation.chat_schemas import ChatBody
-from weft.server.generation.meter import Origin
-from weft.server.generation.openai_format import JsonObject
-from weft.server.generation.response import PlannedGeneration, whole_answer
-from weft.server.generation.routes import plan_generation
-from weft.server.generation.schemas import CompletionBody
-from weft.server.http.json_body import validate
-from weft.server.limits.rates import admit
-from weft.server.limits.reservation import LimitReservation
-from weft.server.responses.routes import plan_response
-from weft.server.responses.schemas import ResponsesBody
-from weft.server.services import Services
+from manylora import errors
+from manylora.registry.batches import LineResult
+from manylora.registry.db.models import BatchRow
+from manylora.registry.records import SCOPES, Identity, UsageEvent
+from manylora.server.auth.callers import Caller
+from manylora.server.batches.input_lines import Line
+from manylora.server.errors import answer, error_body
+from manylora.server.generation.chat_schemas import ChatBody
+from manylora.server.generation.meter import Origin
+from manylora.server.generation.openai_format import JsonObject
+from manylora.server.generation.response import PlannedGeneration, whole_answer
+from manylora.server.generation.routes import plan_generation
+from manylora.server.generation.schemas import CompletionBody
+from manylora.server.http.json_body import validate
+from manylora.server.limits.rates import admit
+from manylora.server.limits.reservation import LimitReservation
+from manylora.server.responses.routes import plan_response
+from manylora.server.responses.schemas import ResponsesBody
+from manylora.server.services import Services
 
-log = structlog.get_logger("weft.server")
+log = structlog.get_logger("manylora.server")
 PASSING = (errors.RateLimitError, errors.CapacityError)
 """What may be over when a line runs again."""
 LOSSES = (errors.EngineUnavailableError, errors.AdapterUnavailableError)
@@ -91,9 +91,9 @@ class LineRunner:
             is_passing = isinstance(error, PASSING) and error.retry_after_s is not None
             if is_passing and not (is_last and isinstance(error, LOSSES)):
                 raise
-            if not isinstance(error, errors.WeftError):
+            if not isinstance(error, errors.ManyloraError):
                 log.exception("batch_line_failed", batch=self.batch.id, line=number)
-            told = error if isinstance(error, errors.WeftError) else errors.EngineError(str(error))
+            told = error if isinstance(error, errors.ManyloraError) else errors.EngineError(str(error))
             status, body = answer(told)[0], dict(error_body(told))
             event = planned.meter.close("error") if planned else None
         response: JsonObject = {"status_code": status, "request_id": f"{self.batch.id}-{number}", "body": body}

@@ -7,13 +7,13 @@ from contextlib import ExitStack
 
 import structlog
 
-from weft.errors import CapacityError
-from weft.registry.batches import LineResult, new_file
-from weft.registry.db.models import BatchRow
-from weft.server.services import Services
-from weft.server.threads import in_thread
+from manylora.errors import CapacityError
+from manylora.registry.batches import LineResult, new_file
+from manylora.registry.db.models import BatchRow
+from manylora.server.services import Services
+from manylora.server.threads import in_thread
 
-log = structlog.get_logger("weft.server")
+log = structlog.get_logger("manylora.server")
 COMMIT_S = 0.1
 """Results that come within so many seconds are one transaction."""
 RETRY_S = 1.0

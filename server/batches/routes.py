@@ -9,19 +9,19 @@ from typing import Annotated, Any, ClassVar
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 
-from weft.adapters.blobs.store import read_pieces
-from weft.errors import InvalidRequestError
-from weft.registry.batches import new_file
-from weft.registry.db.models import BatchRow, FileRow
-from weft.registry.records import Page
-from weft.server.auth.callers import InferTenant
-from weft.server.batches.schemas import BatchBody, BatchList, BatchView, FileDeleted, FileList, FileView
-from weft.server.garbage import delete_blobs
-from weft.server.http.form import Form, read_form
-from weft.server.http.json_body import json_body
-from weft.server.http.openapi import BINARY, sends, takes, takes_form
-from weft.server.services import Wired
-from weft.server.threads import in_thread
+from manylora.adapters.blobs.store import read_pieces
+from manylora.errors import InvalidRequestError
+from manylora.registry.batches import new_file
+from manylora.registry.db.models import BatchRow, FileRow
+from manylora.registry.records import Page
+from manylora.server.auth.callers import InferTenant
+from manylora.server.batches.schemas import BatchBody, BatchList, BatchView, FileDeleted, FileList, FileView
+from manylora.server.garbage import delete_blobs
+from manylora.server.http.form import Form, read_form
+from manylora.server.http.json_body import json_body
+from manylora.server.http.openapi import BINARY, sends, takes, takes_form
+from manylora.server.services import Wired
+from manylora.server.threads import in_thread
 
 router = APIRouter(tags=["batches"])
 After = Annotated[str | None, Query(max_length=64)]

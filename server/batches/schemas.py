@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from weft.server.http.bodies import Body, Labels, View
+from manylora.server.http.bodies import Body, Labels, View
 
 
 class BatchBody(Body):

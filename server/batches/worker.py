@@ -10,18 +10,18 @@ from contextlib import aclosing, suppress
 
 import structlog
 
-from weft.errors import AdapterUnavailableError, WeftError
-from weft.registry.batches import OPEN
-from weft.registry.db.clock import to_seconds
-from weft.registry.db.models import BatchRow
-from weft.server.batches.input_lines import check_input, input_error, parse_line, read_lines
-from weft.server.batches.line_run import LineRunner
-from weft.server.batches.results import ResultCommits, write_files
-from weft.server.drain import first_of
-from weft.server.services import Services
-from weft.server.threads import cancel_all
+from manylora.errors import AdapterUnavailableError, ManyloraError
+from manylora.registry.batches import OPEN
+from manylora.registry.db.clock import to_seconds
+from manylora.registry.db.models import BatchRow
+from manylora.server.batches.input_lines import check_input, input_error, parse_line, read_lines
+from manylora.server.batches.line_run import LineRunner
+from manylora.server.batches.results import ResultCommits, write_files
+from manylora.server.drain import first_of
+from manylora.server.services import Services
+from manylora.server.threads import cancel_all
 
-log = structlog.get_logger("weft.server")
+log = structlog.get_logger("manylora.server")
 LOOK_S = 2.0
 """Seconds between two looks for batches. Each look also renews this server's claim on its batches."""
 
@@ -45,7 +45,7 @@ class BatchWorker:
 
     def start(self) -> None:
         """Begin; batches of the last process go on."""
-        self._task = asyncio.create_task(self._go_on(), name="weft-batches")
+        self._task = asyncio.create_task(self._go_on(), name="manylora-batches")
 
     async def stop(self) -> None:
         """End with everything left as it is in the database. This server, or another one, goes on with it later."""
@@ -59,7 +59,7 @@ class BatchWorker:
         self._runs.clear()
         await cancel_all(tasks)
         await self._commits.settle()
-        with suppress(WeftError):  # then other servers wait until this server's claim ends
+        with suppress(ManyloraError):  # then other servers wait until this server's claim ends
             await self._services.registry.batches.release(self._owner)
 
     async def look(self) -> None:
@@ -83,7 +83,7 @@ class BatchWorker:
             changed.clear()
             try:
                 await self.look()
-            except WeftError as error:
+            except ManyloraError as error:
                 log.warning("batches_wait", code=error.code)
             except Exception:
                 log.exception("batches_failed")
@@ -95,7 +95,7 @@ class BatchWorker:
         try:
             await self._commits.settle()  # of a run before
             await self._go_through(runner)
-        except WeftError as error:  # the next look begins again where this one stopped
+        except ManyloraError as error:  # the next look begins again where this one stopped
             log.warning("batch_waits", batch=runner.batch.id, code=error.code)
         except Exception:
             log.exception("batch_failed_to_run", batch=runner.batch.id)

@@ -12,18 +12,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from weft.config import GatewayConfig
-from weft.registry.registry import Registry
-from weft.server.auth.callers import require_admin
-from weft.server.boundary import outer_layers
-from weft.server.cluster.forwarding import no_replica
-from weft.server.cluster.gateway import Gateway
-from weft.server.cluster.links import Links
-from weft.server.cluster.metrics import GatewayMetrics
-from weft.server.cluster.router import Router
-from weft.server.cluster.wire import cluster_token
-from weft.server.drain import Drain
-from weft.server.listen import metrics_app
+from manylora.config import GatewayConfig
+from manylora.registry.registry import Registry
+from manylora.server.auth.callers import require_admin
+from manylora.server.boundary import outer_layers
+from manylora.server.cluster.forwarding import no_replica
+from manylora.server.cluster.gateway import Gateway
+from manylora.server.cluster.links import Links
+from manylora.server.cluster.metrics import GatewayMetrics
+from manylora.server.cluster.router import Router
+from manylora.server.cluster.wire import cluster_token
+from manylora.server.drain import Drain
+from manylora.server.listen import metrics_app
 
 
 class GatewayApps(NamedTuple):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from weft.server.cluster.loads import ranked
-from weft.server.pins import sync_pins
-from weft.server.services import Services
-from weft.server.threads import repeat
+from manylora.server.cluster.loads import ranked
+from manylora.server.pins import sync_pins
+from manylora.server.services import Services
+from manylora.server.threads import repeat
 
 LOOK_S = 0.5
 """Seconds between two looks; a change is followed within a second."""

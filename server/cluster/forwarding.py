@@ -14,15 +14,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Send
 from yarl import URL
 
-from weft.errors import CapacityError, DrainingError, NotFoundError, ReplicaLostError
-from weft.registry.records import Identity
-from weft.registry.servers import Server
-from weft.server.cluster.links import Links
-from weft.server.cluster.loads import Replica
-from weft.server.cluster.router import Target
-from weft.server.cluster.wire import CLUSTER, INTERNAL, LENGTH
-from weft.server.drain import Drain, Exchange
-from weft.server.threads import cancel_all
+from manylora.errors import CapacityError, DrainingError, NotFoundError, ReplicaLostError
+from manylora.registry.records import Identity
+from manylora.registry.servers import Server
+from manylora.server.cluster.links import Links
+from manylora.server.cluster.loads import Replica
+from manylora.server.cluster.router import Target
+from manylora.server.cluster.wire import CLUSTER, INTERNAL, LENGTH
+from manylora.server.drain import Drain, Exchange
+from manylora.server.threads import cancel_all
 
 MAX_TRIES = 3
 """Replicas that are asked for one request."""

@@ -23,12 +23,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from weft.config import ServerConfig
-from weft.errors import DrainingError, NotFoundError, ReplicaLostError, WeftError
-from weft.registry.records import RETRIED, AdapterIdentity, AdapterVersion, Identity, UsageEvent
-from weft.registry.registry import Registry
-from weft.server.auth.callers import DEFAULT_TENANT
-from weft.server.cluster.forwarding import (
+from manylora.config import ServerConfig
+from manylora.errors import DrainingError, ManyloraError, NotFoundError, ReplicaLostError
+from manylora.registry.records import RETRIED, AdapterIdentity, AdapterVersion, Identity, UsageEvent
+from manylora.registry.registry import Registry
+from manylora.server.auth.callers import DEFAULT_TENANT
+from manylora.server.cluster.forwarding import (
     BROKEN,
     MAX_TRIES,
     NOT_REACHED,
@@ -39,21 +39,21 @@ from weft.server.cluster.forwarding import (
     watch,
     whole,
 )
-from weft.server.cluster.links import Links
-from weft.server.cluster.loads import Replica
-from weft.server.cluster.route_fields import RouteFields, read_fields
-from weft.server.cluster.router import Target
-from weft.server.cluster.wire import LEDGER_ID, LENGTH, STICKY, WEIGHT_SHARE, Frames
-from weft.server.drain import Drain, Exchange
-from weft.server.errors import as_anthropic, error_body
-from weft.server.hop import SESSION_HEADER, Counts
-from weft.server.http import sse
-from weft.server.http.body import Pace
-from weft.server.http.json_body import json_bytes
-from weft.server.http.unknown_routes import MAX_SHOWN
-from weft.server.threads import cancel_all
+from manylora.server.cluster.links import Links
+from manylora.server.cluster.loads import Replica
+from manylora.server.cluster.route_fields import RouteFields, read_fields
+from manylora.server.cluster.router import Target
+from manylora.server.cluster.wire import LEDGER_ID, LENGTH, STICKY, WEIGHT_SHARE, Frames
+from manylora.server.drain import Drain, Exchange
+from manylora.server.errors import as_anthropic, error_body
+from manylora.server.hop import SESSION_HEADER, Counts
+from manylora.server.http import sse
+from manylora.server.http.body import Pace
+from manylora.server.http.json_body import json_bytes
+from manylora.server.http.unknown_routes import MAX_SHOWN
+from manylora.server.threads import cancel_all
 
-log = structlog.get_logger("weft.server")
+log = structlog.get_logger("manylora.server")
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 _SAID_BY_ALL = re.compile(rb'"code":"(adapter_(load_failed|blob_missing|blob_corrupt)|db\.unavailable)"')
 """In refusals that every replica would repeat."""
@@ -126,7 +126,7 @@ class Gateway:
             sticky = hashlib.blake2b(session.encode(), digest_size=16, key=(tenant_id or "").encode()).hexdigest()
         adapter: AdapterIdentity | None = None
         version: AdapterVersion | None = None
-        with suppress(WeftError):  # the replica says what is wrong
+        with suppress(ManyloraError):  # the replica says what is wrong
             named = request.query_params.get("tenant", self._default_tenant)
             if identity.role == "admin" and named is not None:
                 row = await self.registry.tenants.get_tenant(named)
@@ -169,7 +169,7 @@ class Gateway:
 
     async def _try_replicas(self, asked: Asked, exchange: Exchange, send: Send) -> None:
         best: Response | None = None
-        error: WeftError = no_replica()
+        error: ManyloraError = no_replica()
         lost_id: str | None = None  # of the replica that was asked last, if it may have computed something
         while len(asked.tried) < MAX_TRIES:
             replica = next(iter(self.links.router.order(asked.target, asked.tried)), None)
@@ -264,11 +264,11 @@ class Gateway:
         )
         try:
             await self.registry.usage.record(event)
-        except WeftError as error:
+        except ManyloraError as error:
             log.exception("usage_not_recorded", ledger_id=ledger_id, code=error.code)
 
 
-async def _end_early(request: Request, payload: bytes, error: WeftError, send: Send) -> None:
+async def _end_early(request: Request, payload: bytes, error: ManyloraError, send: Send) -> None:
     """End a stream with what is left of it, and the event by which clients of this API know errors."""
     body = error_body(error)
     event = sse.event(body)

@@ -15,14 +15,14 @@ import aiohttp
 import msgspec
 import structlog
 
-from weft.registry.servers import Server, Servers
-from weft.server.cluster.loads import Replica
-from weft.server.cluster.router import Router
-from weft.server.cluster.wire import CLUSTER, SILENT_S, STATE_PATH, Report
-from weft.server.http.wire import MAX_HEAD_BYTES
-from weft.server.threads import cancel_all, repeat
+from manylora.registry.servers import Server, Servers
+from manylora.server.cluster.loads import Replica
+from manylora.server.cluster.router import Router
+from manylora.server.cluster.wire import CLUSTER, SILENT_S, STATE_PATH, Report
+from manylora.server.http.wire import MAX_HEAD_BYTES
+from manylora.server.threads import cancel_all, repeat
 
-log = structlog.get_logger("weft.server")
+log = structlog.get_logger("manylora.server")
 LIST_S = 1.0
 """Seconds between two looks at the registry's list."""
 RECONNECT_S = 0.25
@@ -69,7 +69,7 @@ class Links:
     async def start(self) -> None:
         """Read the list, and follow it from then on; raises CapacityError if the database cannot answer."""
         await self._look()
-        self._lister = asyncio.create_task(repeat(self._look, LIST_S, "servers_not_listed"), name="weft-replicas")
+        self._lister = asyncio.create_task(repeat(self._look, LIST_S, "servers_not_listed"), name="manylora-replicas")
 
     async def close(self) -> None:
         """End all connections."""
@@ -105,7 +105,7 @@ class Links:
             if name in self._followed:
                 reader = self._followed[name][1]
             else:
-                reader = asyncio.create_task(self._keep_reading(server), name=f"weft-{name}")
+                reader = asyncio.create_task(self._keep_reading(server), name=f"manylora-{name}")
             self._followed[name] = server, reader
         self._tell_router()
 
@@ -132,7 +132,7 @@ class Links:
                     told_s = now_s()
                     event, hint = "replica_not_reached", "Let its server.advertised_url be an address for gateways."
                     if isinstance(error, _RefusedError):
-                        event, hint = "replica_refuses", "Give all servers one WEFT_PEPPER and one version."
+                        event, hint = "replica_refuses", "Give all servers one MANYLORA_PEPPER and one version."
                     elif server.name in self.reports:
                         event, hint = "replica_lost", "Look whether it runs; it is asked again when it reports."
                     log.warning(event, name=server.name, url=server.url, error=repr(error), hint=hint)

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import structlog
 
-from weft.errors import CapacityError
-from weft.registry.servers import BEAT_S, Server, Servers
-from weft.server.cluster.wire import REPORT_S
-from weft.server.drain import first_of
-from weft.server.threads import cancel_all
+from manylora.errors import CapacityError
+from manylora.registry.servers import BEAT_S, Server, Servers
+from manylora.server.cluster.wire import REPORT_S
+from manylora.server.drain import first_of
+from manylora.server.threads import cancel_all
 
-log = structlog.get_logger("weft.server")
+log = structlog.get_logger("manylora.server")
 NOTICE_S = {"replica": 4 * REPORT_S, "gateway": 3.0}
 """Seconds between saying that a server drains and refusing requests. Meanwhile gateways choose other replicas, and load
 balancers, which ask for /ready less often, choose other gateways."""
@@ -31,7 +31,7 @@ class Membership:
     async def start(self) -> None:
         """List the server; raises CapacityError if the database cannot answer."""
         await self._servers.announce(self.server)
-        self._beating = asyncio.create_task(self._beat(), name="weft-beat")
+        self._beating = asyncio.create_task(self._beat(), name="manylora-beat")
 
     def drain(self) -> float:
         """Say that this server takes no new requests soon; returns how many seconds others need to notice."""

@@ -9,8 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-import weft
-from weft.server.cluster.gateway import Gateway
+import manylora
+from manylora.server.cluster.gateway import Gateway
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -23,10 +23,12 @@ class GatewayMetrics(Collector):
         self._registry = CollectorRegistry()
         disable_created_metrics()  # type: ignore[no-untyped-call]
         about = "Answers to HTTP requests by class; replicas count the same answers, without the label role."
-        self._responses = Counter("weft_responses", about, ["role", "status"], registry=self._registry)
+        self._responses = Counter("manylora_responses", about, ["role", "status"], registry=self._registry)
         for hundreds in range(2, 6):
             self._responses.labels("gateway", f"{hundreds}xx")
-        Gauge("weft_build_info", "Always 1.", ["version"], registry=self._registry).labels(weft.__version__).set(1)
+        Gauge("manylora_build_info", "Always 1.", ["version"], registry=self._registry).labels(
+            manylora.__version__
+        ).set(1)
         self._registry.register(self)
 
     def answered(self, status: int) -> None:
@@ -36,11 +38,15 @@ class GatewayMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """What is read when Prometheus asks."""
         about = "Requests sent to another replica than the first."
-        yield CounterMetricFamily("weft_gateway_retries", about, self._gateway.num_retried)
+        yield CounterMetricFamily("manylora_gateway_retries", about, self._gateway.num_retried)
         about = "Answers that ended early because their replica was lost."
-        yield CounterMetricFamily("weft_gateway_lost_answers", about, self._gateway.num_lost)
-        ready = GaugeMetricFamily("weft_replica_ready", "Whether a replica takes requests.", labels=["replica", "url"])
-        backlog = GaugeMetricFamily("weft_replica_backlog_seconds", "Work that waits in a replica.", labels=["replica"])
+        yield CounterMetricFamily("manylora_gateway_lost_answers", about, self._gateway.num_lost)
+        ready = GaugeMetricFamily(
+            "manylora_replica_ready", "Whether a replica takes requests.", labels=["replica", "url"]
+        )
+        backlog = GaugeMetricFamily(
+            "manylora_replica_backlog_seconds", "Work that waits in a replica.", labels=["replica"]
+        )
         for server in self._gateway.links.listed:
             report = self._gateway.links.reports.get(server.name)
             is_asked = not self._gateway.links.router.is_ejected(server.name)

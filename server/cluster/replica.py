@@ -16,12 +16,12 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-import weft
-from weft.errors import ConfigError, EngineUnavailableError
-from weft.registry.servers import Server
-from weft.server.cluster.duties import Duties
-from weft.server.cluster.membership import Membership
-from weft.server.cluster.wire import (
+import manylora
+from manylora.errors import ConfigError, EngineUnavailableError
+from manylora.registry.servers import Server
+from manylora.server.cluster.duties import Duties
+from manylora.server.cluster.membership import Membership
+from manylora.server.cluster.wire import (
     CLUSTER,
     LEDGER_ID,
     LENGTH,
@@ -33,10 +33,10 @@ from weft.server.cluster.wire import (
     cluster_token,
     frame,
 )
-from weft.server.hop import Hop
-from weft.server.http.sse import ClosingResponse
-from weft.server.services import Services
-from weft.server.threads import cancel_all
+from manylora.server.hop import Hop
+from manylora.server.http.sse import ClosingResponse
+from manylora.server.services import Services
+from manylora.server.threads import cancel_all
 
 RESIDENTS_S = 1.0
 """Seconds between two looks at which adapters the engine has."""
@@ -59,7 +59,7 @@ async def join(
         role="replica",
         boot_id=services.ready.boot_id,
         url=config.advertised_url or url,
-        version=weft.__version__,
+        version=manylora.__version__,
         model=services.served_name,
         base=services.ready.base.digest,
     )
@@ -73,7 +73,7 @@ async def join(
                 f"Replicas over one database serve one base: give `{server.model}` another database, or stop the rest."
             )
             raise ConfigError(f"{message} {hint}", param="model.path")
-    following = asyncio.create_task(duties.follow(services), name="weft-duties")
+    following = asyncio.create_task(duties.follow(services), name="manylora-duties")
     stack.push_async_callback(cancel_all, [following])
     token = cluster_token(services.registry.key_ring)
     return FromGateways(app, Reports(services, membership), token), membership

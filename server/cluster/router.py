@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from weft.server.cluster.loads import (
+from manylora.server.cluster.loads import (
     START_RATE,
     FadingSum,
     Replica,

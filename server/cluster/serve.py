@@ -10,17 +10,17 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 
-import weft
-from weft.config import GatewayConfig, environment
-from weft.errors import ConfigError
-from weft.registry.registry import Registry
-from weft.registry.servers import Server, server_name
-from weft.server.auth.admin_key import IS_OFF, VARIABLE, admin_key, check_shared_secrets, given_pepper
-from weft.server.auth.browser import sign_in_fragment
-from weft.server.cluster.membership import Membership
-from weft.server.listen import ApiServer, Shutdown, bind, listen, listen_beside, run_until_signal, url_of
-from weft.server.logs import configure_logs
-from weft.server.threads import cancel_all
+import manylora
+from manylora.config import GatewayConfig, environment
+from manylora.errors import ConfigError
+from manylora.registry.registry import Registry
+from manylora.registry.servers import Server, server_name
+from manylora.server.auth.admin_key import IS_OFF, VARIABLE, admin_key, check_shared_secrets, given_pepper
+from manylora.server.auth.browser import sign_in_fragment
+from manylora.server.cluster.membership import Membership
+from manylora.server.listen import ApiServer, Shutdown, bind, listen, listen_beside, run_until_signal, url_of
+from manylora.server.logs import configure_logs
+from manylora.server.threads import cancel_all
 
 Announce = Callable[[str], None]
 
@@ -37,9 +37,9 @@ def serve_gateway(config: GatewayConfig, announce: Announce) -> int:
 
 async def _serve_until(config: GatewayConfig, announce: Announce, shutdown: Shutdown) -> None:
     try:
-        from weft.server.cluster.app import open_gateway
+        from manylora.server.cluster.app import open_gateway
     except ImportError as error:
-        raise ConfigError("A gateway needs aiohttp: pip install 'weft[cluster]'.", param="server.role") from error
+        raise ConfigError("A gateway needs aiohttp: pip install 'manylora[cluster]'.", param="server.role") from error
     server, environ = config.server, environment()
     pepper = given_pepper(environ)
     check_shared_secrets("gateway", pepper, environ.get(VARIABLE))
@@ -55,7 +55,7 @@ async def _serve_until(config: GatewayConfig, announce: Announce, shutdown: Shut
             role="gateway",
             boot_id=secrets.token_hex(8),
             url=server.advertised_url or url,
-            version=weft.__version__,
+            version=manylora.__version__,
         )
         listen(listener)
         membership = Membership(registry.servers, own)
@@ -67,12 +67,12 @@ async def _serve_until(config: GatewayConfig, announce: Announce, shutdown: Shut
         http = shutdown.server = ApiServer(apps.main)
         gc.freeze()
         gc.set_threshold(10_000, 20)  # else collections are a part of the time under load
-        announce("weft: gateway, which passes requests on to the replicas of its registry")
+        announce("manylora: gateway, which passes requests on to the replicas of its registry")
         if server.auth == "off":
             announce(IS_OFF)
         elif sign_in := await sign_in_fragment(registry, key.secret):
-            announce(f"weft: dashboard {url}/{sign_in} (signs in as admin, once, within 10 minutes)")
-        announce(f"weft: listening on {url}")
+            announce(f"manylora: dashboard {url}/{sign_in} (signs in as admin, once, within 10 minutes)")
+        announce(f"manylora: listening on {url}")
         sys.stdout.flush()
         await http.serve([listener])
         await cancel_all(http.server_state.tasks)

@@ -10,19 +10,19 @@ from typing import Literal
 
 import msgspec
 
-from weft.registry.keys import KeyRing
-from weft.server.hop import Counts
+from manylora.registry.keys import KeyRing
+from manylora.server.hop import Counts
 
-CLUSTER = "x-weft-cluster"
+CLUSTER = "x-manylora-cluster"
 """Has the token that shows that a gateway asks."""
-LEDGER_ID = "x-weft-ledger-id"
-WEIGHT_SHARE = "x-weft-weight-share"
-STICKY = "x-weft-sticky"
-LENGTH = "x-weft-length"
+LEDGER_ID = "x-manylora-ledger-id"
+WEIGHT_SHARE = "x-manylora-weight-share"
+STICKY = "x-manylora-sticky"
+LENGTH = "x-manylora-length"
 """In a framed answer: the Content-Length that the client is to see."""
 INTERNAL = frozenset({CLUSTER, LEDGER_ID, WEIGHT_SHARE, STICKY, LENGTH})
 """Headers that no client may send."""
-SHARED = "weft cluster 1"
+SHARED = "manylora cluster 1"
 """The digest of this text under the pepper is the value of CLUSTER; the number counts up with each change of what they
 say."""
 STATE_PATH = "/internal/state"

@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from weft.errors import InvalidRequestError, UnsupportedParameterError
-from weft.server.generation import unsupported_params
-from weft.server.generation.schemas import GenerationBody, GenerationView
-from weft.server.generation.vllm_fields import PromptView, TokenIdsView
-from weft.server.http.bodies import Body, View
-from weft.server.tools.schemas import MAX_TOOLS, TOOL_CHOICE_SCHEMA, Call, Tool, ToolChoice, parse_tool_choice
+from manylora.errors import InvalidRequestError, UnsupportedParameterError
+from manylora.server.generation import unsupported_params
+from manylora.server.generation.schemas import GenerationBody, GenerationView
+from manylora.server.generation.vllm_fields import PromptView, TokenIdsView
+from manylora.server.http.bodies import Body, View
+from manylora.server.tools.schemas import MAX_TOOLS, TOOL_CHOICE_SCHEMA, Call, Tool, ToolChoice, parse_tool_choice
 
 MAX_MESSAGES = 4096
 MAX_TEMPLATE_KWARGS = 32
@@ -98,7 +98,7 @@ def _content(value: object) -> str:
         for part in value:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text":
-                message = f"Weft takes message parts of type text only, got {str(kind)[:40]}."
+                message = f"Manylora takes message parts of type text only, got {str(kind)[:40]}."
                 raise UnsupportedParameterError(message, param="messages")
             if set(part) - unsupported_params.IGNORED_IN_MESSAGES != {"type", "text"} or type(part["text"]) is not str:
                 raise InvalidRequestError("A text part holds type and text, a string.", param="messages")

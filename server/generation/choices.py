@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from weft.engine.process.inbox import Inbox
-from weft.engine.request import GenerationRequest, RequestOutput
-from weft.engine.text.text_stream import TextDelta, TextStream
-from weft.errors import EngineError, EngineUnavailableError
-from weft.server.errors import from_engine
-from weft.server.generation.prompts import Prompt
-from weft.server.limits.gate import Admission
-from weft.server.threads import cancel_all
+from manylora.engine.process.inbox import Inbox
+from manylora.engine.request import GenerationRequest, RequestOutput
+from manylora.engine.text.text_stream import TextDelta, TextStream
+from manylora.errors import EngineError, EngineUnavailableError
+from manylora.server.errors import from_engine
+from manylora.server.generation.prompts import Prompt
+from manylora.server.limits.gate import Admission
+from manylora.server.threads import cancel_all
 
 if TYPE_CHECKING:
-    from weft.engine.process.client import EngineClient
+    from manylora.engine.process.client import EngineClient
 
 
 def best_choices(candidates: Sequence[Choice], steps: Iterable[ChoiceStep], n: int) -> list[Choice]:
@@ -148,7 +148,7 @@ class Generation:
         """Steps of all choices in order of arrival, those together that have arrived, until every choice has finished.
 
         Raises:
-            WeftError: The engine refused or lost a choice.
+            ManyloraError: The engine refused or lost a choice.
         """
         unfinished = len(self.choices)
         while unfinished:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from weft.engine.request import Grammar
-from weft.errors import InvalidRequestError
-from weft.server.grammar_check import grammar_checker
+from manylora.engine.request import Grammar
+from manylora.errors import InvalidRequestError
+from manylora.server.grammar_check import grammar_checker
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
@@ -133,7 +133,7 @@ class _Reader:
         unknown = [name for name in schema if name not in known and not _is_note(name)]
         if unknown:
             names = ", ".join(repr(name[:40]) for name in unknown[:10])
-            raise _refusal(f"Weft does not know the keywords {names}, so no answer can be held to them.", path)
+            raise _refusal(f"Manylora does not know the keywords {names}, so no answer can be held to them.", path)
         _check_range(schema, path)
         return {
             name: self._value(name, value, f"{path}.{name}", depth + 1, (*place, name))

@@ -15,13 +15,13 @@ from typing import Literal
 
 from pydantic import BeforeValidator
 
-from weft.errors import InvalidRequestError, RequestError, UnsupportedParameterError, WeftError
-from weft.server.generation.choices import Choice, ChoiceStep
-from weft.server.generation.meter import Meter
-from weft.server.generation.openai_format import JsonObject, Part
-from weft.server.tools.reading import CallPiece
+from manylora.errors import InvalidRequestError, ManyloraError, RequestError, UnsupportedParameterError
+from manylora.server.generation.choices import Choice, ChoiceStep
+from manylora.server.generation.meter import Meter
+from manylora.server.generation.openai_format import JsonObject, Part
+from manylora.server.tools.reading import CallPiece
 
-TEXT_ONLY = "The model reads and writes text only, and Weft runs no tools."
+TEXT_ONLY = "The model reads and writes text only, and Manylora runs no tools."
 Kind = Literal["reasoning", "text", "call"]
 
 
@@ -166,7 +166,7 @@ class ItemWriter(ABC):
         """Events after the last item."""
 
     @abstractmethod
-    def failure(self, error: WeftError) -> bytes:
+    def failure(self, error: ManyloraError) -> bytes:
         """The end of a stream that an error cuts."""
 
     def whole(self, ends: Sequence[tuple[Choice, Part]]) -> JsonObject:

@@ -3,7 +3,7 @@
 1. A request that ends by itself is billed its prompt and its output.
 2. A request that its client cuts, or that ends by what it asked for (its grammar leaves no token), is billed what the
    engine had computed for it when the cut reached the engine.
-3. A request that Weft breaks is billed the tokens handed to the socket.
+3. A request that Manylora breaks is billed the tokens handed to the socket.
 
 Tokens computed again after a preemption, and tokens behind a stop string, are not billed. A prompt counts once however
 many choices it has. Its cached tokens are those of its first choice: the others find in the prefix cache what the first
@@ -17,18 +17,18 @@ from dataclasses import dataclass
 
 import structlog
 
-from weft.engine.request import AdapterState
-from weft.errors import WeftError
-from weft.registry.records import ServiceClass, UsageEvent
-from weft.server.auth.callers import Caller
-from weft.server.generation.choices import Choice, ChoiceStep
-from weft.server.generation.schemas import OutputDetails, UsageDetails, UsageView
-from weft.server.hop import Counts, Hop
-from weft.server.limits.reservation import LimitReservation
-from weft.server.model_name import ResolvedModel
-from weft.server.services import Services
+from manylora.engine.request import AdapterState
+from manylora.errors import ManyloraError
+from manylora.registry.records import ServiceClass, UsageEvent
+from manylora.server.auth.callers import Caller
+from manylora.server.generation.choices import Choice, ChoiceStep
+from manylora.server.generation.schemas import OutputDetails, UsageDetails, UsageView
+from manylora.server.hop import Counts, Hop
+from manylora.server.limits.reservation import LimitReservation
+from manylora.server.model_name import ResolvedModel
+from manylora.server.services import Services
 
-log = structlog.get_logger("weft.server")
+log = structlog.get_logger("manylora.server")
 MARK_TOKENS = 128
 MARK_S = 1.0
 MAX_REQUEST_ID = 128
@@ -188,7 +188,7 @@ class Meter:
         """Record the event after the client is gone or was told of an error; what fails is logged."""
         try:
             await self.finish(status)
-        except WeftError as error:
+        except ManyloraError as error:
             log.exception("usage_not_recorded", ledger_id=self.ledger_id, code=error.code)
 
     def _event(self, status: str) -> UsageEvent:

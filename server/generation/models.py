@@ -6,12 +6,12 @@ from typing import Literal
 
 from fastapi import APIRouter
 
-from weft.errors import NotFoundError
-from weft.registry.records import AdapterIdentity, AdapterVersion
-from weft.server.auth.callers import AnyCaller
-from weft.server.http.bodies import View
-from weft.server.model_name import resolve_model
-from weft.server.services import Services, Wired
+from manylora.errors import NotFoundError
+from manylora.registry.records import AdapterIdentity, AdapterVersion
+from manylora.server.auth.callers import AnyCaller
+from manylora.server.http.bodies import View
+from manylora.server.model_name import resolve_model
+from manylora.server.services import Services, Wired
 
 router = APIRouter(tags=["models"])
 PAGE = 1000
@@ -72,7 +72,7 @@ def _view(
     return ModelView(
         id=name,
         created=int((adapter.created_at if adapter else services.started_at).timestamp()),
-        owned_by=adapter.tenant if adapter else "weft",
+        owned_by=adapter.tenant if adapter else "manylora",
         root=version.digest if version else services.served_name,
         parent=services.served_name if adapter else None,
         max_model_len=services.ready.max_model_len,

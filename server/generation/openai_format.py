@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, count, zip_longest
 
-from weft.engine.request import TokenLogprobs
-from weft.engine.text.text_stream import TextDelta
-from weft.engine.text.tokenizer import Tokenizer
-from weft.server.generation.chat_schemas import ChatBody
-from weft.server.generation.choices import Choice, ChoiceStep
-from weft.server.generation.schemas import CompletionBody, GenerationBody
-from weft.server.tools.reading import AnswerReader, CallPiece, Reading, joined_calls
+from manylora.engine.request import TokenLogprobs
+from manylora.engine.text.text_stream import TextDelta
+from manylora.engine.text.tokenizer import Tokenizer
+from manylora.server.generation.chat_schemas import ChatBody
+from manylora.server.generation.choices import Choice, ChoiceStep
+from manylora.server.generation.schemas import CompletionBody, GenerationBody
+from manylora.server.tools.reading import AnswerReader, CallPiece, Reading, joined_calls
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON lacks."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.engine.request import Grammar
-from weft.engine.sampling_params import SamplingParams
-from weft.errors import ContextLengthError, InvalidRequestError
-from weft.server.generation.chat_schemas import ChatBody, Message
-from weft.server.generation.grammar import checked_grammar, json_rule
-from weft.server.generation.schemas import CompletionBody, GenerationBody
-from weft.server.generation.vllm_fields import bad_word_tokens
-from weft.server.services import Services
-from weft.server.tools.call_grammar import CallGrammar
-from weft.server.tools.formats import REASONING_FIELDS, AnswerFormat, format_of
-from weft.server.tools.reading import AnswerPlan, plan_answer
-from weft.server.tools.schemas import Tool, ToolChoice
+from manylora.engine.request import Grammar
+from manylora.engine.sampling_params import SamplingParams
+from manylora.errors import ContextLengthError, InvalidRequestError
+from manylora.server.generation.chat_schemas import ChatBody, Message
+from manylora.server.generation.grammar import checked_grammar, json_rule
+from manylora.server.generation.schemas import CompletionBody, GenerationBody
+from manylora.server.generation.vllm_fields import bad_word_tokens
+from manylora.server.services import Services
+from manylora.server.tools.call_grammar import CallGrammar
+from manylora.server.tools.formats import REASONING_FIELDS, AnswerFormat, format_of
+from manylora.server.tools.reading import AnswerPlan, plan_answer
+from manylora.server.tools.schemas import Tool, ToolChoice
 
 LEAST_TOP_P = 1e-9
 """Stands for 0, which OpenAI takes: only the most likely token is left."""
@@ -122,14 +122,14 @@ def _answer_format(body: ChatBody, services: Services) -> AnswerFormat | None:
     """How the answers are to be read; None where they are plain text.
 
     Raises:
-        InvalidRequestError: The chat has tools or calls, and Weft does not know how the model writes them.
+        InvalidRequestError: The chat has tools or calls, and Manylora does not know how the model writes them.
     """
     answer = format_of(services.tokenizer, services.config.model.tool_format)
     has_calls = bool(body.shown_tools) or any(message.tool_calls or message.tool_call_id for message in body.messages)
     if has_calls and not (answer and answer.has_calls):
         raise InvalidRequestError(
-            "Weft does not know how this model writes calls of tools. The operator may name the format by the setting "
-            "model.tool_format, if it is one of docs/tools.md; else send the chat without tools.",
+            "Manylora does not know how this model writes calls of tools. The operator may name the format "
+            "by the setting model.tool_format, if it is one of docs/tools.md; else send the chat without tools.",
             code="tools_not_supported_by_model",
             param="tools" if body.shown_tools else "messages",
         )
@@ -147,7 +147,7 @@ def _held_answer(body: ChatBody, plan: AnswerPlan, lark: str | None, services: S
         is_held = choice.mode == "required" or not body.parallel_tool_calls or lark is not None
         if is_held or any(tool.function.strict for tool in plan.tools):
             raise InvalidRequestError(
-                "Weft can read this model's calls, but not hold it to them: its response_template is its own. Send "
+                "Manylora can read this model's calls, but not hold it to them: its response_template is its own. Send "
                 "tool_choice auto, no strict and no response_format, or name its format by the setting "
                 "model.tool_format.",
                 code="tools_not_supported_by_model",

@@ -18,18 +18,18 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from weft.errors import CapacityError, EngineError, RequestError, WeftError
-from weft.server.generation.choices import ChoiceStep, Generation, best_choices
-from weft.server.generation.meter import Meter
-from weft.server.generation.openai_format import JsonObject, Part, ResponseFormat, joined
-from weft.server.generation.schemas import GenerationBody
-from weft.server.generation.writer import ChunkWriter
-from weft.server.http import sse
-from weft.server.http.wire import IS_CLOSING
+from manylora.errors import CapacityError, EngineError, ManyloraError, RequestError
+from manylora.server.generation.choices import ChoiceStep, Generation, best_choices
+from manylora.server.generation.meter import Meter
+from manylora.server.generation.openai_format import JsonObject, Part, ResponseFormat, joined
+from manylora.server.generation.schemas import GenerationBody
+from manylora.server.generation.writer import ChunkWriter
+from manylora.server.http import sse
+from manylora.server.http.wire import IS_CLOSING
 
 if TYPE_CHECKING:
-    from weft.server.drain import Drain
-    from weft.server.generation.items import ItemWriter
+    from manylora.server.drain import Drain
+    from manylora.server.generation.items import ItemWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class GenerationResponse(Response):
         except Exception as error:
             if isinstance(error, RequestError):
                 await plan.bill_computed()
-            told = error if isinstance(error, WeftError) else EngineError(str(error))
+            told = error if isinstance(error, ManyloraError) else EngineError(str(error))
             await asyncio.shield(plan.meter.finish_quietly("error"))
             await send({"type": "http.response.body", "body": plan.writer.failure(told), "more_body": False})
             if told is not error:
@@ -169,7 +169,7 @@ async def _until_gone(receive: Receive) -> None:
 
 def _state_header(step: ChoiceStep) -> dict[str, str]:
     state = step.output.adapter_state
-    return {} if state is None or state == "base" else {"x-weft-adapter-state": state}
+    return {} if state is None or state == "base" else {"x-manylora-adapter-state": state}
 
 
 def _overall(ends: list[Part]) -> str:

@@ -13,32 +13,32 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 
-from weft.engine.request import FlowKey, GenerationRequest
-from weft.engine.text.text_stream import NONE_SHOWN, TextStream
-from weft.errors import InvalidRequestError, WeftError
-from weft.server.auth.callers import Caller
-from weft.server.generation.chat_schemas import ChatBody, ChatView
-from weft.server.generation.choices import Choice, Generation
-from weft.server.generation.meter import Meter, Origin
-from weft.server.generation.openai_format import ChatFormat, CompletionFormat, JsonObject
-from weft.server.generation.prompts import Prompts, prompts_and_params
-from weft.server.generation.response import GenerationResponse, PlannedGeneration
-from weft.server.generation.schemas import CompletionBody, CompletionView, GenerationBody
-from weft.server.generation.writer import ChunkWriter
-from weft.server.grammar_check import turn_of
-from weft.server.hop import SESSION_HEADER, hop_of
-from weft.server.http.bodies import Body, View
-from weft.server.http.json_body import INLINE_BYTES, BodyT, json_bytes, parsed
-from weft.server.http.openapi import takes
-from weft.server.limits.gate import Admission
-from weft.server.limits.prediction import Ask
-from weft.server.limits.rates import GeneratingCaller, admit_generation, reservation_of
-from weft.server.limits.reservation import LimitReservation
-from weft.server.model_name import ResolvedModel, hold_weights, resolve_model
-from weft.server.services import Services, services_of
+from manylora.engine.request import FlowKey, GenerationRequest
+from manylora.engine.text.text_stream import NONE_SHOWN, TextStream
+from manylora.errors import InvalidRequestError, ManyloraError
+from manylora.server.auth.callers import Caller
+from manylora.server.generation.chat_schemas import ChatBody, ChatView
+from manylora.server.generation.choices import Choice, Generation
+from manylora.server.generation.meter import Meter, Origin
+from manylora.server.generation.openai_format import ChatFormat, CompletionFormat, JsonObject
+from manylora.server.generation.prompts import Prompts, prompts_and_params
+from manylora.server.generation.response import GenerationResponse, PlannedGeneration
+from manylora.server.generation.schemas import CompletionBody, CompletionView, GenerationBody
+from manylora.server.generation.writer import ChunkWriter
+from manylora.server.grammar_check import turn_of
+from manylora.server.hop import SESSION_HEADER, hop_of
+from manylora.server.http.bodies import Body, View
+from manylora.server.http.json_body import INLINE_BYTES, BodyT, json_bytes, parsed
+from manylora.server.http.openapi import takes
+from manylora.server.limits.gate import Admission
+from manylora.server.limits.prediction import Ask
+from manylora.server.limits.rates import GeneratingCaller, admit_generation, reservation_of
+from manylora.server.limits.reservation import LimitReservation
+from manylora.server.model_name import ResolvedModel, hold_weights, resolve_model
+from manylora.server.services import Services, services_of
 
 if TYPE_CHECKING:
-    from weft.server.generation.items import ItemWriter
+    from manylora.server.generation.items import ItemWriter
 
 
 class GenerationRoute(APIRoute):
@@ -60,7 +60,7 @@ class GenerationRoute(APIRoute):
 
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
-DEADLINE_HEADERS = ("x-weft-ttft-ms", "x-slo-ttft-ms")
+DEADLINE_HEADERS = ("x-manylora-ttft-ms", "x-slo-ttft-ms")
 """Headers with the client's deadline for the first token, in milliseconds. The first one present counts."""
 ResultT = TypeVar("ResultT")
 EndpointT = TypeVar("EndpointT", bound=Callable[..., Any])
@@ -215,7 +215,7 @@ def _admitted(origin: Origin, model: ResolvedModel, body: CompletionBody | ChatB
     )
     try:
         admission = services.gate.admit(ask)
-    except WeftError:
+    except ManyloraError:
         origin.reservation.withdraw()
         raise
     try:

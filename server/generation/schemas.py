@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from weft.engine.sampling_params import MAX_LENGTH_PENALTY, BeamParams
-from weft.errors import InvalidRequestError
-from weft.server.generation import unsupported_params
-from weft.server.generation.structured_output import GrammarFields
-from weft.server.generation.vllm_fields import PromptView, TokenIdsView, VllmFields
-from weft.server.http.bodies import INT64, Body, Token, View
+from manylora.engine.sampling_params import MAX_LENGTH_PENALTY, BeamParams
+from manylora.errors import InvalidRequestError
+from manylora.server.generation import unsupported_params
+from manylora.server.generation.structured_output import GrammarFields
+from manylora.server.generation.vllm_fields import PromptView, TokenIdsView, VllmFields
+from manylora.server.http.bodies import INT64, Body, Token, View
 
 
 class UsageDetails(View):

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from weft.errors import InvalidRequestError
-from weft.server.generation.grammar import json_object_rule, json_rule
-from weft.server.http.bodies import Body
+from manylora.errors import InvalidRequestError
+from manylora.server.generation.grammar import json_object_rule, json_rule
+from manylora.server.http.bodies import Body
 
 MAX_TEXT_LENGTH = 256 * 1024
 ChoiceText = Annotated[str, Field(min_length=1, max_length=4096)]

@@ -8,17 +8,17 @@ from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import JSONResponse, Response
 
-from weft.errors import InvalidRequestError
-from weft.server.auth.callers import Caller
-from weft.server.generation import unsupported_params
-from weft.server.generation.chat_schemas import MAX_MESSAGES, Message, ToolsBody
-from weft.server.generation.prompts import as_tools, as_turn
-from weft.server.http.bodies import Body, Token, View
-from weft.server.http.json_body import json_body
-from weft.server.http.openapi import OBJECT, sends, takes
-from weft.server.limits.rates import TokenizingCaller
-from weft.server.model_name import resolve_model
-from weft.server.services import Services, Wired
+from manylora.errors import InvalidRequestError
+from manylora.server.auth.callers import Caller
+from manylora.server.generation import unsupported_params
+from manylora.server.generation.chat_schemas import MAX_MESSAGES, Message, ToolsBody
+from manylora.server.generation.prompts import as_tools, as_turn
+from manylora.server.http.bodies import Body, Token, View
+from manylora.server.http.json_body import json_body
+from manylora.server.http.openapi import OBJECT, sends, takes
+from manylora.server.limits.rates import TokenizingCaller
+from manylora.server.model_name import resolve_model
+from manylora.server.services import Services, Wired
 
 router = APIRouter(tags=["tokens"])
 

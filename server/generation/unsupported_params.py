@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's bodies that Weft does not offer, with the values that change nothing.
+"""Fields of OpenAI's and vLLM's bodies that Manylora does not offer, with the values that change nothing.
 
 Clients send many of them on every call. A field passes with null or a value listed here. With any other value it is
 refused by its name.
@@ -16,7 +16,7 @@ IGNORED_IN_MESSAGES = frozenset({"id", "metadata", "annotations", "cache_control
 """What clients keep with a message or one of its text parts for themselves; accepted with any value."""
 
 HINTS = {
-    f"guided_{name}": f"Weft does not support guided_{name}. Send structured_outputs with json, regex or the like."
+    f"guided_{name}": f"Manylora does not support guided_{name}. Send structured_outputs with json, regex or the like."
     for name in ("json", "regex", "choice", "grammar", "json_object", "decoding_backend", "whitespace_pattern")
 }
 """What to do instead of sending some of them."""

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from weft.engine.text.tokenizer import Tokenizer
-from weft.errors import InvalidRequestError
-from weft.server.http.bodies import Body, Token, View
+from manylora.engine.text.tokenizer import Tokenizer
+from manylora.errors import InvalidRequestError
+from manylora.server.http.bodies import Body, Token, View
 
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_ALLOWED_TOKENS = 1024

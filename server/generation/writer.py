@@ -9,13 +9,13 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
-from weft.errors import WeftError
-from weft.server.errors import error_body
-from weft.server.generation.choices import Choice, ChoiceStep
-from weft.server.generation.meter import Meter
-from weft.server.generation.openai_format import JsonObject, Part, ResponseFormat
-from weft.server.generation.schemas import GenerationBody, StreamOptions
-from weft.server.http import sse
+from manylora.errors import ManyloraError
+from manylora.server.errors import error_body
+from manylora.server.generation.choices import Choice, ChoiceStep
+from manylora.server.generation.meter import Meter
+from manylora.server.generation.openai_format import JsonObject, Part, ResponseFormat
+from manylora.server.generation.schemas import GenerationBody, StreamOptions
+from manylora.server.http import sse
 
 
 class ChunkWriter:
@@ -62,7 +62,7 @@ class ChunkWriter:
             return sse.DONE
         return sse.event({**self._chunk_head, "choices": [], "usage": self._meter.usage.model_dump()}) + sse.DONE
 
-    def failure(self, error: WeftError) -> bytes:
+    def failure(self, error: ManyloraError) -> bytes:
         """The end of a stream that an error cuts: an event like the body of an error."""
         return sse.event(error_body(error))
 

@@ -1,4 +1,4 @@
-"""What all bodies have in common: those that clients send (`Body`, strict) and those that Weft sends (`View`).
+"""What all bodies have in common: those that clients send (`Body`, strict) and those that Manylora sends (`View`).
 
 Strict: no conversions, both bounds on every number, unknown fields refused. The OpenAPI page is made of all of them.
 """
@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from weft.adapters.base_shape import MODULE_PATHS
-from weft.errors import UnsupportedParameterError
+from manylora.adapters.base_shape import MODULE_PATHS
+from manylora.errors import UnsupportedParameterError
 
 
 def iso(moment: datetime) -> str:
@@ -176,7 +176,9 @@ class Body(BaseModel):
                 continue
             if name in cls.neutral_values and name not in cls.model_fields:
                 if value is not None and value not in cls.neutral_values[name]:
-                    raise UnsupportedParameterError(cls.hints.get(name, f"Weft does not support {name}."), param=name)
+                    raise UnsupportedParameterError(
+                        cls.hints.get(name, f"Manylora does not support {name}."), param=name
+                    )
                 continue
             if value is not None or name not in cls.model_fields:
                 kept[name] = value

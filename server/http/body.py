@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 
-from weft.errors import InvalidRequestError, PayloadTooLargeError, TimeoutExceededError
+from manylora.errors import InvalidRequestError, PayloadTooLargeError, TimeoutExceededError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ def content_length(request: Request) -> int | None:
 def _check_headers(request: Request, limit: int, code: str) -> None:
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
-        message = f"Weft takes no compressed bodies: send it without Content-Encoding: {encoding[:40]}."
+        message = f"Manylora takes no compressed bodies: send it without Content-Encoding: {encoding[:40]}."
         raise InvalidRequestError(message, code="unsupported_encoding")
     if (content_length(request) or 0) > limit:
         raise _too_large(limit, code)

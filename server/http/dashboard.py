@@ -64,5 +64,5 @@ def add_dashboard(app: FastAPI) -> None:
     for path in PAGES:
         app.add_route(path, partial(send, "index.html"), include_in_schema=False)
     # Browsers ask for it, whatever the page says.
-    app.add_route("/favicon.ico", partial(send, "weft.svg"), include_in_schema=False)
+    app.add_route("/favicon.ico", partial(send, "manylora.svg"), include_in_schema=False)
     app.mount("/static", files)

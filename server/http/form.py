@@ -13,12 +13,12 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, MultipartState, parse_options_header
 from starlette.requests import Request
 
-from weft.adapters.blobs.local import BlobWriter
-from weft.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
-from weft.errors import AdapterFormatError, InvalidRequestError, PayloadTooLargeError, TimeoutExceededError
-from weft.server.http.body import Pace, read_chunks
-from weft.server.http.openapi import BINARY, TEXT
-from weft.server.threads import in_thread
+from manylora.adapters.blobs.local import BlobWriter
+from manylora.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
+from manylora.errors import AdapterFormatError, InvalidRequestError, PayloadTooLargeError, TimeoutExceededError
+from manylora.server.http.body import Pace, read_chunks
+from manylora.server.http.openapi import BINARY, TEXT
+from manylora.server.threads import in_thread
 
 FORM_BYTES = 1 << 20
 """Most bytes of an upload besides the weights: other parts, headers, boundaries."""

@@ -11,9 +11,9 @@ import orjson
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from weft.errors import InvalidRequestError, UnsupportedParameterError
-from weft.server.http.bodies import Body
-from weft.server.http.body import Pace, read_chunks
+from manylora.errors import InvalidRequestError, UnsupportedParameterError
+from manylora.server.http.bodies import Body
+from manylora.server.http.body import Pace, read_chunks
 
 INLINE_BYTES = 16 * 1024
 """Bodies up to this size are parsed on the event loop; larger ones in a thread."""

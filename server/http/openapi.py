@@ -1,4 +1,4 @@
-"""The OpenAPI page: FastAPI's own page, plus the bodies that Weft reads itself and the errors."""
+"""The OpenAPI page: FastAPI's own page, plus the bodies that Manylora reads itself and the errors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-import weft
-from weft.server.http.bodies import AnthropicErrorView, ErrorView, is_anthropic
-from weft.server.http.dashboard import PUBLIC_PATHS
+import manylora
+from manylora.server.http.bodies import AnthropicErrorView, ErrorView, is_anthropic
+from manylora.server.http.dashboard import PUBLIC_PATHS
 
 if TYPE_CHECKING:
-    from weft.server.http.form import Form
+    from manylora.server.http.form import Form
 
 _REF = "#/components/schemas/{model}"
 _FOREIGN = ("HTTPValidationError", "ValidationError")
@@ -57,7 +57,7 @@ def sends(media_type: str, schema: Mapping[str, object]) -> dict[int | str, dict
 
 def openapi_page(app: FastAPI) -> dict[str, Any]:
     """The page of an app, with all bodies and errors."""
-    page = get_openapi(title="Weft", version=weft.__version__, routes=app.routes, summary=app.summary)
+    page = get_openapi(title="Manylora", version=manylora.__version__, routes=app.routes, summary=app.summary)
     models: list[type[BaseModel]] = [*_bodies.values(), ErrorView, AnthropicErrorView]
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
     schemas = page.setdefault("components", {}).setdefault("schemas", {})

@@ -1,10 +1,10 @@
-"""Answers to paths that Weft does not serve: each says what to call instead."""
+"""Answers to paths that Manylora does not serve: each says what to call instead."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from weft.errors import InvalidRequestError, NotFoundError, WeftError
+from manylora.errors import InvalidRequestError, ManyloraError, NotFoundError
 
 MAX_SHOWN = 100
 """Characters of an unknown path that the answer repeats."""
@@ -23,7 +23,7 @@ NOT_SERVED = {
     "/v1/evals": "evals. Use a client that calls POST /v1/completions, such as lm-eval.",
     "/v1/fine_tuning": "training. Train the adapter with PEFT and upload it with POST /v1/adapters.",
 }
-"""Routes of OpenAI's API, and of Anthropic's, that Weft does not have.
+"""Routes of OpenAI's API, and of Anthropic's, that Manylora does not have.
 
 They are answered 400. After a 404 a LiteLLM proxy takes the whole model out of rotation, for all of its users.
 """
@@ -38,11 +38,11 @@ ELSEWHERE = {
 """Routes of other engines, and what they are called here."""
 
 
-def unknown_route(path: str, has_route: Callable[[str], bool]) -> WeftError:
+def unknown_route(path: str, has_route: Callable[[str], bool]) -> ManyloraError:
     """The error for a path without a route; the arguments are those of `hint`."""
     for known, instead in NOT_SERVED.items():
         if path == known or path.startswith(f"{known.rstrip('/')}/"):
-            return InvalidRequestError(f"Weft does not serve {instead}", code="unsupported_route")
+            return InvalidRequestError(f"Manylora does not serve {instead}", code="unsupported_route")
     return NotFoundError(f"There is no route {path[:MAX_SHOWN]}.{hint(path, has_route)}")
 
 
@@ -51,11 +51,11 @@ def hint(path: str, has_route: Callable[[str], bool]) -> str:
 
     Args:
         path: What the client asked for.
-        has_route: Says whether Weft serves a path.
+        has_route: Says whether Manylora serves a path.
     """
     bare = path.strip("/")
     if f"/{bare}" in ELSEWHERE:
-        return f" Weft's route for this is {ELSEWHERE[f'/{bare}']}."
+        return f" Manylora's route for this is {ELSEWHERE[f'/{bare}']}."
     meant = f"/v1/{bare.rpartition('v1/')[2]}"
     if meant == path or not has_route(meant):
         return ""

@@ -11,8 +11,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from weft.errors import InvalidRequestError, PayloadTooLargeError, TimeoutExceededError, WeftError
-from weft.server.errors import error_response
+from manylora.errors import InvalidRequestError, ManyloraError, PayloadTooLargeError, TimeoutExceededError
+from manylora.server.errors import error_response
 
 MAX_HEAD_BYTES = 16 * 1024
 """Most bytes of a request line with its headers; trailers count too."""
@@ -158,7 +158,7 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _refuse(self, error: WeftError) -> None:
+    def _refuse(self, error: ManyloraError) -> None:
         """Answer, unless the answer to an earlier request is under way, and close the connection."""
         if self._is_refused or self.transport.is_closing():
             return

@@ -2,7 +2,7 @@
 
 The engine shares its steps fairly among tenants: a tenant waits only behind its own requests, and its wait is its
 waiting work divided by its rate. A request that would wait too long is refused before it is tokenized, with the time to
-come back (`weft.server.limits.return_slots`). Each decision is O(1) in requests and tenants.
+come back (`manylora.server.limits.return_slots`). Each decision is O(1) in requests and tenants.
 
 Each tenant's part of the queue goes by what is free: Choudhury and Hahne, "Dynamic Queue Length Thresholds for
 Shared-Memory Packet Switches" (1998).
@@ -16,13 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from weft.engine.fairness.prices import Prices
-from weft.errors import CapacityError, RateLimitError, WeftError
-from weft.server.limits.prediction import FACTOR_BOUNDS, START_FACTOR, Ask, Predicted, Prediction, cost
-from weft.server.limits.return_slots import ReturnSlots
+from manylora.engine.fairness.prices import Prices
+from manylora.errors import CapacityError, ManyloraError, RateLimitError
+from manylora.server.limits.prediction import FACTOR_BOUNDS, START_FACTOR, Ask, Predicted, Prediction, cost
+from manylora.server.limits.return_slots import ReturnSlots
 
 if TYPE_CHECKING:
-    from weft.engine.status import EngineLoad
+    from manylora.engine.status import EngineLoad
 
 OVER_SHARE = "limit.queue"
 OVERLOADED = "server.overloaded"
@@ -119,7 +119,7 @@ class Admission:
         self._tenant.mean_cost += (min(high, max(low, share)) - self._tenant.mean_cost) / MEAN_MEMORY
         self._gate.prediction.learn_length(self._ask, num_output, self._gate.num_waiting)
 
-    def refused(self, error: WeftError) -> WeftError:
+    def refused(self, error: ManyloraError) -> ManyloraError:
         """The engine's error; with the time to come back if its queue was full or the deadline passed."""
         if isinstance(error, CapacityError) and error.code in QUEUED_IN_VAIN:
             error.retry_after_s = self._gate.refuse_late(self._ask, error.code)
@@ -315,7 +315,7 @@ class Gate:
             units = min(units, (own[1] if own else 0.0) * (len(tenant.adapters) + (own is None)))
         return units / rate
 
-    def _refusal(self, ask: Ask, tenant: TenantQueue, after_s: float) -> WeftError:
+    def _refusal(self, ask: Ask, tenant: TenantQueue, after_s: float) -> ManyloraError:
         code = OVER_SHARE if self._is_over_share(ask.tenant, tenant) else OVERLOADED
         self._count(ask, tenant, code)
         bound_s = self._max_wait_s if ask.deadline_s is None else min(self._max_wait_s, ask.deadline_s)

@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from weft.registry.cache import MAX_OUTAGE_S
-from weft.registry.limit_leases import AHEAD_SHARE, MINUTELY, SLOT_US, Kind, LeaseAnswer, LeaseAsk
-from weft.registry.limits import Limits
-from weft.server.limits.windows import SPAN_S, Mark, Window
+from manylora.registry.cache import MAX_OUTAGE_S
+from manylora.registry.limit_leases import AHEAD_SHARE, MINUTELY, SLOT_US, Kind, LeaseAnswer, LeaseAsk
+from manylora.registry.limits import Limits
+from manylora.server.limits.windows import SPAN_S, Mark, Window
 
 if TYPE_CHECKING:
-    from weft.server.limits.leases import LeasedAccounts
+    from manylora.server.limits.leases import LeasedAccounts
 
 TICK_S = 0.1
 LEASE_S = 1.0

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, cast
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from weft.errors import CapacityError
-from weft.registry.cache import MAX_AGE_S, PATIENCE_S
-from weft.registry.db.database import unavailable
-from weft.registry.limit_leases import LimitLeases
-from weft.registry.limits import Limits
-from weft.server.limits.lease import TICK_S, Lease
-from weft.server.limits.windows import Account, Accounts
+from manylora.errors import CapacityError
+from manylora.registry.cache import MAX_AGE_S, PATIENCE_S
+from manylora.registry.db.database import unavailable
+from manylora.registry.limit_leases import LimitLeases
+from manylora.registry.limits import Limits
+from manylora.server.limits.lease import TICK_S, Lease
+from manylora.server.limits.windows import Account, Accounts
 
 if TYPE_CHECKING:
-    from weft.registry.registry import Registry
-    from weft.registry.usage.ledger import UsageLedger
-    from weft.server.limits.reservation import Share
+    from manylora.registry.registry import Registry
+    from manylora.registry.usage.ledger import UsageLedger
+    from manylora.server.limits.reservation import Share
 
 AT_ONCE = 3
 """So many exchanges may follow each other without a pause; after that, one per tick."""
@@ -251,7 +251,7 @@ async def open_leased_accounts(registry: Registry, server_name: str, stack: Asyn
     leases = LimitLeases(registry.database, server_name)
     await leases.forget(is_billed=False)  # of this server's run before: requests that died with it are billed later
     accounts = LeasedAccounts(leases, registry.usage)
-    running = asyncio.create_task(accounts.run(), name="weft-limit-leases")
+    running = asyncio.create_task(accounts.run(), name="manylora-limit-leases")
 
     async def close() -> None:
         running.cancel()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.engine.fairness.lengths import Lengths
-from weft.engine.fairness.prices import Prices
+from manylora.engine.fairness.lengths import Lengths
+from manylora.engine.fairness.prices import Prices
 
 START_FACTOR = 1.25
 """Predictions use the median length of answers; the mean is longer."""

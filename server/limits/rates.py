@@ -12,11 +12,11 @@ from typing import Annotated, cast
 from fastapi import Depends
 from starlette.requests import Request
 
-from weft.registry.db.clock import month_of
-from weft.registry.limits import Limits
-from weft.server.auth.callers import Caller, CallerDependency, TenantQuery
-from weft.server.limits.reservation import Holder, LimitReservation, Share
-from weft.server.services import Services, services_of
+from manylora.registry.db.clock import month_of
+from manylora.registry.limits import Limits
+from manylora.server.auth.callers import Caller, CallerDependency, TenantQuery
+from manylora.server.limits.reservation import Holder, LimitReservation, Share
+from manylora.server.services import Services, services_of
 
 
 def reservation_of(request: Request) -> LimitReservation:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Literal, NamedTuple
 
-from weft.errors import QuotaExceededError, RateLimitError
-from weft.registry.limits import Limits
-from weft.server.limits.windows import Account, Mark, Window
+from manylora.errors import QuotaExceededError, RateLimitError
+from manylora.registry.limits import Limits
+from manylora.server.limits.windows import Account, Mark, Window
 
 NEAR_TOKENS = 256
 """An answer without a bound that has so few reserved tokens left will soon need more."""

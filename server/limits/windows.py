@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from weft.registry.db.clock import month_after, month_of
-from weft.registry.limits import Limits
+from manylora.registry.db.clock import month_after, month_of
+from manylora.registry.limits import Limits
 
 if TYPE_CHECKING:
-    from weft.registry.usage.ledger import UsageLedger
-    from weft.server.limits.reservation import Share
+    from manylora.registry.usage.ledger import UsageLedger
+    from manylora.server.limits.reservation import Share
 
 SPAN_S = 60
 Mark = object

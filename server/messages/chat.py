@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from weft.errors import InvalidRequestError
-from weft.server.generation.chat_schemas import ChatBody
-from weft.server.generation.items import named
-from weft.server.generation.schemas import SamplingFields
-from weft.server.http.json_body import validate
-from weft.server.messages import schemas
+from manylora.errors import InvalidRequestError
+from manylora.server.generation.chat_schemas import ChatBody
+from manylora.server.generation.items import named
+from manylora.server.generation.schemas import SamplingFields
+from manylora.server.http.json_body import validate
+from manylora.server.messages import schemas
 
 _SAME = ("model", *SamplingFields.model_fields)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

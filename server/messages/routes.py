@@ -6,18 +6,18 @@ import asyncio
 
 from fastapi import APIRouter, Request
 
-from weft.server.generation.items import named
-from weft.server.generation.prompts import rendered_chat
-from weft.server.generation.response import PlannedGeneration
-from weft.server.generation.routes import GenerationRoute, off_loop, plan_generation, post, received
-from weft.server.http.json_body import json_body
-from weft.server.http.openapi import takes
-from weft.server.limits.rates import GeneratingCaller, TokenizingCaller
-from weft.server.messages.chat import NAMES, chat_of
-from weft.server.messages.schemas import MessagesBody, MessageView, TokenCountBody, TokenCountView
-from weft.server.messages.writer import MessageWriter
-from weft.server.model_name import resolve_model
-from weft.server.services import Wired
+from manylora.server.generation.items import named
+from manylora.server.generation.prompts import rendered_chat
+from manylora.server.generation.response import PlannedGeneration
+from manylora.server.generation.routes import GenerationRoute, off_loop, plan_generation, post, received
+from manylora.server.http.json_body import json_body
+from manylora.server.http.openapi import takes
+from manylora.server.limits.rates import GeneratingCaller, TokenizingCaller
+from manylora.server.messages.chat import NAMES, chat_of
+from manylora.server.messages.schemas import MessagesBody, MessageView, TokenCountBody, TokenCountView
+from manylora.server.messages.writer import MessageWriter
+from manylora.server.model_name import resolve_model
+from manylora.server.services import Wired
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 count_router = APIRouter(tags=["tokens"])

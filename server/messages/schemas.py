@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from weft.errors import InvalidRequestError
-from weft.server.generation.chat_schemas import MAX_MESSAGES, TextPart
-from weft.server.generation.items import kind_of, text_of, with_kinds
-from weft.server.generation.schemas import SamplingFields
-from weft.server.http.bodies import Body, View
+from manylora.errors import InvalidRequestError
+from manylora.server.generation.chat_schemas import MAX_MESSAGES, TextPart
+from manylora.server.generation.items import kind_of, text_of, with_kinds
+from manylora.server.generation.schemas import SamplingFields
+from manylora.server.http.bodies import Body, View
 
 BETWEEN = "\n\n"
 """Stands between two blocks of text."""
@@ -25,7 +25,7 @@ def _text(param: str) -> BeforeValidator:
 
 
 class Block(Body):
-    """A part of a turn. Marks for a cache change nothing: Weft keeps prompts by itself."""
+    """A part of a turn. Marks for a cache change nothing: Manylora keeps prompts by itself."""
 
     ignored = frozenset({"cache_control", "citations", "caller", "signature", "is_error"})
 
@@ -174,7 +174,7 @@ class BlockView(View):
     text: str = ""
     thinking: str = ""
     signature: str = ""
-    """Empty: Weft does not sign."""
+    """Empty: Manylora does not sign."""
     id: str = ""
     """Of a call, with `name` and `input`."""
     name: str = ""

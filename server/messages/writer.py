@@ -7,12 +7,12 @@ import secrets
 
 import orjson
 
-from weft.errors import WeftError
-from weft.server.errors import as_anthropic, error_body
-from weft.server.generation.items import Item, ItemWriter
-from weft.server.generation.meter import Meter
-from weft.server.generation.openai_format import JsonObject
-from weft.server.http import sse
+from manylora.errors import ManyloraError
+from manylora.server.errors import as_anthropic, error_body
+from manylora.server.generation.items import Item, ItemWriter
+from manylora.server.generation.meter import Meter
+from manylora.server.generation.openai_format import JsonObject
+from manylora.server.http import sse
 
 _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
@@ -63,7 +63,7 @@ class MessageWriter(ItemWriter):
         delta = {**self._stop(), "stop_details": None, "container": None}
         return _event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop")
 
-    def failure(self, error: WeftError) -> bytes:
+    def failure(self, error: ManyloraError) -> bytes:
         """An event like the body of an error."""
         return sse.event(as_anthropic(error_body(error)), "error")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.server.generation.chat_schemas import ChatBody
-from weft.server.generation.schemas import SamplingFields
-from weft.server.responses.schemas import LOGPROBS, CallItem, CallOutputItem, InputItem, MessageItem, ResponsesBody
+from manylora.server.generation.chat_schemas import ChatBody
+from manylora.server.generation.schemas import SamplingFields
+from manylora.server.responses.schemas import LOGPROBS, CallItem, CallOutputItem, InputItem, MessageItem, ResponsesBody
 
 _SAME = ("model", "parallel_tool_calls", *SamplingFields.model_fields)
 NAMES = {

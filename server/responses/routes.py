@@ -6,15 +6,15 @@ from functools import partial
 
 from fastapi import APIRouter, Request
 
-from weft.server.generation.items import named
-from weft.server.generation.meter import Origin
-from weft.server.generation.response import PlannedGeneration
-from weft.server.generation.routes import GenerationRoute, off_loop, plan_generation, post, received
-from weft.server.http.json_body import validate
-from weft.server.limits.rates import GeneratingCaller
-from weft.server.responses.chat import NAMES, ResponsesChat, chat_of
-from weft.server.responses.schemas import ResponsesBody, ResponseView
-from weft.server.responses.writer import ResponseWriter
+from manylora.server.generation.items import named
+from manylora.server.generation.meter import Origin
+from manylora.server.generation.response import PlannedGeneration
+from manylora.server.generation.routes import GenerationRoute, off_loop, plan_generation, post, received
+from manylora.server.http.json_body import validate
+from manylora.server.limits.rates import GeneratingCaller
+from manylora.server.responses.chat import NAMES, ResponsesChat, chat_of
+from manylora.server.responses.schemas import ResponsesBody, ResponseView
+from manylora.server.responses.writer import ResponseWriter
 
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 

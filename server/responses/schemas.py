@@ -8,21 +8,21 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from weft.errors import InvalidRequestError, UnsupportedParameterError
-from weft.server.generation.chat_schemas import MAX_MESSAGES
-from weft.server.generation.items import kind_of, text_of, with_kinds
-from weft.server.generation.schemas import SamplingFields
-from weft.server.http.bodies import Body, Labels, View
-from weft.server.tools.schemas import ToolFunction
+from manylora.errors import InvalidRequestError, UnsupportedParameterError
+from manylora.server.generation.chat_schemas import MAX_MESSAGES
+from manylora.server.generation.items import kind_of, text_of, with_kinds
+from manylora.server.generation.schemas import SamplingFields
+from manylora.server.http.bodies import Body, Labels, View
+from manylora.server.tools.schemas import ToolFunction
 
 KEPT_BY_CLIENTS = frozenset({"id", "status", "phase", "annotations", "logprobs", "caller", "parsed_arguments"})
 """What an item has when a client sends back what it got; accepted with any value."""
-NOT_STORED = "Weft stores no responses: send all items of the conversation in input."
+NOT_STORED = "Manylora stores no responses: send all items of the conversation in input."
 UNSUPPORTED = {
     "previous_response_id": NOT_STORED,
     "conversation": NOT_STORED,
-    "prompt": "Weft stores no prompts: send the text in instructions and input.",
-    "background": "Weft runs a response while its client waits. For work that may take hours use POST /v1/batches.",
+    "prompt": "Manylora stores no prompts: send the text in instructions and input.",
+    "background": "Manylora runs a response while its client waits. For work that may take hours use POST /v1/batches.",
 }
 """Fields that need a store, and what to do instead."""
 LOGPROBS = "message.output_text.logprobs"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 import time
 
-from weft.errors import RateLimitError, RequestError, WeftError
-from weft.server.errors import error_body
-from weft.server.generation.items import Item, ItemWriter
-from weft.server.generation.meter import Meter
-from weft.server.generation.openai_format import JsonObject
-from weft.server.http import sse
-from weft.server.responses.schemas import ResponsesBody
+from manylora.errors import ManyloraError, RateLimitError, RequestError
+from manylora.server.errors import error_body
+from manylora.server.generation.items import Item, ItemWriter
+from manylora.server.generation.meter import Meter
+from manylora.server.generation.openai_format import JsonObject
+from manylora.server.http import sse
+from manylora.server.responses.schemas import ResponsesBody
 
 _PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 _TEXT_EVENTS = {"reasoning": "response.reasoning_text", "text": "response.output_text"}
@@ -91,7 +91,7 @@ class ResponseWriter(ItemWriter):
         """The whole response."""
         return self._event(f"response.{self._status()}", response=self.answer())
 
-    def failure(self, error: WeftError) -> bytes:
+    def failure(self, error: ManyloraError) -> bytes:
         """The response as far as it came, `failed`."""
         told = error_body(error)["error"]
         code = "invalid_prompt" if isinstance(error, RequestError) else "server_error"

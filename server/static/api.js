@@ -1,4 +1,4 @@
-// Calls of Weft's API with the browser's session, and hooks that pages use them with.
+// Calls of Manylora's API with the browser's session, and hooks that pages use them with.
 import { signal, useCallback, useEffect, useState } from "./lib.js";
 
 /** What the API refused, or why there was no answer. */

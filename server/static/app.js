@@ -65,7 +65,7 @@ function Side({ here }) {
   const isHere = (page) => here && (here.page.path === page.path || here.page.path === `${page.path}/:name`);
   return html`<header class="side">
     <div class="brand">
-      <${Link} to="/" class="brand-link"><img src="/static/weft.svg" alt="" width="28" height="28" /> Weft<//>
+      <${Link} to="/" class="brand-link"><img src="/static/manylora.svg" alt="" width="28" height="28" /> Manylora<//>
       <button type="button" class="icon-button menu-button" aria-expanded=${isOpen} aria-controls="menu" aria-label="Menu" onClick=${() => setOpen(!isOpen)}>☰</button>
     </div>
     <div id="menu" class=${isOpen ? "menu open" : "menu"}>
@@ -88,7 +88,7 @@ function Shown({ page, name }) {
   const isForOthers = page.admin && !isAdmin();
   const isClosed = isForOthers || (page.scope && !may(page.scope));
   useEffect(() => {
-    document.title = `${name ?? page.label} · Weft`;
+    document.title = `${name ?? page.label} · Manylora`;
     if (isClosed) return;
     page.load().then(
       (module) => setPage(() => module[page.part ?? "default"]),

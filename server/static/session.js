@@ -68,14 +68,14 @@ export function SignInPage() {
   const isPlain = /^[!-~]+$/.test(key.trim());
   return html`<main class="sign-in" tabindex="-1">
     <form class="card" onSubmit=${submit}>
-      <img src="/static/weft.svg" alt="" width="44" height="44" />
-      <h1>Weft</h1>
+      <img src="/static/manylora.svg" alt="" width="44" height="44" />
+      <h1>Manylora</h1>
       <p class="quiet">Sign in with the admin key or a tenant's key. The session lasts 12 hours; the browser does not keep the key.</p>
       <${Field} label="Key" type="password" autocomplete="current-password" autofocus value=${key} name="key"
         onInput=${(event) => setKey(event.target.value)} error=${key && !isPlain ? "A key has no spaces or special letters in it." : null} />
       <${Problem} error=${error} />
       <${Button} kind="main wide" type="submit" disabled=${!isPlain} onClick=${submit}>Sign in<//>
-      <p class="quiet">Without a key: on the server, <code>weft dashboard</code> prints a link that signs in once.</p>
+      <p class="quiet">Without a key: on the server, <code>manylora dashboard</code> prints a link that signs in once.</p>
     </form>
   </main>`;
 }

@@ -151,7 +151,7 @@ const REFUSED = { usage: "This key may not see usage.", infer: "This key may not
 
 /** In place of a page that a key may not see. @param {{scope: string}} props */
 export const LacksScope = ({ scope }) =>
-  html`<${Card}><${Empty} title=${REFUSED[scope]}>The key lacks the scope <code>${scope}</code>. Sign in with a key that has it, or ask your admin for one: <code>weft key create --scope ${scope}</code>.<//><//>`;
+  html`<${Card}><${Empty} title=${REFUSED[scope]}>The key lacks the scope <code>${scope}</code>. Sign in with a key that has it, or ask your admin for one: <code>manylora key create --scope ${scope}</code>.<//><//>`;
 
 /** The same beside what the key may see. @param {{scope: string, says: string}} props */
 export const LacksScopeNote = ({ scope, says }) => html`<p class="quiet">${says}: this key lacks the scope <code>${scope}</code>.</p>`;

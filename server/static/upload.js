@@ -207,7 +207,7 @@ function OnTheWay({ state, again, onClose }) {
 function Progress({ state }) {
   const { phase, sent, total, bytesPerS } = state;
   if (phase === "checking") {
-    return html`<progress aria-label="Check of the upload" /><p role="status">All ${bytes(total)} have arrived. Weft checks and stores them.</p>`;
+    return html`<progress aria-label="Check of the upload" /><p role="status">All ${bytes(total)} have arrived. Manylora checks and stores them.</p>`;
   }
   const left = bytesPerS ? `, about ${seconds(Math.max(1, Math.round((total - sent) / bytesPerS)))} left` : "";
   return html`<progress aria-label="Upload" max=${total} value=${sent} />

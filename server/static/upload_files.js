@@ -8,7 +8,7 @@ const CONFIG = /^adapter_config( ?\(\d+\))?\.json$/;
 const WEIGHTS = /^(adapter_model|adapters)( ?\(\d+\))?\.safetensors$/;
 const MOST_FILES = 2000;
 const HINTS = [
-  { like: /\.(bin|pt|pth|ckpt|pkl)$/i, says: "is a pickle, which can run code when it is read; Weft takes safetensors only",
+  { like: /\.(bin|pt|pth|ckpt|pkl)$/i, says: "is a pickle, which can run code when it is read; Manylora takes safetensors only",
     hint: 'Save the adapter again: model.save_pretrained("my-adapter", safe_serialization=True)' },
   { like: /\.(zip|tar|tgz|gz|7z|rar)$/i, says: "is an archive", hint: "Unpack it, and give the folder or its two files." },
   { like: /\.gguf$/i, says: "is in llama.cpp's format", hint: "Give the safetensors file from which it was made." },

@@ -11,9 +11,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any
 
-from weft.errors import CapacityError
-from weft.server.errors import error_body
-from weft.server.http import sse
+from manylora.errors import CapacityError
+from manylora.server.errors import error_body
+from manylora.server.http import sse
 
 POLL_S = 0.5
 KEEP_ALIVE_S = 5.0

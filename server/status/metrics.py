@@ -16,10 +16,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-import weft
-from weft.engine.status import EngineStatus
-from weft.registry.limits import TENANT_LIMITS
-from weft.server.status.vllm_names import VllmNames
+import manylora
+from manylora.engine.status import EngineStatus
+from manylora.registry.limits import TENANT_LIMITS
+from manylora.server.status.vllm_names import VllmNames
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_LABELS = 100
@@ -42,7 +42,7 @@ FamilyT = TypeVar("FamilyT", CounterMetricFamily, GaugeMetricFamily)
 
 
 class Metrics(Collector):
-    """What Weft counts. Thread: the event loop's.
+    """What Manylora counts. Thread: the event loop's.
 
     Args:
         vllm: Shows the figures under vLLM's names too.
@@ -61,27 +61,31 @@ class Metrics(Collector):
         self._last_step = ("", 0)
         self._status: EngineStatus | None = None
         own = self.registry
-        self._requests = Counter("weft_requests", "Generation requests.", ["tenant", "adapter", "status"], registry=own)
-        self._tokens = Counter("weft_tokens", "Tokens accounted.", ["tenant", "adapter", "kind"], registry=own)
+        self._requests = Counter(
+            "manylora_requests", "Generation requests.", ["tenant", "adapter", "status"], registry=own
+        )
+        self._tokens = Counter("manylora_tokens", "Tokens accounted.", ["tenant", "adapter", "kind"], registry=own)
         of_request = partial(Histogram, buckets=LATENCY_BUCKETS, registry=own)
-        self._ttft = of_request("weft_ttft_seconds", "Time to the first token.")
-        self.whole = of_request("weft_request_seconds", "Time to the end of the answer.")
-        self._queue = of_request("weft_queue_seconds", "Time before the first step.")
-        self.itl = Histogram("weft_itl_seconds", "Time between tokens.", buckets=STEP_BUCKETS, registry=own)
-        self._step = Histogram("weft_step_seconds", "Length of a step.", buckets=STEP_BUCKETS, registry=own)
-        self._batch = Histogram("weft_batch_adapters", "Adapters in a step.", buckets=ADAPTER_BUCKETS, registry=own)
+        self._ttft = of_request("manylora_ttft_seconds", "Time to the first token.")
+        self.whole = of_request("manylora_request_seconds", "Time to the end of the answer.")
+        self._queue = of_request("manylora_queue_seconds", "Time before the first step.")
+        self.itl = Histogram("manylora_itl_seconds", "Time between tokens.", buckets=STEP_BUCKETS, registry=own)
+        self._step = Histogram("manylora_step_seconds", "Length of a step.", buckets=STEP_BUCKETS, registry=own)
+        self._batch = Histogram("manylora_batch_adapters", "Adapters in a step.", buckets=ADAPTER_BUCKETS, registry=own)
         about_limits = "Requests refused by a tenant's or key's limit, and chats without max_tokens that it ended."
-        self._limited = Counter("weft_limited", about_limits, ["limit"], registry=own)
+        self._limited = Counter("manylora_limited", about_limits, ["limit"], registry=own)
         for limit in TENANT_LIMITS:
             self._limited.labels(limit)
         about_refusals = "Requests that would have waited too long."
-        self._refused = Counter("weft_refused", about_refusals, ["code", "tenant"], registry=own)
-        self._responses = Counter("weft_responses", "Answers to HTTP requests by class.", ["status"], registry=own)
+        self._refused = Counter("manylora_refused", about_refusals, ["code", "tenant"], registry=own)
+        self._responses = Counter("manylora_responses", "Answers to HTTP requests by class.", ["status"], registry=own)
         for hundreds in range(2, 6):
             self._responses.labels(f"{hundreds}xx")
-        self._engine_up = Gauge("weft_engine_up", "1 while the engine answers, else 0.", registry=own)
-        self._lag = Gauge("weft_usage_outbox_lag_seconds", "Age of the oldest usage event not in SQL.", registry=own)
-        Gauge("weft_build_info", "Always 1.", ["version"], registry=own).labels(weft.__version__).set(1)
+        self._engine_up = Gauge("manylora_engine_up", "1 while the engine answers, else 0.", registry=own)
+        self._lag = Gauge(
+            "manylora_usage_outbox_lag_seconds", "Age of the oldest usage event not in SQL.", registry=own
+        )
+        Gauge("manylora_build_info", "Always 1.", ["version"], registry=own).labels(manylora.__version__).set(1)
         own.register(self)
 
     def learn_adapter(self, digest: str, tenant: str, name: str, rank: int) -> None:
@@ -157,31 +161,35 @@ class Metrics(Collector):
         status = self._status
         if status is None:
             return
-        yield GaugeMetricFamily("weft_running_requests", "Requests that run.", status.running)
-        yield GaugeMetricFamily("weft_waiting_requests", "Requests that wait.", status.waiting)
-        yield GaugeMetricFamily("weft_engine_paused", "1 while the engine is paused, else 0.", status.pause is not None)
-        yield _labelled(GaugeMetricFamily, "weft_pages", "Pages by kind.", "kind", status.pages)
+        yield GaugeMetricFamily("manylora_running_requests", "Requests that run.", status.running)
+        yield GaugeMetricFamily("manylora_waiting_requests", "Requests that wait.", status.waiting)
+        yield GaugeMetricFamily(
+            "manylora_engine_paused", "1 while the engine is paused, else 0.", status.pause is not None
+        )
+        yield _labelled(GaugeMetricFamily, "manylora_pages", "Pages by kind.", "kind", status.pages)
         about = "Pages of the host slab by kind."
-        yield _labelled(GaugeMetricFamily, "weft_host_pages", about, "kind", status.host_pages)
+        yield _labelled(GaugeMetricFamily, "manylora_host_pages", about, "kind", status.host_pages)
         about = "Running requests that lost their pages."
-        yield _labelled(CounterMetricFamily, "weft_preemptions", about, "how", status.preemptions)
+        yield _labelled(CounterMetricFamily, "manylora_preemptions", about, "how", status.preemptions)
         about, evictions = "Adapters, and blocks of cached KV, dropped.", dict.fromkeys(EVICTED, 0) | status.evictions
-        yield _labelled(CounterMetricFamily, "weft_evictions", about, "kind", evictions)
+        yield _labelled(CounterMetricFamily, "manylora_evictions", about, "kind", evictions)
         about = "Prompt tokens looked up in the prefix cache."
-        yield CounterMetricFamily("weft_prefix_cache_queries", about, status.prefix_queries)
-        yield CounterMetricFamily("weft_prefix_cache_hits", "Prompt tokens found there.", status.prefix_hits)
+        yield CounterMetricFamily("manylora_prefix_cache_queries", about, status.prefix_queries)
+        yield CounterMetricFamily("manylora_prefix_cache_hits", "Prompt tokens found there.", status.prefix_hits)
         about = "Kernels compiled while requests were served."
-        yield CounterMetricFamily("weft_kernel_compiles", about, status.kernel_compiles)
-        loads = CounterMetricFamily("weft_adapter_loads", "Adapter loads.", labels=["from", "to", "result"])
+        yield CounterMetricFamily("manylora_kernel_compiles", about, status.kernel_compiles)
+        loads = CounterMetricFamily("manylora_adapter_loads", "Adapter loads.", labels=["from", "to", "result"])
         for key, count in {**dict.fromkeys(LOADED, 0), **status.loads}.items():
             path, _, result = key.partition(":")
             source, _, target = path.partition(">")
             loads.add_metric([source, target, result], count)
         yield loads
         about, number = "Time spent loading adapters.", sum(status.loads.values())
-        yield SummaryMetricFamily("weft_adapter_load_seconds", about, count_value=number, sum_value=status.load_seconds)
+        yield SummaryMetricFamily(
+            "manylora_adapter_load_seconds", about, count_value=number, sum_value=status.load_seconds
+        )
         places = Counts((self._digests.get(r.digest, (OTHER,))[0], r.tier) for r in status.residents)
-        residents = GaugeMetricFamily("weft_adapter_resident", "Adapters by place.", labels=["adapter", "tier"])
+        residents = GaugeMetricFamily("manylora_adapter_resident", "Adapters by place.", labels=["adapter", "tier"])
         for place, count in places.items():
             residents.add_metric(place, count)
         yield residents

@@ -11,15 +11,15 @@ import orjson
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response, StreamingResponse
 
-import weft
-from weft.errors import AuthenticationError, CapacityError, EngineUnavailableError, NotFoundError
-from weft.registry.records import Identity
-from weft.server.auth.callers import Admin
-from weft.server.http import sse
-from weft.server.http.bodies import View
-from weft.server.http.openapi import OBJECT, TEXT, sends
-from weft.server.services import Services, Wired
-from weft.server.status import metrics
+import manylora
+from manylora.errors import AuthenticationError, CapacityError, EngineUnavailableError, NotFoundError
+from manylora.registry.records import Identity
+from manylora.server.auth.callers import Admin
+from manylora.server.http import sse
+from manylora.server.http.bodies import View
+from manylora.server.http.openapi import OBJECT, TEXT, sends
+from manylora.server.services import Services, Wired
+from manylora.server.status import metrics
 
 ValueT = TypeVar("ValueT")
 router = APIRouter(tags=["engine"])
@@ -130,8 +130,8 @@ async def ready(services: Wired) -> HealthView:
 
 @health_router.get("/version")
 async def version() -> VersionNumberView:
-    """Tell Weft's version."""
-    return VersionNumberView(version=weft.__version__)
+    """Tell Manylora's version."""
+    return VersionNumberView(version=manylora.__version__)
 
 
 for _path, _answer in (("/health", health), ("/ready", ready), ("/version", version)):

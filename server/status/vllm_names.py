@@ -1,7 +1,8 @@
-"""Weft's figures under vLLM's names, for routers, load generators and dashboards that read those.
+"""Manylora's figures under vLLM's names, for routers, load generators and dashboards that read those.
 
-They are made of Weft's own metrics at each scrape, with the one label `model_name`; the rest is what routers ask of
-LoRA: which adapters run, wait and are resident. Adapters have the names that Weft's own metrics know, as `tenant/name`.
+They are made of Manylora's own metrics at each scrape, with the one label `model_name`; the rest is what routers ask of
+LoRA: which adapters run, wait and are resident. Adapters have the names that Manylora's own metrics know, as
+`tenant/name`.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from weft.engine.status import EngineStatus
+from manylora.engine.status import EngineStatus
 
 LEVELS = {"device": "gpu", "host": "cpu"}
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """One of Weft's metrics, summed over its labels."""
+    """One of Manylora's metrics, summed over its labels."""
 
     name: str
     own: str
@@ -33,18 +34,18 @@ class Alias:
 
 
 ALIASES = (
-    Alias("vllm:num_requests_running", "weft_running_requests"),
-    Alias("vllm:num_requests_waiting", "weft_waiting_requests"),
-    Alias("vllm:num_preemptions", "weft_preemptions"),
-    Alias("vllm:prefix_cache_queries", "weft_prefix_cache_queries"),
-    Alias("vllm:prefix_cache_hits", "weft_prefix_cache_hits"),
-    Alias("vllm:prompt_tokens", "weft_tokens", {"kind": "prompt"}),
-    Alias("vllm:generation_tokens", "weft_tokens", {"kind": "completion"}),
-    Alias("vllm:request_success", "weft_requests", kept={"finished_reason": "status"}),
-    Alias("vllm:time_to_first_token_seconds", "weft_ttft_seconds", kept={"le": "le"}),
-    Alias("vllm:inter_token_latency_seconds", "weft_itl_seconds", kept={"le": "le"}),
-    Alias("vllm:request_queue_time_seconds", "weft_queue_seconds", kept={"le": "le"}),
-    Alias("vllm:e2e_request_latency_seconds", "weft_request_seconds", kept={"le": "le"}),
+    Alias("vllm:num_requests_running", "manylora_running_requests"),
+    Alias("vllm:num_requests_waiting", "manylora_waiting_requests"),
+    Alias("vllm:num_preemptions", "manylora_preemptions"),
+    Alias("vllm:prefix_cache_queries", "manylora_prefix_cache_queries"),
+    Alias("vllm:prefix_cache_hits", "manylora_prefix_cache_hits"),
+    Alias("vllm:prompt_tokens", "manylora_tokens", {"kind": "prompt"}),
+    Alias("vllm:generation_tokens", "manylora_tokens", {"kind": "completion"}),
+    Alias("vllm:request_success", "manylora_requests", kept={"finished_reason": "status"}),
+    Alias("vllm:time_to_first_token_seconds", "manylora_ttft_seconds", kept={"le": "le"}),
+    Alias("vllm:inter_token_latency_seconds", "manylora_itl_seconds", kept={"le": "le"}),
+    Alias("vllm:request_queue_time_seconds", "manylora_queue_seconds", kept={"le": "le"}),
+    Alias("vllm:e2e_request_latency_seconds", "manylora_request_seconds", kept={"le": "le"}),
 )
 REASONS = {"aborted": "abort"}
 """vLLM's words for how a request ended, where they are others."""
@@ -75,7 +76,7 @@ class VllmNames(Collector):
         """The text for Prometheus.
 
         Args:
-            own: Weft's metrics.
+            own: Manylora's metrics.
             status: Of the engine; None while it is away.
             names: Names and ranks of adapters, by digest, the ones asked for last at the end.
         """

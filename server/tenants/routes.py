@@ -10,18 +10,18 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from weft.errors import NotFoundError
-from weft.registry.db.models import GrantRow
-from weft.registry.names import MAX_INTEGER
-from weft.server.auth.callers import Admin, AnyCaller, TenantCaller, TenantReader, TenantWriter
-from weft.server.garbage import remove_unreferenced
-from weft.server.http.bodies import HeldView, NamedView
-from weft.server.http.json_body import json_body
-from weft.server.http.openapi import takes
-from weft.server.limits.rates import shares_of
-from weft.server.pins import pinned_pages
-from weft.server.services import Services, Wired
-from weft.server.tenants import schemas
+from manylora.errors import NotFoundError
+from manylora.registry.db.models import GrantRow
+from manylora.registry.names import MAX_INTEGER
+from manylora.server.auth.callers import Admin, AnyCaller, TenantCaller, TenantReader, TenantWriter
+from manylora.server.garbage import remove_unreferenced
+from manylora.server.http.bodies import HeldView, NamedView
+from manylora.server.http.json_body import json_body
+from manylora.server.http.openapi import takes
+from manylora.server.limits.rates import shares_of
+from manylora.server.pins import pinned_pages
+from manylora.server.services import Services, Wired
+from manylora.server.tenants import schemas
 
 router = APIRouter(tags=["tenants"])
 audit_router = APIRouter(tags=["audit"])

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from weft.errors import InvalidRequestError
-from weft.registry.limits import KEY_LIMITS, TENANT_LIMITS, WEIGHTS
-from weft.server.http.bodies import INT64, Body, HeldView, Listing, Moment, NamedView, Scope, View
+from manylora.errors import InvalidRequestError
+from manylora.registry.limits import KEY_LIMITS, TENANT_LIMITS, WEIGHTS
+from manylora.server.http.bodies import INT64, Body, HeldView, Listing, Moment, NamedView, Scope, View
 
 
 class TenantView(View):

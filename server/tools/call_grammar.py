@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from weft.server.tools.formats import AnswerFormat
-from weft.server.tools.parameters import ANY_TEXT, ArgumentGrammar, JsonRule, escaped, without
-from weft.server.tools.schemas import Tool, ToolChoice
+from manylora.server.tools.formats import AnswerFormat
+from manylora.server.tools.parameters import ANY_TEXT, ArgumentGrammar, JsonRule, escaped, without
+from manylora.server.tools.schemas import Tool, ToolChoice
 
 
 @dataclass(kw_only=True)

@@ -15,8 +15,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from weft.engine.text.tokenizer import Tokenizer
-from weft.errors import ConfigError
+from manylora.engine.text.tokenizer import Tokenizer
+from manylora.errors import ConfigError
 
 FOLDER = Path(__file__).with_name("formats")
 REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")

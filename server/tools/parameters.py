@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weft.errors import InvalidRequestError
-from weft.server.tools.schemas import Tool
+from manylora.errors import InvalidRequestError
+from manylora.server.tools.schemas import Tool
 
 ANY_TEXT = r"(.|\n)*"
 JsonRule = Callable[[object, str], str]

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weft.errors import InvalidRequestError
-from weft.server.tools.formats import CALLS_FIELD, REASONING_FIELDS, AnswerFormat
-from weft.server.tools.parameters import typed_tool
-from weft.server.tools.schemas import Tool
+from manylora.errors import InvalidRequestError
+from manylora.server.tools.formats import CALLS_FIELD, REASONING_FIELDS, AnswerFormat
+from manylora.server.tools.parameters import typed_tool
+from manylora.server.tools.schemas import Tool
 
 MAX_HELD = 64
 """White space that waits for what follows."""
@@ -107,7 +107,7 @@ class AnswerReader:
     """
 
     def __init__(self, plan: AnswerPlan) -> None:
-        from weft.server.tools.parser import AnswerParser
+        from manylora.server.tools.parser import AnswerParser
 
         self._plan = plan
         self._names = {tool.function.name for tool in plan.tools}

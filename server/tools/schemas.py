@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from weft.errors import InvalidRequestError
-from weft.server.http.bodies import Body
-from weft.server.http.json_body import TOO_DEEP, check_depth
+from manylora.errors import InvalidRequestError
+from manylora.server.http.bodies import Body
+from manylora.server.http.json_body import TOO_DEEP, check_depth
 
 MAX_TOOLS = 128
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]

@@ -20,10 +20,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
 
-from weft.errors import ConfigError
-from weft.registry.names import is_name
-from weft.registry.usage.prices import UNITS, Price, PriceTable
-from weft.server.settings import parse_yaml
+from manylora.errors import ConfigError
+from manylora.registry.names import is_name
+from manylora.registry.usage.prices import UNITS, Price, PriceTable
+from manylora.server.settings import parse_yaml
 
 SETTING = "registry.price_file"
 PER_TOKEN = UNITS // 10**6

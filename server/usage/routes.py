@@ -12,19 +12,19 @@ from typing import Annotated, ClassVar, Literal
 from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from weft.errors import InvalidRequestError
-from weft.registry import records
-from weft.registry.names import MAX_INTEGER
-from weft.registry.usage.buckets import zone_of
-from weft.registry.usage.latency import LATENCY_GROUPS
-from weft.registry.usage.prices import in_currency
-from weft.registry.usage.query import MAX_ROWS, MAX_TOP, SUMS
-from weft.server.auth.callers import UsageCaller
-from weft.server.http.bodies import iso
-from weft.server.http.openapi import TEXT, sends
-from weft.server.services import Services, Wired
-from weft.server.usage import schemas
-from weft.server.usage.span import SpanParams, group_fields, several, usage_scope
+from manylora.errors import InvalidRequestError
+from manylora.registry import records
+from manylora.registry.names import MAX_INTEGER
+from manylora.registry.usage.buckets import zone_of
+from manylora.registry.usage.latency import LATENCY_GROUPS
+from manylora.registry.usage.prices import in_currency
+from manylora.registry.usage.query import MAX_ROWS, MAX_TOP, SUMS
+from manylora.server.auth.callers import UsageCaller
+from manylora.server.http.bodies import iso
+from manylora.server.http.openapi import TEXT, sends
+from manylora.server.services import Services, Wired
+from manylora.server.usage import schemas
+from manylora.server.usage.span import SpanParams, group_fields, several, usage_scope
 
 router = APIRouter(tags=["usage"])
 _WIDTH_S = {"1m": 60, "1h": 3600, "1d": 86400}
@@ -69,7 +69,7 @@ class UsageParams(RangeParams):
 
 
 class OrganizationUsageParams(BaseModel):
-    """Parameters of OpenAI's usage route; filters that Weft does not have are refused."""
+    """Parameters of OpenAI's usage route; filters that Manylora does not have are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -84,7 +84,7 @@ class OrganizationUsageParams(BaseModel):
 
     @property
     def groups(self) -> tuple[records.GroupBy, ...]:
-        """What the rows are grouped by; groups that Weft lacks have one value, so they change nothing."""
+        """What the rows are grouped by; groups that Manylora lacks have one value, so they change nothing."""
         wanted = [*self.group_by, *self.group_by_brackets]
         return tuple(dict.fromkeys(_OPENAI_GROUPS[name] for name in wanted if name in _OPENAI_GROUPS))
 
@@ -180,7 +180,7 @@ def _csv_response(fields: list[str], rows: Iterable[dict[str, object]], next_pag
     writer = csv.DictWriter(text, fieldnames=fields)
     writer.writeheader()
     writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
-    headers = {"x-weft-next": next_page} if next_page else {}
+    headers = {"x-manylora-next": next_page} if next_page else {}
     return Response(text.getvalue(), media_type="text/csv; charset=utf-8", headers=headers)
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import AliasChoices, Field
 
-from weft.server.http.bodies import Listing, Moment, UsageSums, View
+from manylora.server.http.bodies import Listing, Moment, UsageSums, View
 
 
 class UsageTotalsView(UsageSums):

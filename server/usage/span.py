@@ -10,10 +10,10 @@ from zoneinfo import ZoneInfo
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from weft.errors import InvalidRequestError
-from weft.registry.records import UTC_ZONE, GroupBy, LatencyRow, UsageQuery, UsageRow
-from weft.registry.usage.query import MAX_WANTED
-from weft.server.auth.callers import Caller
+from manylora.errors import InvalidRequestError
+from manylora.registry.records import UTC_ZONE, GroupBy, LatencyRow, UsageQuery, UsageRow
+from manylora.registry.usage.query import MAX_WANTED
+from manylora.server.auth.callers import Caller
 
 DEFAULT_SPAN = timedelta(days=30)
 EARLIEST = datetime.min.replace(tzinfo=UTC)

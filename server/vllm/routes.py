@@ -13,14 +13,14 @@ from typing import Any, Literal
 import structlog
 from fastapi import APIRouter
 
-import weft
-from weft.engine.status import PauseMode
-from weft.errors import ConflictError
-from weft.server.auth.callers import Admin
-from weft.server.http.bodies import View
-from weft.server.services import Services, Wired
+import manylora
+from manylora.engine.status import PauseMode
+from manylora.errors import ConflictError
+from manylora.server.auth.callers import Admin
+from manylora.server.http.bodies import View
+from manylora.server.services import Services, Wired
 
-log = structlog.get_logger("weft.server")
+log = structlog.get_logger("manylora.server")
 router = APIRouter(tags=["vllm"])
 LOOK_S = 0.05
 """How often the engine is asked whether all that had started has ended."""
@@ -114,7 +114,7 @@ async def get_world_size(_: Admin) -> WorldSizeView:
 @router.get("/server_info")
 async def server_info(services: Wired, _: Admin, config_format: Literal["text", "json"] = "text") -> ServerInfoView:
     """Tell what the server is."""
-    config, versions = _config(services), {"weft_version": weft.__version__, "torch_version": version("torch")}
+    config, versions = _config(services), {"manylora_version": manylora.__version__, "torch_version": version("torch")}
     system = {**versions, "os": platform.platform(), "python_version": platform.python_version()}
     told = config if config_format == "json" else str(config)
     return ServerInfoView(vllm_config=told, vllm_env={}, system_env=system)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from manylora.benchmarks.main import main
 from shop_window import ShopWindow, shop_window
-from weft.benchmarks.main import main
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from weft.adapters.checkpoint.reader import read_checkpoint
-from weft.benchmarks.main import main
-from weft.benchmarks.qwen_shape import NUM_SMALL, base_config, make_small_adapters
-from weft.engine.model.spec import base_shape, read_spec
+from manylora.adapters.checkpoint.reader import read_checkpoint
+from manylora.benchmarks.main import main
+from manylora.benchmarks.qwen_shape import NUM_SMALL, base_config, make_small_adapters
+from manylora.engine.model.spec import base_shape, read_spec
 
 SMALL = "--seconds 1 --span-s 0.5 --in-flight 4 --output-tokens 4 --set model.threads=1"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weft.benchmarks.pool.batching import MODES, Batches
+from manylora.benchmarks.pool.batching import MODES, Batches
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`weft bench` finds every benchmark and hands its options on."""
+"""`manylora bench` finds every benchmark and hands its options on."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import importlib
 import pytest
 from typer.testing import CliRunner
 
-from weft.benchmarks.main import BENCHMARKS
-from weft.benchmarks.report import print_rows
-from weft.cli import make_app
+from manylora.benchmarks.main import BENCHMARKS
+from manylora.benchmarks.report import print_rows
+from manylora.cli import make_app
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -17,7 +17,7 @@ def test_each_command_shows_its_own_options(name: str) -> None:
     result = CliRunner().invoke(make_app(), ["bench", name, "--help"])
     assert result.exit_code == 0
     assert ("--out" if name == "gpu" else "--json") in result.output
-    assert importlib.import_module(f"weft.benchmarks.{BENCHMARKS[name][0]}").__doc__ is not None
+    assert importlib.import_module(f"manylora.benchmarks.{BENCHMARKS[name][0]}").__doc__ is not None
 
 
 def test_no_column_of_a_table_in_a_file_is_cut(capsys: pytest.CaptureFixture[str]) -> None:

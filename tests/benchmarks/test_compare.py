@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from manylora.benchmarks.main import main
 from shop_window import ShopWindow, shop_window
-from weft.benchmarks.main import main
 
 
 @pytest.fixture
@@ -45,10 +45,12 @@ def test_both_get_the_same_requests_under_their_own_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as of a script, however the tests were started
-    monkeypatch.setattr(sys, "argv", ["weft", "bench", "compare", "--key", "our-secret", "--peer-key", "their-secret"])
+    monkeypatch.setattr(
+        sys, "argv", ["manylora", "bench", "compare", "--key", "our-secret", "--peer-key", "their-secret"]
+    )
     status, result = compare(servers, tmp_path / "r.json", "--peer-models", "b,l0")
     assert status == 0
-    assert result["command"] == "weft bench compare --key KEY --peer-key KEY"
+    assert result["command"] == "manylora bench compare --key KEY --peer-key KEY"
     ours, theirs = servers
     prompts = [tuple(body["prompt"]) for body in ours.bodies]
     assert len(set(prompts)) == len(prompts), "a prompt that comes again is in a prefix cache"
@@ -60,7 +62,7 @@ def test_both_get_the_same_requests_under_their_own_names(
     assert theirs.authorizations == {"Bearer their-secret"}
     assert "secret" not in json.dumps(result)
     rates = {name: each["output tokens/s"]["repeats"] for name, each in result["figures"].items()}
-    expected = [one / two for one, two in zip(rates["Weft"], rates["peer"], strict=True)]
+    expected = [one / two for one, two in zip(rates["Manylora"], rates["peer"], strict=True)]
     assert result["ratios"]["output tokens/s"]["repeats"] == pytest.approx(expected, rel=1e-4)
     assert capsys.readouterr().out.splitlines()[-1].startswith('{"benchmark": "compare"')
 
@@ -70,7 +72,7 @@ def test_models_that_do_not_match_are_refused_with_the_numbers(
 ) -> None:
     status, _ = compare(servers, tmp_path / "r.json", "--peer-models", "b")
     assert status == 2
-    assert "--peer-models names 1 models, Weft has 2 (base, pirate)" in capsys.readouterr().err
+    assert "--peer-models names 1 models, Manylora has 2 (base, pirate)" in capsys.readouterr().err
     assert not servers[0].bodies
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from weft.benchmarks.http import fairness
-from weft.benchmarks.http.fairness import make_result
+from manylora.benchmarks.http import fairness
+from manylora.benchmarks.http.fairness import make_result
 
 
 def run(ttft_ms: list[float], *rates: float, step_ms: float = 10.0, kept: float = 1.0) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`weft bench gateway` and the promises of a cluster, small: servers that they start, and what came of them."""
+"""`manylora bench gateway` and the promises of a cluster, small: servers that they start, and what came of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from weft.benchmarks.http import gateway
+from manylora.benchmarks.http import gateway
 
 pytestmark = pytest.mark.slow
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"

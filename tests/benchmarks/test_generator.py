@@ -9,9 +9,8 @@ import time
 
 import pytest
 
-from shop_window import ShopWindow
-from weft.benchmarks.http.fairness import Streams, flood
-from weft.benchmarks.http.generator import (
+from manylora.benchmarks.http.fairness import Streams, flood
+from manylora.benchmarks.http.generator import (
     Calls,
     LoadSettings,
     Reply,
@@ -20,9 +19,10 @@ from weft.benchmarks.http.generator import (
     tokens_per_s,
     watch_delay,
 )
-from weft.benchmarks.http.http_stream import EventClient
-from weft.benchmarks.http.own_server import Served
-from weft.errors import WeftError
+from manylora.benchmarks.http.http_stream import EventClient
+from manylora.benchmarks.http.own_server import Served
+from manylora.errors import ManyloraError
+from shop_window import ShopWindow
 
 
 def ask(url: str, count: int, in_flight: int = 1, output_tokens: int = 4) -> list[Reply]:
@@ -100,7 +100,7 @@ def test_a_connection_with_half_an_answer_is_not_used_again(server: ShopWindow) 
 
 def test_a_server_that_is_not_there_is_an_error() -> None:
     replies = ask("http://127.0.0.1:9/v1", 1)
-    with pytest.raises(WeftError, match="ConnectionRefusedError"):
+    with pytest.raises(ManyloraError, match="ConnectionRefusedError"):
         check_replies(replies)
     assert replies[0].status == 0
 
@@ -141,6 +141,6 @@ def test_a_flood_keeps_its_streams_open_until_its_block_ends(server: ShopWindow)
 
 def test_a_flood_whose_process_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     # Dividing a pipe by a list raises a TypeError, of which the process dies.
-    monkeypatch.setattr("weft.benchmarks.http.fairness.run_clients", operator.truediv)
+    monkeypatch.setattr("manylora.benchmarks.http.fairness.run_clients", operator.truediv)
     with pytest.raises(EOFError), flood([Streams(Served("", "", ["a"]), 1, 1, 1, LoadSettings())]):
         pass

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from weft.benchmarks.engine.kernels import Machine, Work, call_s
-from weft.benchmarks.gpu import case_log, floors, kernels, memory, step
-from weft.benchmarks.gpu.case_log import DONE, FAILED, UNFINISHED, CaseLog, is_failure, line
-from weft.benchmarks.gpu.setup import Setup, describe_device, release
-from weft.benchmarks.gpu.verbs import VERBS
-from weft.benchmarks.model_shapes import MODELS
+from manylora.benchmarks.engine.kernels import Machine, Work, call_s
+from manylora.benchmarks.gpu import case_log, floors, kernels, memory, step
+from manylora.benchmarks.gpu.case_log import DONE, FAILED, UNFINISHED, CaseLog, is_failure, line
+from manylora.benchmarks.gpu.setup import Setup, describe_device, release
+from manylora.benchmarks.gpu.verbs import VERBS
+from manylora.benchmarks.model_shapes import MODELS
 
 CPU = torch.device("cpu")
 LLAMA = MODELS[0]

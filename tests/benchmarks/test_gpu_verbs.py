@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from weft.benchmarks.engine.kernels import KernelBench, Work
-from weft.benchmarks.gpu import commands, kernels, serve, step
-from weft.benchmarks.gpu.case_log import DONE, FAILED
-from weft.benchmarks.gpu.setup import Setup
-from weft.benchmarks.main import main
-from weft.errors import EngineError
-from weft.kernels.triton import plans
+from manylora.benchmarks.engine.kernels import KernelBench, Work
+from manylora.benchmarks.gpu import commands, kernels, serve, step
+from manylora.benchmarks.gpu.case_log import DONE, FAILED
+from manylora.benchmarks.gpu.setup import Setup
+from manylora.benchmarks.main import main
+from manylora.errors import EngineError
+from manylora.kernels.triton import plans
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
@@ -232,7 +232,7 @@ def test_flashinfer_is_compared_where_there_is_one(
     assert all(case["yardstick"] > 0 and case["difference"] == 0 for case in cases.values())
     factor = 2.0
     found = verb("yardstick", "--only", "64 rows, 1 of 64", status=FAILED)["cases"]["64 rows, 1 of 64 tokens"]
-    assert "FlashInfer's attention differs from Weft's by 100.00%" in found["error"]
+    assert "FlashInfer's attention differs from Manylora's by 100.00%" in found["error"]
 
 
 def test_the_best_constants_are_found_one_after_the_other(
@@ -272,7 +272,7 @@ def test_without_a_gpu_it_is_said_what_to_do(
     assert not any(tmp_path.iterdir())
 
 
-def test_the_script_finds_weft_and_hands_its_options_on(tmp_path: Path) -> None:
+def test_the_script_finds_manylora_and_hands_its_options_on(tmp_path: Path) -> None:
     script = commands.ROOT / "scripts" / "gpu"
     result = subprocess.run(
         [str(script), "check", "--out", str(tmp_path), "--tiny", "--only", "nvidia"],
@@ -290,7 +290,7 @@ def test_the_script_finds_weft_and_hands_its_options_on(tmp_path: Path) -> None:
 def test_verbs_need_no_package_of_the_server_s(tmp_path: Path) -> None:
     """A rented GPU comes with torch, Triton, transformers and PEFT, and perhaps without a network."""
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules.update(dict.fromkeys({SERVER_PACKAGES}))")
-    program = ["env", f"PYTHONPATH={tmp_path}", sys.executable, "-P", "-m", "weft.benchmarks.main", "gpu"]
+    program = ["env", f"PYTHONPATH={tmp_path}", sys.executable, "-P", "-m", "manylora.benchmarks.main", "gpu"]
     for verb, only in (("check", "tests"), ("step", "decode, 1 rows, 1 adapters")):
         command = [*program, verb, "--tiny", "--out", str(tmp_path), "--only", only]
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.benchmarks.engine.kernels import KernelBench, Machine, Work, call_s
-from weft.benchmarks.gpu import kernels, setup
-from weft.benchmarks.gpu.case_log import DONE
-from weft.benchmarks.main import main
-from weft.benchmarks.model_shapes import ModelShape
+from manylora.benchmarks.engine.kernels import KernelBench, Machine, Work, call_s
+from manylora.benchmarks.gpu import kernels, setup
+from manylora.benchmarks.gpu.case_log import DONE
+from manylora.benchmarks.main import main
+from manylora.benchmarks.model_shapes import ModelShape
 
 SMALL = ModelShape("small", num_layers=2, hidden=64, intermediate=160, num_heads=4, num_kv_heads=2)
 CPU = torch.device("cpu")

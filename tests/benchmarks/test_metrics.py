@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from weft.benchmarks.metrics import RequestRecord, distribution, percentile, summarise
-from weft.benchmarks.report import ratios, without_nan
+from manylora.benchmarks.metrics import RequestRecord, distribution, percentile, summarise
+from manylora.benchmarks.report import ratios, without_nan
 
 
 def record(due: float, tokens: list[float], error: str | None = None) -> RequestRecord:

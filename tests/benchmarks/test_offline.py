@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from weft.benchmarks.engine.offline import make_cases, make_result
-from weft.benchmarks.qwen_shape import RANKS, VOCAB_SIZE, base_config
+from manylora.benchmarks.engine.offline import make_cases, make_result
+from manylora.benchmarks.qwen_shape import RANKS, VOCAB_SIZE, base_config
 
 OPTIONS = argparse.Namespace(requests=2, input_tokens=3, output_tokens=10, repeats=3)
 
@@ -28,11 +28,11 @@ def test_cases_ask_for_every_adapter_equally_and_pad_nothing() -> None:
 
 def test_rates_and_ratios_come_from_medians() -> None:
     seconds = {
-        "weft": {"base": [1.0, 9.0, 2.0], "mixed": [4.0, 4.0, 4.0], "single": [1.0, 1.0, 1.0]},
+        "manylora": {"base": [1.0, 9.0, 2.0], "mixed": [4.0, 4.0, 4.0], "single": [1.0, 1.0, 1.0]},
         "transformers": {"base": [4.0, 5.0, 4.0], "single": [2.0, 2.0, 2.0]},
         "transformers + PEFT": {"mixed": [8.0, 9.0, 8.0]},
     }
-    first = {"weft": 1, "transformers": 1, "transformers + PEFT": 2}
+    first = {"manylora": 1, "transformers": 1, "transformers + PEFT": 2}
     made = make_result(
         OPTIONS,
         {
@@ -42,15 +42,15 @@ def test_rates_and_ratios_come_from_medians() -> None:
         },
     )
     assert made["output_tokens_per_s"] == {
-        "weft": {"base": 10.0, "mixed": 5.0, "single": 10.0},
+        "manylora": {"base": 10.0, "mixed": 5.0, "single": 10.0},
         "transformers": {"base": 5.0, "single": 5.0},
         "transformers + PEFT": {"mixed": 2.5},
     }
     assert made["ratios"] == {
-        "base: weft / transformers": 2.0,
-        "single: weft / transformers": 2.0,
-        "mixed: weft / transformers + PEFT": 2.0,
-        "weft: mixed / base": 0.5,
+        "base: manylora / transformers": 2.0,
+        "single: manylora / transformers": 2.0,
+        "mixed: manylora / transformers + PEFT": 2.0,
+        "manylora: mixed / base": 0.5,
     }
 
 

@@ -6,11 +6,11 @@ import argparse
 
 import pytest
 
+from manylora.benchmarks.http.overhead import make_result, over_http, server_settings
+from manylora.benchmarks.http.own_server import Served
+from manylora.benchmarks.main import main
+from manylora.errors import ManyloraError
 from shop_window import ShopWindow
-from weft.benchmarks.http.overhead import make_result, over_http, server_settings
-from weft.benchmarks.http.own_server import Served
-from weft.benchmarks.main import main
-from weft.errors import WeftError
 
 OPTIONS = argparse.Namespace(requests=2, output_tokens=3, repeats=2)
 
@@ -36,7 +36,7 @@ def test_shares_are_taken_within_rounds() -> None:
 
 
 def test_a_failed_request_ends_it() -> None:
-    with pytest.raises(WeftError, match="over HTTP failed"):
+    with pytest.raises(ManyloraError, match="over HTTP failed"):
         over_http(Served("http://127.0.0.1:1/v1", "", ["a"]), OPTIONS, 0)
 
 

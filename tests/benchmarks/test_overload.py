@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from weft.benchmarks.http.generator import Call, Calls, LoadSettings, Reply
-from weft.benchmarks.http.http_stream import EventClient
-from weft.benchmarks.http.overload import (
+from manylora.benchmarks.http.generator import Call, Calls, LoadSettings, Reply
+from manylora.benchmarks.http.http_stream import EventClient
+from manylora.benchmarks.http.overload import (
     QUIET,
     SHARES,
     Phase,

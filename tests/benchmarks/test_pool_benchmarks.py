@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from weft.adapters.blobs.local import LocalBlobs
-from weft.adapters.checkpoint.reader import check_weights
-from weft.benchmarks.pool import unified
-from weft.benchmarks.pool.pool_run import PoolEngine, pool_engine
-from weft.benchmarks.pool.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
-from weft.benchmarks.workloads import TimedRequest
-from weft.errors import WeftError
+from manylora.adapters.blobs.local import LocalBlobs
+from manylora.adapters.checkpoint.reader import check_weights
+from manylora.benchmarks.pool import unified
+from manylora.benchmarks.pool.pool_run import PoolEngine, pool_engine
+from manylora.benchmarks.pool.pool_shape import ATTENTION, GROUPED, RANKS, PoolModel, PoolShape, make_pool_shape
+from manylora.benchmarks.workloads import TimedRequest
+from manylora.errors import ManyloraError
 
 NUM_FILES = 8
 
@@ -94,7 +94,7 @@ def test_a_request_that_fails_is_an_error_and_not_a_sample(shape: PoolShape, tmp
     elsewhere = PoolShape(shape.model, tmp_path, shape.weights, shape.kind)
     with (
         pool_engine(elsewhere, 1, elsewhere.memory(100, 100), max_running=2) as engine,
-        pytest.raises(WeftError, match="failed: The adapter's weights"),
+        pytest.raises(ManyloraError, match="failed: The adapter's weights"),
     ):
         engine.run([TimedRequest(0.0, 0, 3, 2)], in_flight=1)
 

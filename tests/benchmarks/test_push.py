@@ -1,4 +1,4 @@
-"""`weft bench push`, small: pushes to a server that it starts, what came of them, and options that contradict."""
+"""`manylora bench push`, small: pushes to a server that it starts, what came of them, and options that contradict."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from weft import demo
-from weft.benchmarks.main import main
+from manylora import demo
+from manylora.benchmarks.main import main
 
 SMALL = "--pushes 2 --versions 22 --in-flight 2 --input-tokens 4 --output-tokens 4 --settle-s 0.2"
 SERVER = "--set=memory.gib=0.05 --set=memory.host_gib=0.05 --set=model.threads=1"

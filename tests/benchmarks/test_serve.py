@@ -1,4 +1,4 @@
-"""`weft bench serve`: its load against a small OpenAI-shaped server over a real socket, and its options."""
+"""`manylora bench serve`: its load against a small OpenAI-shaped server over a real socket, and its options."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from manylora import demo
+from manylora.benchmarks.main import main
+from manylora.benchmarks.workloads import poisson_arrivals
 from shop_window import TOKEN_DELAY_S, ShopWindow
-from weft import demo
-from weft.benchmarks.main import main
-from weft.benchmarks.workloads import poisson_arrivals
 
 NOWHERE = "http://127.0.0.1:9/v1"
 

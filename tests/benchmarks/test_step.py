@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 
 from drive_core import run_all
+from manylora.adapters.blobs.local import LocalBlobs
+from manylora.benchmarks.engine import step
+from manylora.benchmarks.engine.own_engine import own_engine
+from manylora.benchmarks.engine.part_clock import PARTS, PartClock, timed_parts
+from manylora.benchmarks.engine.stored import store_adapters
+from manylora.benchmarks.qwen_shape import VOCAB_SIZE
+from manylora.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from manylora.engine.build import build_engine
+from manylora.engine.request import GenerationRequest
+from manylora.engine.sampling_params import SamplingParams
 from stored_adapters import store_adapter
 from tiny_models import ALL_LINEAR, make_adapter, make_model
-from weft.adapters.blobs.local import LocalBlobs
-from weft.benchmarks.engine import step
-from weft.benchmarks.engine.own_engine import own_engine
-from weft.benchmarks.engine.part_clock import PARTS, PartClock, timed_parts
-from weft.benchmarks.engine.stored import store_adapters
-from weft.benchmarks.qwen_shape import VOCAB_SIZE
-from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
-from weft.engine.build import build_engine
-from weft.engine.request import GenerationRequest
-from weft.engine.sampling_params import SamplingParams
 
 
 def test_a_part_is_charged_without_the_parts_that_it_calls() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.benchmarks.engine.step_stall import make_result
+from manylora.benchmarks.engine.step_stall import make_result
 
 
 def test_ratios_compare_percentiles_with_the_quiet_phase() -> None:

@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from weft.benchmarks.workloads import adapter_counts, assign_adapters, poisson_arrivals, slora_trace, zipf_adapters
-from weft.errors import ConfigError
+from manylora.benchmarks.workloads import adapter_counts, assign_adapters, poisson_arrivals, slora_trace, zipf_adapters
+from manylora.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import weft
+import manylora
 from api_adapters import sound, sound_mlx
 from fake_engine import DEMO_MODEL
+from manylora.cli import COMMANDS, make_app
+from manylora.config import environment
+from manylora.server.settings import load_config, setting_names
 from postgres_server import fresh_database
 from recording_server import Recorder
 from registry_samples import NEWEST
-from weft.cli import COMMANDS, make_app
-from weft.config import environment
-from weft.server.settings import load_config, setting_names
 
 DEMO_ADAPTER = DEMO_MODEL.parent / "adapters" / "pirate"
 SUMS = {"requests": 3, "prompt_tokens": 3, "cached_tokens": 0, "completion_tokens": 3}
@@ -31,22 +31,22 @@ def run(*arguments: str, **environ: str) -> Any:
 
 def test_help_lists_every_command_and_shows_defaults_and_variables() -> None:
     assert set(COMMANDS) <= set(run("--help").output.split())
-    assert run("version").output == f"weft {weft.__version__}\n"
+    assert run("version").output == f"manylora {manylora.__version__}\n"
     text = run("serve", "--help").output
-    for part in ("[default: 8000]", "[env: WEFT_MODEL__PATH]", "[default: weft-data]"):
+    for part in ("[default: 8000]", "[env: MANYLORA_MODEL__PATH]", "[default: manylora-data]"):
         assert part in text
 
 
 def test_the_command_line_starts_without_heavy_imports() -> None:
     heavy = ["torch", "transformers", "numpy", "fastapi", "sqlalchemy", "pydantic", "httpx", "zmq", "rich.table"]
-    program = f"import sys, weft.cli; weft.cli.make_app(); print([m for m in {heavy} if m in sys.modules])"
+    program = f"import sys, manylora.cli; manylora.cli.make_app(); print([m for m in {heavy} if m in sys.modules])"
     found = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 
 
 def test_a_folder_is_validated_without_torch_or_a_server() -> None:
     program = (
-        "import sys; from typer.testing import CliRunner; from weft.cli import make_app\n"
+        "import sys; from typer.testing import CliRunner; from manylora.cli import make_app\n"
         f"found = CliRunner().invoke(make_app(), ['adapter', 'validate', {str(DEMO_ADAPTER)!r}, '--model', "
         f"{str(DEMO_MODEL)!r}, '--json'])\n"
         "print(found.output); assert found.exit_code == 0; assert 'torch' not in sys.modules"
@@ -70,7 +70,7 @@ def test_a_folder_of_mlx_is_validated_with_what_was_noticed(mlx_folder: Path) ->
     found = run("adapter", "validate", str(mlx_folder), "--model", str(DEMO_MODEL))
     assert found.exit_code == 0, found.output
     assert "read as: mlx" in found.stdout
-    assert "warning: The config says that the base was 'meta/Big', here it is 'weft-demo'" in found.stderr
+    assert "warning: The config says that the base was 'meta/Big', here it is 'manylora-demo'" in found.stderr
     as_json = json.loads(run("adapter", "validate", str(mlx_folder), "--json").stdout)
     assert as_json["report"] == {"dtype": ["F32"], "layout": "mlx", "renamed": 0, "warnings": []}
     (mlx_folder / "adapter_config.json").write_bytes(sound_mlx(fine_tune_type="dora").config)
@@ -151,7 +151,7 @@ def test_a_pickle_in_a_folder_is_refused_with_the_command_that_converts_it(tmp_p
 def test_a_command_calls_its_route(recorder: Recorder, command: str, called: str, body: object) -> None:
     recorder.status = 204 if called.startswith("DELETE") else 200
     recorder.body |= {"name": "acme", "tenant": "other", "limits": {"adapters": 3, "stored_bytes": 9}}
-    done = run(*shlex.split(command), WEFT_URL=recorder.url, WEFT_KEY="secret")
+    done = run(*shlex.split(command), MANYLORA_URL=recorder.url, MANYLORA_KEY="secret")
     assert done.exit_code == 0, done.output
     method, path, authorization, sent = recorder.calls[-1]
     assert (f"{method} {path}", authorization) == (called, "Bearer secret")
@@ -190,8 +190,8 @@ def test_what_a_command_did_is_said(recorder: Recorder, command: str, said: str)
             (f"key create acme --expires-at {text}", "--expires-at takes a time with its offset")
             for text in ("soon", "2027-01-01", "2027-01-01T00:00:00")
         ),
-        ("adapter ls --key schl\u00fcssel", "WEFT_KEY"),
-        ("adapter ls --key 'two\nlines'", "WEFT_KEY"),
+        ("adapter ls --key schl\u00fcssel", "MANYLORA_KEY"),
+        ("adapter ls --key 'two\nlines'", "MANYLORA_KEY"),
         ("adapter push My-Adapter", "give one with --name"),
     ],
 )
@@ -217,9 +217,9 @@ def test_an_adapter_is_shown_with_its_versions_and_who_may_call_it(recorder: Rec
 @pytest.mark.parametrize(
     ("command", "message", "param", "told"),
     [
-        ("adapter show a", "Name the tenant: ?tenant=NAME.", "tenant", "weft: Name the tenant: --tenant NAME."),
-        ("usage --by x", "group_by takes tenant, key.", "group_by", "weft: --by takes tenant, key."),
-        ("usage --start x", "start: Input should be a time.", "start", "weft: --start: Input should be"),
+        ("adapter show a", "Name the tenant: ?tenant=NAME.", "tenant", "manylora: Name the tenant: --tenant NAME."),
+        ("usage --by x", "group_by takes tenant, key.", "group_by", "manylora: --by takes tenant, key."),
+        ("usage --start x", "start: Input should be a time.", "start", "manylora: --start: Input should be"),
         ("adapter pin a", "Upload with activate=false.", "activate", "Upload with --no-activate."),
     ],
 )
@@ -239,11 +239,11 @@ def test_a_refusal_is_one_line_with_the_reason(recorder: Recorder) -> None:
         refused = run("tenant", "show", "x", "--url", recorder.url)
         assert refused.exit_code == code
         assert "There is none. (not_found)" in refused.output
-    assert "WEFT_KEY" in refused.output
+    assert "MANYLORA_KEY" in refused.output
     recorder.server.server_close()
     unreachable = run("tenant", "ls", "--url", "http://127.0.0.1:9")
     assert unreachable.exit_code == 1
-    assert "weft serve" in unreachable.output
+    assert "manylora serve" in unreachable.output
 
 
 @pytest.mark.parametrize("body", [[], None, "<html>"])
@@ -251,18 +251,18 @@ def test_another_server_at_the_url_is_named_as_such(recorder: Recorder, body: ob
     recorder.body = body
     for arguments in (("adapter", "ls"), ("usage",), ("tenant", "show", "x")):
         done = run(*arguments, "--url", recorder.url, "--key", "secret")
-        assert (done.exit_code, "is no Weft server" in done.output) == (1, True), done.output
+        assert (done.exit_code, "is no Manylora server" in done.output) == (1, True), done.output
 
 
 def test_config_shows_what_serve_would_use_with_the_same_options() -> None:
-    shown = run("config", "show", "--model", "m", "--set", "server.host=::1", WEFT_SERVER__PORT="9")
+    shown = run("config", "show", "--model", "m", "--set", "server.host=::1", MANYLORA_SERVER__PORT="9")
     assert [text in shown.output for text in ("path: m", "port: 9", "host: ::1")] == [True] * 3
     without = run("config", "show")
     assert (without.exit_code, "give --model" in without.output) == (2, True)
 
 
 def test_config_writes_a_file_that_explains_each_setting_and_reads_as_the_defaults(tmp_path: Path) -> None:
-    file = tmp_path / "weft.yaml"
+    file = tmp_path / "manylora.yaml"
     assert run("config", "init", str(file)).exit_code == 0
     text = file.read_text()
     assert (
@@ -274,16 +274,16 @@ def test_config_writes_a_file_that_explains_each_setting_and_reads_as_the_defaul
     assert load_config({}, {}, file) == load_config({"model": {"path": "CHANGE-ME"}}, {})
     assert all(f"  {name.partition('.')[2]}: " in file.read_text() for name in setting_names())
     again = run("config", "init", str(file))
-    assert (again.exit_code, "weft config init other.yaml" in again.output) == (2, True)
-    homeless = run("config", "init", str(tmp_path / "none" / "weft.yaml"))
+    assert (again.exit_code, "manylora config init other.yaml" in again.output) == (2, True)
+    homeless = run("config", "init", str(tmp_path / "none" / "manylora.yaml"))
     assert (homeless.exit_code, "folder that exists" in homeless.output) == (2, True)
 
 
 def test_a_wrong_setting_exits_with_2(tmp_path: Path) -> None:
-    command = [str(Path(sys.executable).with_name("weft")), "serve", "--model", "m", "--port", "70000"]
+    command = [str(Path(sys.executable).with_name("manylora")), "serve", "--model", "m", "--port", "70000"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("weft: server.port must be")
+    assert done.stderr.startswith("manylora: server.port must be")
 
 
 def test_the_doctor_finds_the_model_and_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_the_doctor_finds_the_model_and_says_what_is_wrong(monkeypatch: pytest.M
 
 
 def test_a_new_key_is_printed_whole_on_a_narrow_terminal(recorder: Recorder) -> None:
-    secret = "weft_0123456789ab_" + "x" * 60
+    secret = "manylora_0123456789ab_" + "x" * 60
     recorder.body = {"object": "key", "id": "key_1", "tenant": "acme", "scopes": ["infer"], "key": secret}
     lines = run("key", "create", "acme", "--url", recorder.url, COLUMNS="40").output.splitlines()
     assert any(line.split() == ["key", secret] for line in lines)
@@ -393,7 +393,7 @@ def test_db_upgrade_says_what_it_did_for_each_kind_of_database(tmp_path: Path) -
     assert run(*folder).output == f"schema none -> {NEWEST}\n"
     assert run(*folder).output == f"schema {NEWEST}: up to date\n"
     url = fresh_database()
-    assert run("db", "upgrade", WEFT_REGISTRY__DATABASE_URL=url).output == f"schema none -> {NEWEST}\n"
+    assert run("db", "upgrade", MANYLORA_REGISTRY__DATABASE_URL=url).output == f"schema none -> {NEWEST}\n"
     unused = tmp_path / "unused"
     again = run("db", "upgrade", "--database-url", url, "--data-dir", str(unused))
     assert (again.output, unused.exists()) == (f"schema {NEWEST}: up to date\n", False)
@@ -401,17 +401,17 @@ def test_db_upgrade_says_what_it_did_for_each_kind_of_database(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("role", ["gateway", "replica"])
-@pytest.mark.parametrize("missing", ["WEFT_PEPPER", "WEFT_ADMIN_KEY"])
+@pytest.mark.parametrize("missing", ["MANYLORA_PEPPER", "MANYLORA_ADMIN_KEY"])
 def test_servers_of_a_cluster_do_not_start_with_secrets_of_their_own(tmp_path: Path, role: str, missing: str) -> None:
-    secrets = {"WEFT_PEPPER": "p" * 16, "WEFT_ADMIN_KEY": "k" * 16}
+    secrets = {"MANYLORA_PEPPER": "p" * 16, "MANYLORA_ADMIN_KEY": "k" * 16}
     environ = {**environment(), **{name: value for name, value in secrets.items() if name != missing}}
-    command = [sys.executable, "-P", "-m", "weft.cli", "serve", "--role", role, "--port", "0"]
+    command = [sys.executable, "-P", "-m", "manylora.cli", "serve", "--role", role, "--port", "0"]
     command += ["--data-dir", str(tmp_path), *(["--model", str(DEMO_MODEL)] if role == "replica" else [])]
     found = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=240)
     assert found.returncode == 2
     assert f"A {role} needs {missing}" in found.stdout + found.stderr
     assert not {value for value in secrets.values() if value in found.stdout + found.stderr}
-    assert not (tmp_path / "admin.key").exists() or missing == "WEFT_ADMIN_KEY"
+    assert not (tmp_path / "admin.key").exists() or missing == "MANYLORA_ADMIN_KEY"
 
 
 def test_an_unknown_role_is_refused(tmp_path: Path) -> None:

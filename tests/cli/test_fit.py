@@ -1,4 +1,4 @@
-"""`weft fit`: the plan for adapters on disk and for adapters to come, without a server."""
+"""`manylora fit`: the plan for adapters on disk and for adapters to come, without a server."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 from fake_engine import DEMO_MODEL, demo_ready
 from lora_files import config_bytes, q_and_v, tensor, weights_bytes
+from manylora.adapters.lora.layout import adapter_pages
+from manylora.cli import make_app
+from manylora.config import GIB, Config, MemoryConfig, ModelConfig, Weights
+from manylora.engine.build import build_engine
+from manylora.server.adapters.offline_fit import plan_room
 from real_models import real_config
-from weft.adapters.lora.layout import adapter_pages
-from weft.cli import make_app
-from weft.config import GIB, Config, MemoryConfig, ModelConfig, Weights
-from weft.engine.build import build_engine
-from weft.server.adapters.offline_fit import plan_room
 
 ADAPTERS = DEMO_MODEL.parent / "adapters"
 CONFIG = Config(

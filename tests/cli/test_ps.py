@@ -1,4 +1,4 @@
-"""`weft ps` against the app on a real port."""
+"""`manylora ps` against the app on a real port."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from api_adapters import sound, upload
 from api_server import ADMIN_KEY, BASE, SERVER, Api
 from fake_cluster import gateway_before
-from weft.cli import make_app
-from weft.engine.status import ResidentAdapter, TenantLoad
+from manylora.cli import make_app
+from manylora.engine.status import ResidentAdapter, TenantLoad
 
 pytestmark = pytest.mark.anyio
 UNKNOWN = "sha256:" + "ab" * 32

@@ -1,4 +1,4 @@
-"""`weft adapter push` against a real server, and over a connection that breaks."""
+"""`manylora adapter push` against a real server, and over a connection that breaks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from api_adapters import sound
 from api_server import Api
-from weft import client
-from weft.cli import make_app
-from weft.errors import ClientError
-from weft.server.adapters import staged_files
+from manylora import client
+from manylora.cli import make_app
+from manylora.errors import ClientError
+from manylora.server.adapters import staged_files
 
 pytestmark = pytest.mark.anyio
 
@@ -77,7 +77,7 @@ async def test_push_uploads_the_folder_and_says_how_to_ask_for_it(api: Api, fold
         await api.client(key).patch("/v1/adapters/my-adapter", json={"aliases": {"default": {"1": 95, "2": 5}}})
         (folder / "adapter_config.json").write_bytes(sound(alpha=4).config)
         beside = await run("adapter", "push", str(folder), "--url", url, "--key", key, "--no-activate")
-        assert "the plain name still means 1:95,2:5; to change that: weft adapter alias my-adapter" in beside.output
+        assert "the plain name still means 1:95,2:5; to change that: manylora adapter alias my-adapter" in beside.output
         (folder / "adapter_config.json").write_bytes(sound(alpha=2).config)
         canary = await run("adapter", "push", str(folder), "--url", url, "--key", key)
         assert (canary.exit_code, "Upload with --no-activate" in canary.output) == (1, True), canary.output

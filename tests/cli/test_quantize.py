@@ -1,4 +1,4 @@
-"""`weft quantize`: writes the checkpoint and shows the error of each weight."""
+"""`manylora quantize`: writes the checkpoint and shows the error of each weight."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from manylora.cli import make_app
 from tiny_models import make_model
-from weft.cli import make_app
 
 
 @pytest.fixture(scope="module")
@@ -47,5 +47,5 @@ def test_the_errors_are_told_as_json(model: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_done_ends_with_one_line(model: Path, tmp_path: Path) -> None:
     done = run("--model", model, "--format", "int3", "--output", tmp_path / "out")
     assert done.exit_code == 2
-    assert done.output == "weft: format must be one of int8, int4, q3.5, got 'int3'\n"
+    assert done.output == "manylora: format must be one of int8, int4, q3.5, got 'int3'\n"
     assert run("--model", model, "--format", "int8", "--output", model).exit_code == 2

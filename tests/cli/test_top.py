@@ -1,4 +1,4 @@
-"""`weft top`: one frame, the stream of lines, and what it does when the server is gone."""
+"""`manylora top`: one frame, the stream of lines, and what it does when the server is gone."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from typer.testing import CliRunner
 
 from api_server import ADMIN_KEY, BASE, SERVER, Api, at_rest, eventually
 from fake_cluster import gateway_before
-from weft.adapters.ref import ResidentAdapter
-from weft.cli import make_app, top
-from weft.cli.top.frame import cells, frame, shares, tenant_rows, token_rates
-from weft.config import environment
-from weft.engine.status import TenantLoad
-from weft_server import DEMO_ADAPTERS, WEFT, weft_server
+from manylora.adapters.ref import ResidentAdapter
+from manylora.cli import make_app, top
+from manylora.cli.top.frame import cells, frame, shares, tenant_rows, token_rates
+from manylora.config import environment
+from manylora.engine.status import TenantLoad
+from manylora_server import DEMO_ADAPTERS, MANYLORA, manylora_server
 
 
 async def run(*arguments: str, **environ: str) -> Any:
@@ -176,8 +176,8 @@ async def test_an_engine_that_restarts_and_a_server_that_goes_are_told(
     assert done.exit_code == 1
     assert "0 running (0 base, 0 paused), 0 waiting; step 10.0 ms" in done.stdout
     said = [line for line in done.stderr.splitlines() if line]
-    assert said[0] == "weft: The engine restarts."
-    assert said[1].startswith("weft: The server is away, trying for")
+    assert said[0] == "manylora: The engine restarts."
+    assert said[1].startswith("manylora: The server is away, trying for")
     assert "has been away for" in said[-1]
 
 
@@ -190,7 +190,7 @@ async def test_without_the_admin_key_or_a_server_the_reason_is_one_line(api: Api
         assert len(refused.output.splitlines()) == 1
     for once in ([], ["--once"]):
         unreachable = await run(*once, "--url", "http://127.0.0.1:9")
-        assert (unreachable.exit_code, "weft serve" in unreachable.output) == (1, True)
+        assert (unreachable.exit_code, "manylora serve" in unreachable.output) == (1, True)
         assert len(unreachable.output.splitlines()) == 1
 
 
@@ -258,7 +258,7 @@ async def test_ctrl_c_ends_one_that_was_started_with_it_ignored_or_waits_for_its
         return int(struct.unpack("i", waiting)[0]) - (4096 - free)
 
     async with api.listening() as url:
-        command = [*start, *WEFT, "top", "--interval", "0.1", "--url", url, "--key", ADMIN_KEY]
+        command = [*start, *MANYLORA, "top", "--interval", "0.1", "--url", url, "--key", ADMIN_KEY]
         watch = await asyncio.create_subprocess_exec(*command, stdout=here, stderr=subprocess.PIPE, env=environment())
         os.close(here)
         try:
@@ -277,11 +277,11 @@ async def test_ctrl_c_ends_one_that_was_started_with_it_ignored_or_waits_for_its
 
 @pytest.mark.slow
 def test_a_pipe_gets_a_line_at_each_look_and_ctrl_c_is_a_good_end(tmp_path: Path) -> None:
-    with weft_server(tmp_path, "--memory-gib", "0.25", "--dtype", "float32", "--set", "model.threads=1") as server:
+    with manylora_server(tmp_path, "--memory-gib", "0.25", "--dtype", "float32", "--set", "model.threads=1") as server:
         acme = server.tenant("acme")
         assert server.upload(acme, "pirate", DEMO_ADAPTERS / "pirate").status_code == 201
         arguments = ["--url", server.url, "--key", ADMIN_KEY]
-        command = [*WEFT, "top", "--interval", "0.2", *arguments]
+        command = [*MANYLORA, "top", "--interval", "0.2", *arguments]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
         ) as watch:
@@ -307,7 +307,9 @@ def test_a_pipe_gets_a_line_at_each_look_and_ctrl_c_is_a_good_end(tmp_path: Path
             watch.send_signal(signal.SIGINT)
             assert watch.wait(timeout=60) == 0
             assert watch.stderr.read() == ""
-        shown = subprocess.run([*WEFT, "top", "--once", *arguments], capture_output=True, text=True, env=environment())
+        shown = subprocess.run(
+            [*MANYLORA, "top", "--once", *arguments], capture_output=True, text=True, env=environment()
+        )
         assert shown.returncode == 0, shown.stderr
         assert re.search(r"acme/pirate@1 +device +\d+ +0 +0 +[1-9]\d* +1 +\d", shown.stdout), shown.stdout
         assert httpx.get(f"{server.url}/health").status_code == 200

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from client_table import CLIENTS, ENVIRONMENTS, HERE, NODE, Client, Row, rows, write
-from weft.config import environment as inherited
-from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, expected_answers, weft_server
+from manylora.config import environment as inherited
+from manylora_server import DEMO_ADAPTERS, DEMO_MODEL, ManyloraServer, expected_answers, manylora_server
 
 pytestmark = pytest.mark.slow
 
@@ -31,17 +31,19 @@ QUIET = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
-    with weft_server(tmp_path_factory.mktemp("clients"), "--dtype", "float32") as running:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyloraServer]:
+    with manylora_server(tmp_path_factory.mktemp("clients"), "--dtype", "float32") as running:
         running.publish("shop", ADAPTER)
         yield running
 
 
 @pytest.fixture(scope="module")
-def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
+def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyloraServer]:
     """A server without keys, which trainers of its machine use."""
     roots = {"adapter.load_roots": DEMO_ADAPTERS}
-    with weft_server(tmp_path_factory.mktemp("open"), "--dtype", "float32", "--auth", "off", settings=roots) as running:
+    with manylora_server(
+        tmp_path_factory.mktemp("open"), "--dtype", "float32", "--auth", "off", settings=roots
+    ) as running:
         yield running
 
 
@@ -57,19 +59,19 @@ def asked_and_known() -> dict[str, str]:
     question = expected_answers()["questions"][0]
     ids = {"PROMPT_IDS": question["prompt_token_ids"], "ANSWER_IDS": question["answer_token_ids"][ADAPTER]}
     return {
-        "WEFT_ADAPTER": ADAPTER,
-        "WEFT_QUESTION": question["question"],
-        "WEFT_ANSWER": question["answers"][ADAPTER],
-        "WEFT_MODEL_PATH": str(DEMO_MODEL),
-        "WEFT_ADAPTER_PATH": str(DEMO_ADAPTERS / ADAPTER),
-        **{f"WEFT_{name}": " ".join(map(str, tokens)) for name, tokens in ids.items()},
+        "MANYLORA_ADAPTER": ADAPTER,
+        "MANYLORA_QUESTION": question["question"],
+        "MANYLORA_ANSWER": question["answers"][ADAPTER],
+        "MANYLORA_MODEL_PATH": str(DEMO_MODEL),
+        "MANYLORA_ADAPTER_PATH": str(DEMO_ADAPTERS / ADAPTER),
+        **{f"MANYLORA_{name}": " ".join(map(str, tokens)) for name, tokens in ids.items()},
     }
 
 
-def run(client: Client, server: WeftServer, home: Path) -> list[dict[str, Any]]:
+def run(client: Client, server: ManyloraServer, home: Path) -> list[dict[str, Any]]:
     """What the program reports of each feature."""
     key = server.tenants.get("shop", "none")
-    where = {"WEFT_URL": server.url, "WEFT_KEY": key, "WEFT_BASE": DEMO_MODEL.name, "HOME": str(home)}
+    where = {"MANYLORA_URL": server.url, "MANYLORA_KEY": key, "MANYLORA_BASE": DEMO_MODEL.name, "HOME": str(home)}
     path = {"PATH": inherited()["PATH"]}
     done = subprocess.run(
         command(client),

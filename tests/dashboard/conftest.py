@@ -9,8 +9,8 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from browser import Watch, chromium, watched_page
+from manylora_server import DEMO_ADAPTERS, ManyloraServer, manylora_server
 from usage_history import History, write_history
-from weft_server import DEMO_ADAPTERS, WeftServer, weft_server
 
 PRICES = "currency: EUR\nper_million_tokens:\n  default: {prompt: 0.20, cached: 0.05, completion: 0.60}\n"
 OWNERS = {"haiku": "atelier", "french": "atelier", "shout": "harbour", "pirate": "harbour", "json": "harbour"}
@@ -24,23 +24,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
-    options = ("--served-model-name", "weft-demo", "--dtype", "float32", "--memory-gib", "0.25")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyloraServer]:
+    options = ("--served-model-name", "manylora-demo", "--dtype", "float32", "--memory-gib", "0.25")
     prices = tmp_path_factory.mktemp("prices") / "prices.yaml"
     prices.write_text(PRICES)
     folder = tmp_path_factory.mktemp("dashboard")
-    with weft_server(folder, *options, WEFT_REGISTRY__PRICE_FILE=str(prices)) as running:
+    with manylora_server(folder, *options, MANYLORA_REGISTRY__PRICE_FILE=str(prices)) as running:
         for name, owner in OWNERS.items():
             answer = running.upload(running.tenant(owner), name, DEMO_ADAPTERS / name)
             assert answer.status_code == 201, answer.text
             for _ in range(2):
                 running.ask(owner, name, "Where is my order?")
-        running.ask("atelier", "weft-demo", "Where is my order?")
+        running.ask("atelier", "manylora-demo", "Where is my order?")
         yield running
 
 
 @pytest.fixture(scope="session")
-def history(server: WeftServer) -> History:
+def history(server: ManyloraServer) -> History:
     """What two more tenants used about the day on which clocks went back."""
     return write_history(server)
 
@@ -53,7 +53,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def watched(browser: Browser, server: WeftServer) -> Iterator[tuple[Page, Watch]]:
+def watched(browser: Browser, server: ManyloraServer) -> Iterator[tuple[Page, Watch]]:
     """A page that nobody is signed in to, and what it must not do."""
     with watched_page(browser, server.url) as both:
         yield both

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from browser import Watch, sign_in
-from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer
+from manylora_server import ADMIN_KEY, DEMO_ADAPTERS, ManyloraServer
 
 LIST = "/v1/adapters?limit=1000"
 
@@ -35,12 +35,12 @@ def aliases(client: httpx.Client) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def atelier(server: WeftServer) -> httpx.Client:
+def atelier(server: ManyloraServer) -> httpx.Client:
     return server.tenant("atelier")
 
 
 @pytest.fixture
-def many(page: Page, atelier: httpx.Client, server: WeftServer) -> Iterator[None]:
+def many(page: Page, atelier: httpx.Client, server: ManyloraServer) -> Iterator[None]:
     """The page of an adapter of three versions, each of which was asked."""
     for version, source in enumerate(("haiku", "french", "pirate"), 1):
         assert server.upload(atelier, "many", DEMO_ADAPTERS / source).status_code == 201
@@ -51,7 +51,7 @@ def many(page: Page, atelier: httpx.Client, server: WeftServer) -> Iterator[None
     assert atelier.delete("/v1/adapters/many").status_code in (204, 404)
 
 
-def test_the_list_shows_the_figures_of_the_api(page: Page, atelier: httpx.Client, server: WeftServer) -> None:
+def test_the_list_shows_the_figures_of_the_api(page: Page, atelier: httpx.Client, server: ManyloraServer) -> None:
     sign_in(page, server.tenants["atelier"], "/adapters")
     expect(cell(page, "atelier/haiku", "requests")).to_have_text(re.compile(r"^\d+$"))
     usage, latency = (
@@ -75,7 +75,7 @@ def test_the_list_shows_the_figures_of_the_api(page: Page, atelier: httpx.Client
     assert owners == {"atelier"}
 
 
-def test_search_filter_and_sort_stand_in_the_address(page: Page, server: WeftServer) -> None:
+def test_search_filter_and_sort_stand_in_the_address(page: Page, server: ManyloraServer) -> None:
     sign_in(page, ADMIN_KEY, "/adapters")
     adapters = server.admin.get(f"{LIST}&tenant=*").json()["data"]
     assert set(shown(page)) == {one["name"] for one in adapters} >= {"haiku", "french", "shout", "pirate", "json"}
@@ -105,7 +105,7 @@ def test_search_filter_and_sort_stand_in_the_address(page: Page, server: WeftSer
     expect(page.get_by_role("heading", level=1)).to_contain_text("shout")
 
 
-def test_a_key_that_may_only_call_looks_and_does_not_change(page: Page, server: WeftServer) -> None:
+def test_a_key_that_may_only_call_looks_and_does_not_change(page: Page, server: ManyloraServer) -> None:
     sign_in(page, server.new_key("atelier", scopes=["infer"]), "/adapters")
     assert {"french", "haiku"} <= set(shown(page))
     expect(page.get_by_text("this key lacks the scope adapters")).to_be_visible()
@@ -178,7 +178,7 @@ def test_aliases_are_added_moved_and_removed(page: Page, atelier: httpx.Client) 
 
 @pytest.mark.usefixtures("many")
 def test_description_pin_grant_and_deletion(
-    watched: tuple[Page, Watch], atelier: httpx.Client, server: WeftServer
+    watched: tuple[Page, Watch], atelier: httpx.Client, server: ManyloraServer
 ) -> None:
     page, watch = watched
     watch.allowed.add(404)

@@ -9,7 +9,7 @@ from playwright.sync_api import Browser, Page, expect
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
 from browser import DESKTOP, PHONE, Watch, grave_findings, grave_findings_in_the_dark, sign_in, watched_page
-from weft_server import ADMIN_KEY, WeftServer
+from manylora_server import ADMIN_KEY, ManyloraServer
 
 PAGES = (
     "/",
@@ -46,7 +46,7 @@ def open_filter(page: Page) -> None:
 
 STATES = {
     "/adapters?upload=new": lambda page: page.get_by_role("dialog").wait_for(),
-    "/playground?tenant=harbour&model=weft-demo&model=pirate&model=shout&model=json": ask,
+    "/playground?tenant=harbour&model=manylora-demo&model=pirate&model=shout&model=json": ask,
     "/usage?group=adapter&subgroup=status": open_filter,
 }
 """What a page looks like when it is used."""
@@ -78,7 +78,7 @@ def flaws(page: Page, size: tuple[int, int]) -> list[str]:
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
 def test_pages_can_be_read_by_everybody_and_fit_the_screen(
-    browser: Browser, server: WeftServer, size: tuple[int, int]
+    browser: Browser, server: ManyloraServer, size: tuple[int, int]
 ) -> None:
     wrong = {}
     with watched_page(browser, server.url, size=size) as (page, _):
@@ -97,7 +97,7 @@ def test_pages_can_be_read_by_everybody_and_fit_the_screen(
 
 
 def test_the_menu_of_a_phone_opens_by_keyboard_and_closes_on_the_next_page(
-    browser: Browser, server: WeftServer
+    browser: Browser, server: ManyloraServer
 ) -> None:
     with watched_page(browser, server.url, size=PHONE) as (page, _):
         sign_in(page, ADMIN_KEY, "/account")
@@ -112,16 +112,18 @@ def test_the_menu_of_a_phone_opens_by_keyboard_and_closes_on_the_next_page(
         expect(menu).to_have_attribute("aria-expanded", "false")
 
 
-def test_a_new_tenant_is_told_how_to_begin(page: Page, server: WeftServer) -> None:
+def test_a_new_tenant_is_told_how_to_begin(page: Page, server: ManyloraServer) -> None:
     server.tenant("newcomer")
     sign_in(page, server.tenants["newcomer"])
     main = page.get_by_role("main")
     expect(main).to_contain_text("No requests in this range.")
-    expect(main).to_contain_text("weft adapter push ./my-adapter")
+    expect(main).to_contain_text("manylora adapter push ./my-adapter")
     expect(page.locator("[data-stat=Requests]")).to_contain_text("nothing before to compare with")
     main.get_by_role("link", name="Adapters").click()
     expect(main).to_contain_text("No adapters yet.")
-    expect(page.get_by_label("Upload with weft")).to_contain_text("weft adapter push ./my-adapter --name support")
+    expect(page.get_by_label("Upload with manylora")).to_contain_text(
+        "manylora adapter push ./my-adapter --name support"
+    )
     expect(page.get_by_label("Upload with curl")).to_contain_text(f"curl {server.url}/v1/adapters")
     main.get_by_role("button", name="Upload an adapter").click()
     expect(page.get_by_role("dialog")).to_be_visible()

@@ -14,8 +14,8 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
 from browser import DESKTOP, PHONE, Watch, grave_findings, sign_in, sign_out_elsewhere, watched_page
-from weft.engine.status import TenantLoad
-from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, engines, weft_server
+from manylora.engine.status import TenantLoad
+from manylora_server import ADMIN_KEY, DEMO_ADAPTERS, ManyloraServer, engines, manylora_server
 
 UNKNOWN = "\u2013"
 OWNERS = {"haiku": "atelier", "shout": "harbour", "pirate": "harbour"}
@@ -33,19 +33,19 @@ LOOK = """() => {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyloraServer]:
     """One whose pool is small enough for a cell to be a page."""
-    options = ("--served-model-name", "weft-demo", "--dtype", "float32", "--memory-gib", "0.1")
-    with weft_server(tmp_path_factory.mktemp("live"), *options) as running:
+    options = ("--served-model-name", "manylora-demo", "--dtype", "float32", "--memory-gib", "0.1")
+    with manylora_server(tmp_path_factory.mktemp("live"), *options) as running:
         for name, owner in OWNERS.items():
             assert running.upload(running.tenant(owner), name, DEMO_ADAPTERS / name).status_code == 201
-        for owner, model in (("atelier", "haiku"), ("harbour", "shout"), ("atelier", "weft-demo")):
+        for owner, model in (("atelier", "haiku"), ("harbour", "shout"), ("atelier", "manylora-demo")):
             running.ask(owner, model, "Where is my order?")
         yield running
 
 
 @contextmanager
-def long_request(server: WeftServer, owner: str, model: str) -> Iterator[None]:
+def long_request(server: ManyloraServer, owner: str, model: str) -> Iterator[None]:
     """Somebody asks for as much as the context takes."""
     body = {"model": model, "prompt": "Once", "max_tokens": 900, "ignore_eos": True}
     with server.client(server.tenants[owner]) as client:
@@ -111,7 +111,7 @@ def show_live(page: Page, path: str = "/live") -> None:
     expect(page.locator(".cells svg")).to_be_visible()
 
 
-def test_all_figures_are_those_of_the_snapshot(page: Page, server: WeftServer) -> None:
+def test_all_figures_are_those_of_the_snapshot(page: Page, server: ManyloraServer) -> None:
     engine = server.engine()
     show_live(page)
     times = sorted(step["seconds"] for step in engine["last_steps"])
@@ -144,11 +144,11 @@ def test_all_figures_are_those_of_the_snapshot(page: Page, server: WeftServer) -
     assert in_steps == {name: number for name, number in zip(columns, sums, strict=True) if number}
     idle = page.locator('[data-notice="idle"]')
     expect(idle).to_contain_text("The engine is idle.")
-    expect(idle).to_contain_text("weft demo")
+    expect(idle).to_contain_text("manylora demo")
     expect(idle.get_by_role("link", name="Playground")).to_have_attribute("href", "/playground")
 
 
-def test_tenants_are_told_who_is_served_who_waits_and_why(page: Page, server: WeftServer) -> None:
+def test_tenants_are_told_who_is_served_who_waits_and_why(page: Page, server: ManyloraServer) -> None:
     show_snapshots(page, crowded(server.engine()))
     assert page.locator('[data-stat="Running"]').inner_text().split("\n")[1:] == ["68", "52 paused, 5 of the base"]
     waiting = page.locator('[data-stat="Waiting"]').inner_text().replace("\u00a0", " ")
@@ -177,7 +177,7 @@ def test_tenants_are_told_who_is_served_who_waits_and_why(page: Page, server: We
 
 
 def test_a_tenant_that_ended_stays_for_a_while_and_one_that_was_refused_is_there(
-    page: Page, server: WeftServer
+    page: Page, server: ManyloraServer
 ) -> None:
     engine = server.engine()
     page.clock.install()
@@ -192,12 +192,12 @@ def test_a_tenant_that_ended_stays_for_a_while_and_one_that_was_refused_is_there
     expect(page.locator('tr[data-key="rival"]')).to_have_count(1)
 
 
-def test_the_map_shows_what_runs_as_it_runs(page: Page, server: WeftServer) -> None:
+def test_the_map_shows_what_runs_as_it_runs(page: Page, server: ManyloraServer) -> None:
     show_live(page)
     pirate = server.tenant("harbour").get("/v1/adapters/pirate").json()
     weights = page.locator(f'.cells path[data-kind="adapter"][data-adapter="{pirate["digest"]}"]')
     assert weights.count() == 0
-    with long_request(server, "harbour", "pirate"), long_request(server, "atelier", "weft-demo"):
+    with long_request(server, "harbour", "pirate"), long_request(server, "atelier", "manylora-demo"):
         expect(page.locator('[data-stat="Running"] .stat-value')).to_have_text("2")
         expect(weights).to_have_attribute("data-cells", str(pirate["pages"]))
         expect(page.locator('.map-legend [data-kind="kv"]')).not_to_have_attribute("data-pages", "0")
@@ -212,7 +212,7 @@ def test_the_map_shows_what_runs_as_it_runs(page: Page, server: WeftServer) -> N
     assert page.evaluate(LOOK)["legend"] == server.engine()["pages"]
 
 
-def test_a_map_of_thousands_of_pages_is_a_few_shapes(page: Page, server: WeftServer) -> None:
+def test_a_map_of_thousands_of_pages_is_a_few_shapes(page: Page, server: ManyloraServer) -> None:
     show_live(page, "/live?map=whole")
     cells = int(page.locator(".cells svg").get_attribute("data-cells") or 0)
     assert cells == server.engine()["ready"]["memory"]["num_pages"] > 3000
@@ -220,7 +220,7 @@ def test_a_map_of_thousands_of_pages_is_a_few_shapes(page: Page, server: WeftSer
     assert page.locator(".cells path.use").count() == len(server.engine()["page_map"]["uses"])
 
 
-def test_an_entry_of_the_legend_lights_its_cells_and_stays_chosen(page: Page, server: WeftServer) -> None:
+def test_an_entry_of_the_legend_lights_its_cells_and_stays_chosen(page: Page, server: ManyloraServer) -> None:
     haiku = server.tenant("atelier").get("/v1/adapters/haiku").json()
     show_live(page)
     page.locator(f'[data-entry="{haiku["digest"]}"]').click()
@@ -237,7 +237,7 @@ def test_an_entry_of_the_legend_lights_its_cells_and_stays_chosen(page: Page, se
     expect(row).to_contain_text(str(haiku["pages"]))
 
 
-def test_a_paused_page_stands_still_and_goes_on(page: Page, server: WeftServer) -> None:
+def test_a_paused_page_stands_still_and_goes_on(page: Page, server: ManyloraServer) -> None:
     show_live(page)
     page.get_by_role("button", name="Pause").click()
     expect(page.locator('[data-state="paused"]')).to_be_visible()
@@ -250,7 +250,7 @@ def test_a_paused_page_stands_still_and_goes_on(page: Page, server: WeftServer) 
 
 
 @contextmanager
-def broken_stream(watched: tuple[Page, Watch], server: WeftServer) -> Iterator[None]:
+def broken_stream(watched: tuple[Page, Watch], server: ManyloraServer) -> Iterator[None]:
     """The page had one snapshot when the stream ended, and gets no other as long as this lasts."""
     page, watch = watched
     watch.broken = True
@@ -274,7 +274,7 @@ def broken_stream(watched: tuple[Page, Watch], server: WeftServer) -> Iterator[N
     is_back.set()  # taking the route away could meet a request that is on its way through it
 
 
-def test_a_broken_connection_is_told_and_comes_back(watched: tuple[Page, Watch], server: WeftServer) -> None:
+def test_a_broken_connection_is_told_and_comes_back(watched: tuple[Page, Watch], server: ManyloraServer) -> None:
     page, _ = watched
     with broken_stream(watched, server):
         expect(page.locator(".cells svg")).to_be_visible()
@@ -284,7 +284,9 @@ def test_a_broken_connection_is_told_and_comes_back(watched: tuple[Page, Watch],
     expect(page.locator('[data-fact="Steps"]')).to_have_text(f"{server.engine()['num_steps']:,}")
 
 
-def test_who_was_signed_out_meanwhile_is_led_to_the_sign_in(watched: tuple[Page, Watch], server: WeftServer) -> None:
+def test_who_was_signed_out_meanwhile_is_led_to_the_sign_in(
+    watched: tuple[Page, Watch], server: ManyloraServer
+) -> None:
     page, watch = watched
     watch.allowed = {401}
     with broken_stream(watched, server):
@@ -294,7 +296,7 @@ def test_who_was_signed_out_meanwhile_is_led_to_the_sign_in(watched: tuple[Page,
 
 @pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "light"), (DESKTOP, "dark"), (PHONE, "light")])
 def test_the_crowded_page_is_accessible_and_fits(
-    browser: Browser, server: WeftServer, size: tuple[int, int], scheme: str
+    browser: Browser, server: ManyloraServer, size: tuple[int, int], scheme: str
 ) -> None:
     with watched_page(browser, server.url, scheme=scheme) as (page, _):
         show_snapshots(page, crowded(server.engine()))
@@ -304,7 +306,7 @@ def test_the_crowded_page_is_accessible_and_fits(
         assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
 
 
-def test_an_engine_that_dies_is_told_and_its_next_life_as_well(page: Page, server: WeftServer) -> None:
+def test_an_engine_that_dies_is_told_and_its_next_life_as_well(page: Page, server: ManyloraServer) -> None:
     show_live(page)
     engines(server)[0].kill()
     expect(page.get_by_role("alert")).to_contain_text("engine", timeout=30_000)

@@ -11,15 +11,15 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from browser import DESKTOP, PHONE, Watch, grave_findings, sign_in, watched_page
-from weft_cluster import Cluster, weft_cluster
-from weft_server import ADMIN_KEY, DEMO_ADAPTERS
+from manylora_cluster import Cluster, manylora_cluster
+from manylora_server import ADMIN_KEY, DEMO_ADAPTERS
 
 UNKNOWN = "\u2013"
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with weft_cluster(tmp_path_factory.mktemp("cluster"), num_replicas=2) as running:
+    with manylora_cluster(tmp_path_factory.mktemp("cluster"), num_replicas=2) as running:
         answer = running.gateway.upload(running.gateway.tenant("acme"), "pirate", DEMO_ADAPTERS / "pirate")
         assert answer.status_code == 201, answer.text
         running.gateway.ask("acme", "pirate", "Where is my order?")
@@ -51,7 +51,7 @@ def many(num_replicas: int) -> dict[str, Any]:
         state = states.get(index, "ready")
         load = {"running": 7 * index, "waiting": index, "in_flight": 8 * index, "backlog_s": index / 7}
         near = {"adapters": {"device": 40 + index, "host": 900 * index}}
-        url = f"http://replica-{index}.weft.internal:8000"
+        url = f"http://replica-{index}.manylora.internal:8000"
         servers.append(
             {"name": f"srv_{index + 16:024x}", "role": "replica", "state": state, "url": url}
             | ({} if state == "lost" else {**load, **near})

@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, expect
 
 from browser import sign_in, wait_until_shown, watched_page
 from many_usage import ADAPTERS, DAYS, PATHS, fill
-from weft_server import ADMIN_KEY, WeftServer, weft_server
+from manylora_server import ADMIN_KEY, ManyloraServer, manylora_server
 
 EVENTS = 4_000
 MOST_REQUESTS, MOST_BYTES, MOST_ROWS = 11, 600_000, 101  # the overview asks six times, and five for the range before
@@ -24,15 +24,15 @@ ASKED = """() => {
 
 
 @pytest.fixture(scope="module")
-def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
+def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyloraServer]:
     folder = tmp_path_factory.mktemp("many")
     with ThreadPoolExecutor(1) as own_loop:  # the browser's driver holds this thread's
         own_loop.submit(asyncio.run, fill(folder / "data", ADMIN_KEY, datetime.now(UTC), EVENTS)).result()
-    with weft_server(folder, "--served-model-name", "weft-demo", WEFT_MEMORY__POISON="false") as running:
+    with manylora_server(folder, "--served-model-name", "manylora-demo", MANYLORA_MEMORY__POISON="false") as running:
         yield running
 
 
-def test_every_page_asks_for_little_and_draws_few_rows(busy: WeftServer, browser: Browser) -> None:
+def test_every_page_asks_for_little_and_draws_few_rows(busy: ManyloraServer, browser: Browser) -> None:
     start = int(time.time()) - (DAYS + 1) * 86_400  # the usage was written a while ago
     totals = busy.admin.get("/v1/usage", params={"start": start}).json()["totals"]
     assert totals["requests"] == EVENTS
@@ -48,7 +48,7 @@ def test_every_page_asks_for_little_and_draws_few_rows(busy: WeftServer, browser
     assert too_much == {}
 
 
-def test_of_500_adapters_50_are_drawn_and_all_searched(busy: WeftServer, browser: Browser) -> None:
+def test_of_500_adapters_50_are_drawn_and_all_searched(busy: ManyloraServer, browser: Browser) -> None:
     with watched_page(browser, busy.url) as (page, _):
         sign_in(page, ADMIN_KEY, "/adapters?range=90d")
         rows = page.locator("tr[data-key]")

@@ -11,15 +11,15 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from browser import sign_in, watched_page
+from manylora_server import ADMIN_KEY, ManyloraServer
 from usage_history import NORTH, PLACE, History
-from weft_server import ADMIN_KEY, WeftServer
 
 MINUS = "\N{MINUS SIGN}"
 THERE = f"/?{urlencode(PLACE)}"
 
 
 @pytest.fixture(scope="module")
-def signed_in(browser: Browser, server: WeftServer, history: History) -> Iterator[Page]:
+def signed_in(browser: Browser, server: ManyloraServer, history: History) -> Iterator[Page]:
     """The admin's view of both tenants' usage."""
     with watched_page(browser, server.url) as (page, _):
         sign_in(page, ADMIN_KEY, THERE)
@@ -54,7 +54,9 @@ def errors(answer: dict[str, Any]) -> int:
     return int(sum(row["requests"] for row in answer["data"] if row["status"] in ("error", "interrupted")))
 
 
-def test_tiles_show_the_totals_of_the_api_and_their_change(page: Page, server: WeftServer, history: History) -> None:
+def test_tiles_show_the_totals_of_the_api_and_their_change(
+    page: Page, server: ManyloraServer, history: History
+) -> None:
     client = server.tenant(NORTH)
     sign_in(page, server.tenants[NORTH], THERE)
     wait_for_figures(page)
@@ -81,7 +83,9 @@ def test_tiles_show_the_totals_of_the_api_and_their_change(page: Page, server: W
     expect(stat(page, "Cost").locator(".stat-change")).not_to_have_class(re.compile("good|bad"))
 
 
-def test_times_to_the_first_token_are_those_of_the_api(signed_in: Page, server: WeftServer, history: History) -> None:
+def test_times_to_the_first_token_are_those_of_the_api(
+    signed_in: Page, server: ManyloraServer, history: History
+) -> None:
     answer = server.admin.get("/v1/usage/latency", params={**history.span, "bucket": "1d"}).json()
     for name in ("p50", "p95"):
         assert exact(signed_in, f"Time to first token, {name}") == answer["totals"]["ttft_s"][name]
@@ -104,7 +108,7 @@ def test_arrow_keys_tell_what_a_bar_is_made_of(signed_in: Page) -> None:
     expect(chart.get_by_role("status")).to_have_count(0)
 
 
-def test_top_tables_and_their_links(signed_in: Page, server: WeftServer, history: History) -> None:
+def test_top_tables_and_their_links(signed_in: Page, server: ManyloraServer, history: History) -> None:
     def figures(name: str) -> list[list[int]]:
         rows = signed_in.get_by_role("table", name=name).locator("tbody tr")
         return [
@@ -130,7 +134,7 @@ def test_top_tables_and_their_links(signed_in: Page, server: WeftServer, history
     expect(signed_in.get_by_role("table", name="Top tenants")).to_be_visible()
 
 
-def test_device_pages_are_all_pages_of_the_engine(signed_in: Page, server: WeftServer) -> None:
+def test_device_pages_are_all_pages_of_the_engine(signed_in: Page, server: ManyloraServer) -> None:
     pages = signed_in.get_by_role("region", name="Device pages")
     parts = "all => all.map((one) => [one.dataset.series, Number(one.dataset.total)])"
     shown = dict(pages.locator(".legend li").evaluate_all(parts))
@@ -139,7 +143,7 @@ def test_device_pages_are_all_pages_of_the_engine(signed_in: Page, server: WeftS
     assert shown["adapter"] == engine["pages"]["adapter"]
 
 
-def test_a_request_shows_itself_soon(page: Page, server: WeftServer) -> None:
+def test_a_request_shows_itself_soon(page: Page, server: ManyloraServer) -> None:
     page.clock.install()
     sign_in(page, server.tenants["harbour"])
     wait_for_figures(page)

@@ -16,12 +16,12 @@ from playwright.sync_api import Browser, Locator, Page, Request, Response, expec
 from browser import Watch, sign_in, watched_page
 from idleness import wait_until
 from long_model import LONG_ANSWER, long_model
-from weft.config import environment
-from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, expected_answers, weft_server
+from manylora.config import environment
+from manylora_server import ADMIN_KEY, DEMO_ADAPTERS, ManyloraServer, expected_answers, manylora_server
 
 QUESTION, FOLLOW_UP = (one["question"] for one in expected_answers()["questions"][:2])
 ANSWERS = expected_answers()["questions"][0]["answers"]
-FOUR = ("weft-demo", "pirate", "shout", "json")
+FOUR = ("manylora-demo", "pirate", "shout", "json")
 
 
 def address(*models: str, more: str = "") -> str:
@@ -50,7 +50,7 @@ def figure(exchange: Locator, name: str) -> int:
     return int(exchange.locator(f'[data-figure="{name}"]').get_attribute("data-value") or -1)
 
 
-def last_event(server: WeftServer, adapter: str, tenant: str = "harbour") -> dict[str, Any]:
+def last_event(server: ManyloraServer, adapter: str, tenant: str = "harbour") -> dict[str, Any]:
     params: dict[str, str | int] = {"tenant": tenant, "adapter": adapter, "limit": 10_000}
     return dict(server.admin.get("/v1/usage/events", params=params).json()["data"][-1])
 
@@ -64,9 +64,9 @@ def code(page: Page, model: str, language: str) -> str:
     return text
 
 
-def run(command: list[str], server: WeftServer, key: str) -> str:
+def run(command: list[str], server: ManyloraServer, key: str) -> str:
     done = subprocess.run(
-        command, env={**environment(), "WEFT_KEY": key, "no_proxy": "*"}, capture_output=True, text=True, timeout=60
+        command, env={**environment(), "MANYLORA_KEY": key, "no_proxy": "*"}, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -76,24 +76,24 @@ def sent(request: Request) -> dict[str, Any]:
     return dict(request.post_data_json or {})
 
 
-def test_the_base_and_its_adapters_answer_each_in_their_way(page: Page, server: WeftServer) -> None:
+def test_the_base_and_its_adapters_answer_each_in_their_way(page: Page, server: ManyloraServer) -> None:
     sign_in(page, server.tenants["harbour"], address(*FOUR))
     ask(page, QUESTION)
     for model in FOUR:
-        exchange = answered(page, model, ANSWERS["base" if model == "weft-demo" else model])
-        by = "base" if model == "weft-demo" else f"harbour/{model}@1"
+        exchange = answered(page, model, ANSWERS["base" if model == "manylora-demo" else model])
+        by = "base" if model == "manylora-demo" else f"harbour/{model}@1"
         expect(exchange.locator('[data-figure="adapter"]')).to_have_text(by)
-        event = last_event(server, "" if model == "weft-demo" else model)
+        event = last_event(server, "" if model == "manylora-demo" else model)
         shown = [figure(exchange, name) for name in ("in", "cached", "out")]
         assert shown == [event[name] for name in ("prompt_tokens", "cached_tokens", "completion_tokens")]
         assert event["status"] == "stop"
-        if model != "weft-demo":
+        if model != "manylora-demo":
             state = exchange.locator('[data-figure="residency"]').get_attribute("data-state")
             assert state == event["adapter_state"]
         expect(exchange.locator('[data-figure="ttft"]')).to_have_text(re.compile(r"^[\d.]+ m?s$"))
 
 
-def test_a_conversation_goes_on_until_it_is_cleared(page: Page, server: WeftServer) -> None:
+def test_a_conversation_goes_on_until_it_is_cleared(page: Page, server: ManyloraServer) -> None:
     bodies: list[dict[str, Any]] = []
     page.on("request", lambda request: bodies.append(sent(request)))
     sign_in(page, server.tenants["harbour"], address("shout", "pirate", more="system=Be+kind."))
@@ -120,17 +120,17 @@ def test_a_conversation_goes_on_until_it_is_cleared(page: Page, server: WeftServ
 
 
 @pytest.fixture(scope="module")
-def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyloraServer]:
     """A server whose answers are as long as a test wants."""
     folder = tmp_path_factory.mktemp("endless")
     options = ("--dtype", "float32", "--memory-gib", "0.25")
-    with weft_server(folder, *options, model=long_model(folder / "long")) as running:
+    with manylora_server(folder, *options, model=long_model(folder / "long")) as running:
         for name in ("pirate", "shout"):
             assert running.upload(running.tenant("harbour"), name, DEMO_ADAPTERS / name).status_code == 201
         yield running
 
 
-def event_of(server: WeftServer, response: Response) -> dict[str, Any]:
+def event_of(server: ManyloraServer, response: Response) -> dict[str, Any]:
     """What the ledger has of this request, once it has it: it is recorded after the client has left."""
 
     def found() -> list[dict[str, Any]]:
@@ -142,7 +142,7 @@ def event_of(server: WeftServer, response: Response) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("button", ["Stop all", "Stop pirate"])
-def test_a_stopped_answer_is_aborted_in_the_ledger(browser: Browser, endless: WeftServer, button: str) -> None:
+def test_a_stopped_answer_is_aborted_in_the_ledger(browser: Browser, endless: ManyloraServer, button: str) -> None:
     with watched_page(browser, endless.url) as (page, _):
         sign_in(page, endless.tenants["harbour"], address("pirate", "shout", more=f"max_tokens={LONG_ANSWER}"))
         endlessly = {"ignore_eos": True}  # the page has no field for it
@@ -165,7 +165,7 @@ def test_a_stopped_answer_is_aborted_in_the_ledger(browser: Browser, endless: We
         expect(page.get_by_role("button", name="Clear all")).to_be_enabled()
 
 
-def run_shown(page: Page, model: str, server: WeftServer, key: str, folder: Path) -> list[str]:
+def run_shown(page: Page, model: str, server: ManyloraServer, key: str, folder: Path) -> list[str]:
     """What the calls shown for this model answer, first by curl, then by Python."""
     curl = f'curl() {{ command curl -sS --fail-with-body "$@"; }}; {code(page, model, "curl")}'
     assert key not in curl
@@ -175,7 +175,7 @@ def run_shown(page: Page, model: str, server: WeftServer, key: str, folder: Path
     return [by_curl.strip(), run([sys.executable, str(script)], server, key).strip()]
 
 
-def test_the_shown_calls_run_and_answer_the_same(page: Page, server: WeftServer, tmp_path: Path) -> None:
+def test_the_shown_calls_run_and_answer_the_same(page: Page, server: ManyloraServer, tmp_path: Path) -> None:
     sign_in(page, server.tenants["harbour"], address("pirate", "json", more="seed=3&max_tokens=40"))
     ask(page, "What's \"$HOME\"?\nIt's \\ mine, ça va")
     for model in ("pirate", "json"):
@@ -184,10 +184,14 @@ def test_the_shown_calls_run_and_answer_the_same(page: Page, server: WeftServer,
         assert '"seed": 3' in code(page, model, "curl")
 
 
-def test_an_admin_acts_for_the_chosen_tenant(page: Page, server: WeftServer, tmp_path: Path) -> None:
+def test_an_admin_acts_for_the_chosen_tenant(page: Page, server: ManyloraServer, tmp_path: Path) -> None:
     sign_in(page, ADMIN_KEY, "/playground?tenant=atelier")
     expect(page.locator(".talk")).to_have_count(3)
-    assert {one.get_attribute("data-model") for one in page.locator(".talk").all()} == {"weft-demo", "french", "haiku"}
+    assert {one.get_attribute("data-model") for one in page.locator(".talk").all()} == {
+        "manylora-demo",
+        "french",
+        "haiku",
+    }
     ask(page, QUESTION)
     answered(page, "french", ANSWERS["french"])
     assert last_event(server, "french", "atelier")["status"] == "stop"
@@ -200,13 +204,17 @@ def test_an_admin_of_all_tenants_names_them(page: Page) -> None:
     options = page.locator("#models option")
     expect(options).to_have_count(6)
     names = {option.get_attribute("value") for option in options.all()}
-    assert names == {"weft-demo", *(f"atelier/{n}" for n in ("haiku", "french")), *(f"harbour/{n}" for n in FOUR[1:])}
+    assert names == {
+        "manylora-demo",
+        *(f"atelier/{n}" for n in ("haiku", "french")),
+        *(f"harbour/{n}" for n in FOUR[1:]),
+    }
     ask(page, QUESTION)
     answered(page, "atelier/haiku", ANSWERS["haiku"])
     answered(page, "harbour/json", ANSWERS["json"])
 
 
-def test_what_is_refused_is_said_in_its_column(watched: tuple[Page, Watch], server: WeftServer) -> None:
+def test_what_is_refused_is_said_in_its_column(watched: tuple[Page, Watch], server: ManyloraServer) -> None:
     page, watch = watched
     watch.allowed = {404}
     sign_in(page, server.tenants["harbour"], address("pirat", "json"))
@@ -221,7 +229,7 @@ def test_what_is_refused_is_said_in_its_column(watched: tuple[Page, Watch], serv
     answered(page, "pirate", ANSWERS["pirate"])
 
 
-def test_the_address_keeps_all_choices(page: Page, server: WeftServer) -> None:
+def test_the_address_keeps_all_choices(page: Page, server: ManyloraServer) -> None:
     sign_in(page, server.tenants["harbour"], "/playground")
     page.get_by_label("Prompt", exact=True).fill("Hello & welcome")
     page.get_by_label("Max tokens").fill("33")
@@ -234,7 +242,7 @@ def test_the_address_keeps_all_choices(page: Page, server: WeftServer) -> None:
     expect(page.get_by_role("button", name="Add a model")).to_be_disabled()
     page.get_by_role("button", name="Remove json").click()
     models = [one.get_attribute("data-model") for one in page.locator(".talk").all()]
-    assert models == ["weft-demo", "pirate", "shout"]
+    assert models == ["manylora-demo", "pirate", "shout"]
     page.reload()
     expect(page.locator(".talk")).to_have_count(3)
     assert [one.get_attribute("data-model") for one in page.locator(".talk").all()] == models
@@ -246,17 +254,17 @@ def test_the_address_keeps_all_choices(page: Page, server: WeftServer) -> None:
 
 
 def test_a_model_without_a_chat_template_is_asked_for_completions(
-    watched: tuple[Page, Watch], server: WeftServer
+    watched: tuple[Page, Watch], server: ManyloraServer
 ) -> None:
     page, watch = watched
     watch.allowed = {400}
     error = {"message": "This model has no chat template.", "type": "x", "param": None, "code": "no_chat_template"}
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json={"error": error}))
-    sign_in(page, server.tenants["harbour"], address("weft-demo", more="max_tokens=8"))
+    sign_in(page, server.tenants["harbour"], address("manylora-demo", more="max_tokens=8"))
     ask(page, "We are")
-    expect(column(page, "weft-demo").get_by_role("alert")).to_contain_text("This model has no chat template.")
+    expect(column(page, "manylora-demo").get_by_role("alert")).to_contain_text("This model has no chat template.")
     page.get_by_role("button", name="Use completions instead").click()
     page.get_by_role("button", name="Send to all").click()
-    assert answered(page, "weft-demo", nth=1).locator("[data-answer]").inner_text()
-    curl = code(page, "weft-demo", "curl")
+    assert answered(page, "manylora-demo", nth=1).locator("[data-answer]").inner_text()
+    curl = code(page, "manylora-demo", "curl")
     assert '"text"' in run(["bash", "-c", curl], server, server.tenants["harbour"])

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Locator, Page, Request, Route, expect
 
 from browser import sign_in
-from weft_server import WeftServer
+from manylora_server import ManyloraServer
 
 TOOLS = [
     {
@@ -87,10 +87,10 @@ def answer_with(page: Page, answer: Callable[[list[dict[str, Any]]], list[dict[s
     return bodies
 
 
-def open_playground(page: Page, server: WeftServer, **fields: Any) -> None:
+def open_playground(page: Page, server: ManyloraServer, **fields: Any) -> None:
     """The page with one model; `fields` go into its address as JSON."""
     extras = "".join(f"&{name}={quote(json.dumps(value))}" for name, value in fields.items())
-    sign_in(page, server.tenants["harbour"], f"/playground?model=weft-demo{extras}")
+    sign_in(page, server.tenants["harbour"], f"/playground?model=manylora-demo{extras}")
 
 
 def ask(page: Page, prompt: str) -> None:
@@ -109,7 +109,7 @@ def answer_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"content": "It is there."}] if messages[-1]["role"] == "tool" else CALLS
 
 
-def test_calls_are_shown_and_their_results_go_back(page: Page, server: WeftServer) -> None:
+def test_calls_are_shown_and_their_results_go_back(page: Page, server: ManyloraServer) -> None:
     bodies = answer_with(page, answer_calls)
     open_playground(page, server, tools=TOOLS)
     ask(page, ASKED["content"])
@@ -132,7 +132,7 @@ def test_calls_are_shown_and_their_results_go_back(page: Page, server: WeftServe
     assert bodies[2]["messages"] == [*ANSWERED, final, {"role": "user", "content": "And the rug?"}]
 
 
-def test_calls_that_nobody_answered_leave_the_conversation(page: Page, server: WeftServer) -> None:
+def test_calls_that_nobody_answered_leave_the_conversation(page: Page, server: ManyloraServer) -> None:
     bodies = answer_with(page, answer_calls)
     open_playground(page, server, tools=TOOLS)
     ask(page, ASKED["content"])
@@ -142,7 +142,7 @@ def test_calls_that_nobody_answered_leave_the_conversation(page: Page, server: W
     assert bodies[1]["messages"] == [{"role": "user", "content": "Never mind."}]
 
 
-def test_reasoning_is_folded(page: Page, server: WeftServer) -> None:
+def test_reasoning_is_folded(page: Page, server: ManyloraServer) -> None:
     answer_with(page, answer_calls)
     open_playground(page, server)
     ask(page, ASKED["content"])
@@ -163,7 +163,7 @@ def test_reasoning_is_folded(page: Page, server: WeftServer) -> None:
     ],
 )
 def test_what_is_wrong_is_said_before_it_is_sent(
-    page: Page, server: WeftServer, label: str, text: str, error: str
+    page: Page, server: ManyloraServer, label: str, text: str, error: str
 ) -> None:
     bodies = answer_with(page, lambda _: [{"content": "ok"}])
     open_playground(page, server)
@@ -192,7 +192,7 @@ def test_what_is_wrong_is_said_before_it_is_sent(
     ],
 )
 def test_an_answer_says_whether_it_fits_the_schema(
-    page: Page, server: WeftServer, answer: str, fault: str | None
+    page: Page, server: ManyloraServer, answer: str, fault: str | None
 ) -> None:
     bodies = answer_with(page, lambda _: [{"content": answer[:9]}, {"content": answer[9:]}])
     open_playground(page, server, schema=SCHEMA)
@@ -206,9 +206,9 @@ def test_an_answer_says_whether_it_fits_the_schema(
     }
 
 
-def test_the_shown_python_has_pythons_words(page: Page, server: WeftServer) -> None:
+def test_the_shown_python_has_pythons_words(page: Page, server: ManyloraServer) -> None:
     open_playground(page, server, schema=SCHEMA, tools=TOOLS)
-    page.get_by_role("button", name="Call weft-demo from code").click()
+    page.get_by_role("button", name="Call manylora-demo from code").click()
     page.get_by_role("button", name="Python (openai)").click()
     text = page.get_by_role("dialog").locator("pre").inner_text()
     compile(text, "snippet", "exec")

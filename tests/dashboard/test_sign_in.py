@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from browser import Watch, sign_in, sign_out_elsewhere, watched_page
-from weft_server import ADMIN_KEY, WeftServer
+from manylora_server import ADMIN_KEY, ManyloraServer
 
 
 def menu(page: Page) -> list[str]:
@@ -18,7 +18,7 @@ def test_the_admin_signs_in_with_the_key_and_out_again(page: Page) -> None:
     assert menu(page) == ["Overview", "Usage", "Adapters", "Live", "Playground", "Tenants", "Audit log"]
     assert page.evaluate("document.cookie") == ""
     (cookie,) = page.context.cookies()
-    assert re.fullmatch(r"weft_session_\d+", str(cookie.get("name")))
+    assert re.fullmatch(r"manylora_session_\d+", str(cookie.get("name")))
     assert (cookie.get("httpOnly"), cookie.get("sameSite"), cookie.get("path")) == (True, "Strict", "/")
     page.reload()
     page.wait_for_load_state("networkidle")  # else answers to this page's questions come after the end of the session
@@ -27,7 +27,7 @@ def test_the_admin_signs_in_with_the_key_and_out_again(page: Page) -> None:
     assert page.context.cookies() == []
 
 
-def test_a_tenant_sees_no_page_for_admins(page: Page, server: WeftServer) -> None:
+def test_a_tenant_sees_no_page_for_admins(page: Page, server: ManyloraServer) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     sign_in(page, server.tenants["atelier"], "/live")
@@ -40,7 +40,7 @@ def test_a_tenant_sees_no_page_for_admins(page: Page, server: WeftServer) -> Non
 
 @pytest.mark.parametrize(("path", "has", "lacks"), [("/", "infer", "usage"), ("/playground", "usage", "infer")])
 def test_a_key_without_the_scope_of_a_page_is_told_so(
-    page: Page, server: WeftServer, path: str, has: str, lacks: str
+    page: Page, server: ManyloraServer, path: str, has: str, lacks: str
 ) -> None:
     sign_in(page, server.new_key("harbour", scopes=[has]), path)
     expect(page.get_by_role("main")).to_contain_text(f"The key lacks the scope {lacks}.")
@@ -51,10 +51,10 @@ def test_a_wrong_key_says_so_and_a_key_with_spaces_is_not_sent(watched: tuple[Pa
     page, watch = watched
     watch.allowed = {401}
     page.goto("/usage?range=7d")
-    page.get_by_label("Key", exact=True).fill("weft_no key")
+    page.get_by_label("Key", exact=True).fill("manylora_no key")
     expect(page.get_by_role("button", name="Sign in")).to_be_disabled()
     expect(page.get_by_text("A key has no spaces")).to_be_visible()
-    page.get_by_label("Key", exact=True).fill("weft_nobodys_key")
+    page.get_by_label("Key", exact=True).fill("manylora_nobodys_key")
     page.keyboard.press("Enter")
     expect(page.get_by_role("alert")).to_contain_text("wrong, expired or revoked")
     page.get_by_label("Key", exact=True).fill(ADMIN_KEY)
@@ -63,8 +63,8 @@ def test_a_wrong_key_says_so_and_a_key_with_spaces_is_not_sent(watched: tuple[Pa
     assert page.url.endswith("/usage?range=7d")
 
 
-def test_the_link_printed_at_start_signs_in_once(browser: Browser, server: WeftServer) -> None:
-    printed = re.search(r"^weft: dashboard (\S+/#link=)\S+ ", server.log.read_text(), re.MULTILINE)
+def test_the_link_printed_at_start_signs_in_once(browser: Browser, server: ManyloraServer) -> None:
+    printed = re.search(r"^manylora: dashboard (\S+/#link=)\S+ ", server.log.read_text(), re.MULTILINE)
     assert printed is not None
     link = printed[1] + server.admin.post("/v1/session/links").json()["link"]  # the printed one may be too old by now
     with watched_page(browser, server.url) as (page, _):
@@ -79,7 +79,7 @@ def test_the_link_printed_at_start_signs_in_once(browser: Browser, server: WeftS
 
 @pytest.mark.parametrize("how", ["revoked", "signed out elsewhere"])
 def test_a_session_that_ends_leads_back_to_the_sign_in(
-    watched: tuple[Page, Watch], server: WeftServer, how: str
+    watched: tuple[Page, Watch], server: ManyloraServer, how: str
 ) -> None:
     page, watch = watched
     watch.allowed = {401}

@@ -7,11 +7,11 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from browser import Watch, sign_in, watched_page
-from weft_server import ADMIN_KEY, WeftServer
+from manylora_server import ADMIN_KEY, ManyloraServer
 
 
 @pytest.fixture
-def tenant(server: WeftServer, request: pytest.FixtureRequest) -> Iterator[str]:
+def tenant(server: ManyloraServer, request: pytest.FixtureRequest) -> Iterator[str]:
     """A tenant of the test's own."""
     name = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_"))[:40].strip("-")
     assert server.admin.post("/v1/tenants", json={"name": name}).status_code == 201
@@ -23,12 +23,14 @@ def row(page: Page, text: str) -> Locator:
     return page.get_by_role("row").filter(has_text=text)
 
 
-def status(server: WeftServer, key: str) -> int:
+def status(server: ManyloraServer, key: str) -> int:
     with server.client(key) as client:
         return client.get("/v1/models").status_code
 
 
-def test_a_tenant_is_made_with_limits_and_deleted_by_its_name(watched: tuple[Page, Watch], server: WeftServer) -> None:
+def test_a_tenant_is_made_with_limits_and_deleted_by_its_name(
+    watched: tuple[Page, Watch], server: ManyloraServer
+) -> None:
     page, watch = watched
     watch.allowed = {409}
     sign_in(page, ADMIN_KEY, "/tenants?range=24h&tz=UTC")
@@ -63,7 +65,9 @@ def test_a_tenant_is_made_with_limits_and_deleted_by_its_name(watched: tuple[Pag
     assert server.admin.get("/v1/tenants/weavers").status_code == 404
 
 
-def test_a_key_is_shown_once_works_and_works_no_more_when_revoked(page: Page, server: WeftServer, tenant: str) -> None:
+def test_a_key_is_shown_once_works_and_works_no_more_when_revoked(
+    page: Page, server: ManyloraServer, tenant: str
+) -> None:
     sign_in(page, ADMIN_KEY, f"/tenants/{tenant}")
     expect(page.get_by_text("No key yet.")).to_be_visible()
     page.get_by_role("button", name="New key").click()
@@ -84,7 +88,7 @@ def test_a_key_is_shown_once_works_and_works_no_more_when_revoked(page: Page, se
     assert status(server, secret) == 401
 
 
-def test_a_key_is_rotated_with_a_grace_and_changed(page: Page, server: WeftServer, tenant: str) -> None:
+def test_a_key_is_rotated_with_a_grace_and_changed(page: Page, server: ManyloraServer, tenant: str) -> None:
     before = server.new_key(tenant)
     sign_in(page, ADMIN_KEY, f"/tenants/{tenant}")
     page.get_by_role("button", name="Rotate test").click()
@@ -105,7 +109,7 @@ def test_a_key_is_rotated_with_a_grace_and_changed(page: Page, server: WeftServe
 
 
 @pytest.mark.parametrize("width", [1280, 1024])
-def test_the_keys_fit_their_card(browser: Browser, server: WeftServer, tenant: str, width: int) -> None:
+def test_the_keys_fit_their_card(browser: Browser, server: ManyloraServer, tenant: str, width: int) -> None:
     server.new_key(tenant, name="everything", limits={"requests_per_minute": 600, "tokens_per_month": 2_000_000})
     server.new_key(tenant, name="a-robot-with-a-long-name", expires_at="2100-01-01T00:00:00Z")
     with watched_page(browser, server.url, size=(width, 900)) as (page, _):
@@ -120,7 +124,7 @@ def test_the_keys_fit_their_card(browser: Browser, server: WeftServer, tenant: s
         assert wide == []
 
 
-def test_changes_stand_in_the_audit_log_by_tenant(page: Page, server: WeftServer, tenant: str) -> None:
+def test_changes_stand_in_the_audit_log_by_tenant(page: Page, server: ManyloraServer, tenant: str) -> None:
     server.new_key(tenant)
     sign_in(page, ADMIN_KEY, f"/audit?tenant={tenant}")
     rows = page.get_by_role("table", name="Changes").locator("tbody tr")
@@ -131,12 +135,12 @@ def test_changes_stand_in_the_audit_log_by_tenant(page: Page, server: WeftServer
 
 
 def test_a_tenant_sees_its_key_and_what_is_taken_of_its_limits(
-    browser: Browser, server: WeftServer, tenant: str
+    browser: Browser, server: ManyloraServer, tenant: str
 ) -> None:
     key = server.new_key(tenant, limits={"requests_per_minute": 5})
     server.admin.patch(f"/v1/tenants/{tenant}", json={"limits": {"tokens_per_month": 1000}})
     with server.client(key) as client:
-        body = {"model": "weft-demo", "prompt": "Hello", "max_tokens": 4}
+        body = {"model": "manylora-demo", "prompt": "Hello", "max_tokens": 4}
         used = client.post("/v1/completions", json=body).json()["usage"]["total_tokens"]
     with watched_page(browser, server.url) as (page, _):
         sign_in(page, key, "/account")

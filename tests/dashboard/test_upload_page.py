@@ -16,7 +16,7 @@ from bad_uploads import good_upload
 from browser import PHONE, Watch, grave_findings, sign_in, watched_page
 from fake_engine import demo_ready
 from lora_files import config_bytes, q_and_v, tensor, weights_bytes
-from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer
+from manylora_server import ADMIN_KEY, DEMO_ADAPTERS, ManyloraServer
 
 OWNER = "uploader"
 """Other tests count what the other tenants have."""
@@ -34,7 +34,7 @@ DROP = """files => {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cleared(server: WeftServer) -> Iterator[None]:
+def cleared(server: ManyloraServer) -> Iterator[None]:
     """Leave the server as other tests of it expect it."""
     client = server.tenant(OWNER)
     yield
@@ -44,7 +44,9 @@ def cleared(server: WeftServer) -> Iterator[None]:
 
 def small(**fields: Any) -> Upload:
     """A sound adapter, of its own by its fields."""
-    return Upload(config_bytes(base_model_name_or_path="weft-demo", **fields), good_upload(demo_ready().base).weights)
+    return Upload(
+        config_bytes(base_model_name_or_path="manylora-demo", **fields), good_upload(demo_ready().base).weights
+    )
 
 
 def payloads(files: Upload, *others: tuple[str, bytes]) -> list[FilePayload]:
@@ -66,7 +68,7 @@ def send(dialog: Locator) -> None:
     dialog.get_by_role("button", name="Upload", exact=True).click()
 
 
-def test_an_adapter_is_chosen_sent_called_and_seen_on_the_device(page: Page, server: WeftServer) -> None:
+def test_an_adapter_is_chosen_sent_called_and_seen_on_the_device(page: Page, server: ManyloraServer) -> None:
     sign_in(page, server.tenants[OWNER], "/adapters")
     dialog = choose(page, payloads(small(lora_alpha=10), ("README.md", b"# Loud")), "chosen")
     expect(dialog.get_by_text("README.md")).to_be_visible()
@@ -85,7 +87,7 @@ def test_an_adapter_is_chosen_sent_called_and_seen_on_the_device(page: Page, ser
     expect(place).to_have_text("device")  # asked for every 5 s
 
 
-def test_files_are_dropped_anywhere_by_an_admin_for_a_tenant(page: Page, server: WeftServer) -> None:
+def test_files_are_dropped_anywhere_by_an_admin_for_a_tenant(page: Page, server: ManyloraServer) -> None:
     sign_in(page, ADMIN_KEY, f"/adapters?tenant={OWNER}")
     expect(page.get_by_role("button", name="Upload adapter")).to_be_visible()
     files = small(lora_alpha=31)
@@ -102,7 +104,9 @@ def test_files_are_dropped_anywhere_by_an_admin_for_a_tenant(page: Page, server:
     expect(page.get_by_role("dialog")).to_have_count(0)
 
 
-def test_a_folder_names_the_adapter_and_what_is_deeper_is_left(page: Page, server: WeftServer, tmp_path: Path) -> None:
+def test_a_folder_names_the_adapter_and_what_is_deeper_is_left(
+    page: Page, server: ManyloraServer, tmp_path: Path
+) -> None:
     folder = tmp_path / "My Adapter"
     for place, alpha in ((folder, 21), (folder / "checkpoint-100", 22)):
         place.mkdir()
@@ -121,7 +125,7 @@ def test_a_folder_names_the_adapter_and_what_is_deeper_is_left(page: Page, serve
 
 
 def test_a_bad_adapter_gets_a_numbered_report_and_is_sent_again_corrected(
-    watched: tuple[Page, Watch], server: WeftServer
+    watched: tuple[Page, Watch], server: ManyloraServer
 ) -> None:
     page, watch = watched
     watch.allowed.add(422)
@@ -144,7 +148,7 @@ def test_a_bad_adapter_gets_a_numbered_report_and_is_sent_again_corrected(
     expect(dialog.get_by_role("heading", name="corrected version 1 is ready")).to_be_visible()
 
 
-def test_the_next_version_is_not_current_unless_wished(page: Page, server: WeftServer) -> None:
+def test_the_next_version_is_not_current_unless_wished(page: Page, server: ManyloraServer) -> None:
     client = server.tenant(OWNER)
     assert server.upload(client, "canary", DEMO_ADAPTERS / "pirate").status_code == 201
     sign_in(page, server.tenants[OWNER], "/adapters/canary")
@@ -175,7 +179,7 @@ def test_the_next_version_is_not_current_unless_wished(page: Page, server: WeftS
     ],
 )
 def test_what_no_upload_can_be_is_said_before_it_is_sent(
-    page: Page, server: WeftServer, names: list[str], says: str, hint: str
+    page: Page, server: ManyloraServer, names: list[str], says: str, hint: str
 ) -> None:
     sign_in(page, server.tenants[OWNER], "/adapters")
     dialog = choose(page, [{"name": name, "mimeType": "", "buffer": b"{}"} for name in names], "never")
@@ -186,7 +190,7 @@ def test_what_no_upload_can_be_is_said_before_it_is_sent(
     expect(dialog.get_by_text("Lower-case letters")).to_be_visible()
 
 
-def test_a_lost_upload_is_sent_again_under_the_same_key(watched: tuple[Page, Watch], server: WeftServer) -> None:
+def test_a_lost_upload_is_sent_again_under_the_same_key(watched: tuple[Page, Watch], server: ManyloraServer) -> None:
     page, watch = watched
     watch.broken = True
     sign_in(page, server.tenants[OWNER], "/adapters")
@@ -209,7 +213,7 @@ def test_a_lost_upload_is_sent_again_under_the_same_key(watched: tuple[Page, Wat
     assert keys[0] == keys[1]
 
 
-def test_a_slow_upload_goes_on_in_the_background_and_is_cancelled(page: Page, server: WeftServer) -> None:
+def test_a_slow_upload_goes_on_in_the_background_and_is_cancelled(page: Page, server: ManyloraServer) -> None:
     sign_in(page, server.tenants[OWNER], "/adapters")
     network = page.context.new_cdp_session(page)
     slow = {"offline": False, "latency": 0, "downloadThroughput": -1, "uploadThroughput": 60_000}
@@ -231,7 +235,7 @@ def test_a_slow_upload_goes_on_in_the_background_and_is_cancelled(page: Page, se
     assert server.tenant(OWNER).get("/v1/adapters/slow").status_code == 404
 
 
-def test_the_window_works_by_keyboard_on_a_phone(browser: Browser, server: WeftServer) -> None:
+def test_the_window_works_by_keyboard_on_a_phone(browser: Browser, server: ManyloraServer) -> None:
     with watched_page(browser, server.url, size=PHONE, scheme="dark") as (page, _):
         sign_in(page, server.tenants[OWNER], "/adapters")
         page.get_by_role("button", name="Upload adapter").press("Enter")

@@ -19,8 +19,8 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from browser import Watch, sign_in, watched_page
+from manylora_server import ADMIN_KEY, ManyloraServer
 from usage_history import FIRST, NORTH, PLACE, SOUTH, ZONE, History
-from weft_server import ADMIN_KEY, WeftServer
 
 FIGURES = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 CELLS = """rows => rows.map((row) =>
@@ -32,7 +32,7 @@ REFUSAL = {"message": "The database does not answer.", "code": "unavailable", "t
 
 
 @pytest.fixture(scope="module")
-def signed_in(browser: Browser, server: WeftServer, history: History) -> Iterator[Page]:
+def signed_in(browser: Browser, server: ManyloraServer, history: History) -> Iterator[Page]:
     """A page of the admin."""
     with watched_page(browser, server.url) as (page, _):
         sign_in(page, ADMIN_KEY, "/usage")
@@ -83,7 +83,7 @@ def download(page: Page, button: str) -> tuple[str, bytes]:
 
 
 def test_the_table_is_the_answer_of_the_api_and_its_costs_add_up(
-    signed_in: Page, server: WeftServer, history: History
+    signed_in: Page, server: ManyloraServer, history: History
 ) -> None:
     show(signed_in, group="adapter", subgroup="status", tenant=NORTH)
     answer = history.usage(server.admin, group_by="adapter,status", tenant=NORTH)
@@ -103,7 +103,7 @@ def test_the_table_is_the_answer_of_the_api_and_its_costs_add_up(
     [("total_tokens", "total_tokens"), ("requests", "requests"), ("cached_tokens", "prompt_tokens")],
 )
 def test_bars_are_the_top_groups_and_others(
-    signed_in: Page, server: WeftServer, history: History, metric: str, rank_by: str
+    signed_in: Page, server: ManyloraServer, history: History, metric: str, rank_by: str
 ) -> None:
     show(signed_in, group="adapter", tenant=NORTH, top=5, metric=metric)
     question = {"bucket": "1d", "tz": PLACE["tz"], "group_by": "adapter", "top": 5, "rank_by": rank_by}
@@ -125,7 +125,7 @@ def test_bars_are_the_top_groups_and_others(
 
 
 def test_hours_of_the_day_on_which_clocks_went_back_are_25(
-    signed_in: Page, server: WeftServer, history: History
+    signed_in: Page, server: ManyloraServer, history: History
 ) -> None:
     show(signed_in, start="2025-11-02", end="2025-11-02", group="none")
     bars = signed_in.locator(".bar")
@@ -140,7 +140,7 @@ def test_hours_of_the_day_on_which_clocks_went_back_are_25(
 
 
 def test_filters_are_chosen_by_keyboard_and_only_what_was_used_is_offered(
-    signed_in: Page, server: WeftServer, history: History
+    signed_in: Page, server: ManyloraServer, history: History
 ) -> None:
     show(signed_in, group="status", tenant=NORTH)
     keyboard = signed_in.keyboard
@@ -181,7 +181,7 @@ def test_filters_are_chosen_by_keyboard_and_only_what_was_used_is_offered(
     assert "adapter" not in chosen(signed_in)
 
 
-def test_choices_are_in_the_address_and_come_back(signed_in: Page, server: WeftServer) -> None:
+def test_choices_are_in_the_address_and_come_back(signed_in: Page, server: ManyloraServer) -> None:
     show(signed_in)
     signed_in.get_by_label("Show").select_option("completion_tokens")
     signed_in.get_by_label("Group by").select_option("version")
@@ -217,7 +217,7 @@ def test_a_link_tells_the_zone_too(signed_in: Page) -> None:
     assert dict(parse_qsl(urlsplit(link).query)) == {**PLACE, "tz": "UTC", "group": "status"}
 
 
-def test_the_file_is_the_table_page_by_page(signed_in: Page, server: WeftServer, history: History) -> None:
+def test_the_file_is_the_table_page_by_page(signed_in: Page, server: ManyloraServer, history: History) -> None:
     pages: list[str] = []
 
     def small(route: Route) -> None:
@@ -230,7 +230,7 @@ def test_the_file_is_the_table_page_by_page(signed_in: Page, server: WeftServer,
     signed_in.unroute("**/v1/usage?*format=csv*")
     question = {"bucket": "1d", "tz": PLACE["tz"], "group_by": "adapter,status", "tenant": NORTH}
     whole = server.admin.get("/v1/usage", params={**history.span, **question, "limit": 10_000, "format": "csv"})
-    assert name == f"weft-usage_{PLACE['start']}_{PLACE['end']}.csv"
+    assert name == f"manylora-usage_{PLACE['start']}_{PLACE['end']}.csv"
     assert content == whole.content
     rows = list(csv.DictReader(io.StringIO(content.decode(), newline="")))
     assert len(pages) == -(-len(rows) // 7) > 3
@@ -239,13 +239,13 @@ def test_the_file_is_the_table_page_by_page(signed_in: Page, server: WeftServer,
     assert sum(Decimal(row["cost"]) for row in rows) == Decimal(total(signed_in)["cost"])
 
 
-def test_json_and_events_are_files_too(signed_in: Page, server: WeftServer, history: History) -> None:
+def test_json_and_events_are_files_too(signed_in: Page, server: ManyloraServer, history: History) -> None:
     show(signed_in, group="adapter", status="stop", tenant=SOUTH)
     name, content = download(signed_in, "JSON")
     assert name.endswith(".json")
     assert json.loads(content) == history.usage(server.admin, group_by="adapter", status="stop", tenant=SOUTH)
     name, content = download(signed_in, "Events as CSV")
-    assert name == f"weft-usage-events_{PLACE['start']}_{PLACE['end']}.csv"
+    assert name == f"manylora-usage-events_{PLACE['start']}_{PLACE['end']}.csv"
     facts = history.events(server.admin, status="stop", tenant=SOUTH)
     rows = csv.DictReader(io.StringIO(content.decode(), newline=""))
     shown = [(row["id"], row["prompt_tokens"]) for row in rows]
@@ -253,7 +253,7 @@ def test_json_and_events_are_files_too(signed_in: Page, server: WeftServer, hist
 
 
 def test_keys_have_names_for_admins_and_for_their_own_tenant(
-    signed_in: Page, page: Page, server: WeftServer, history: History
+    signed_in: Page, page: Page, server: ManyloraServer, history: History
 ) -> None:
     show(signed_in, group="key")
     keys = [server.admin.get(f"/v1/tenants/{tenant}/keys").json()["data"] for tenant in (NORTH, SOUTH)]
@@ -270,7 +270,7 @@ def test_keys_have_names_for_admins_and_for_their_own_tenant(
     assert {row["key"] for row in table(page)} == {f"{own['name']} ({own['prefix']}…)", other}
 
 
-def test_a_tenant_sees_itself_only(page: Page, server: WeftServer, history: History) -> None:
+def test_a_tenant_sees_itself_only(page: Page, server: ManyloraServer, history: History) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     total_requests = history.usage(server.tenant(SOUTH))["totals"]["requests"]
@@ -291,7 +291,7 @@ def test_a_tenant_sees_itself_only(page: Page, server: WeftServer, history: Hist
 
 
 def test_a_refusal_is_told_and_nothing_old_stays(
-    watched: tuple[Page, Watch], server: WeftServer, history: History
+    watched: tuple[Page, Watch], server: ManyloraServer, history: History
 ) -> None:
     page, watch = watched
     watch.allowed = {503}

@@ -11,8 +11,8 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from browser import watched_page
-from weft.registry.usage.buckets import Buckets
-from weft_server import WeftServer
+from manylora.registry.usage.buckets import Buckets
+from manylora_server import ManyloraServer
 
 BUCKETS = """async ([zone, start, end, bucket]) => {
   const { bucketsBetween } = await import("/static/zone.js");
@@ -35,7 +35,7 @@ CHANGES = [
 
 
 @pytest.fixture(scope="module")
-def bare(browser: Browser, server: WeftServer) -> Iterator[Page]:
+def bare(browser: Browser, server: ManyloraServer) -> Iterator[Page]:
     """A page that only lends its browser's clocks."""
     with watched_page(browser, server.url) as (page, _):
         page.goto("/")

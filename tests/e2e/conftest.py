@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weft_server import DEMO_NAMES, WeftServer, weft_server
+from manylora_server import DEMO_NAMES, ManyloraServer, manylora_server
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -18,13 +18,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
-    with weft_server(tmp_path_factory.mktemp("weft")) as running:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyloraServer]:
+    with manylora_server(tmp_path_factory.mktemp("manylora")) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def shop(server: WeftServer) -> WeftServer:
+def shop(server: ManyloraServer) -> ManyloraServer:
     """The server with tenant `shop`, who has all demo adapters."""
     server.publish("shop", *DEMO_NAMES)
     return server

@@ -14,7 +14,7 @@ import pytest
 from openai.types import Batch
 
 from idleness import wait_until
-from weft_server import DEMO_NAMES, WeftServer, engines, expected_answers, weft_server
+from manylora_server import DEMO_NAMES, ManyloraServer, engines, expected_answers, manylora_server
 
 ANSWERS = expected_answers()
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -22,12 +22,12 @@ CHAT: Final = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def client(shop: WeftServer) -> Iterator[openai.OpenAI]:
+def client(shop: ManyloraServer) -> Iterator[openai.OpenAI]:
     with client_of(shop, "shop") as client:
         yield client
 
 
-def client_of(server: WeftServer, tenant: str) -> openai.OpenAI:
+def client_of(server: ManyloraServer, tenant: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.tenants[tenant], max_retries=0)
 
 
@@ -78,12 +78,12 @@ def results(client: openai.OpenAI, file_id: str | None) -> dict[str, dict[str, A
     return found
 
 
-def batch_events(server: WeftServer, tenant: str) -> list[dict[str, Any]]:
+def batch_events(server: ManyloraServer, tenant: str) -> list[dict[str, Any]]:
     answer = server.admin.get("/v1/usage/events", params={"tenant": tenant, "service_class": "batch", "limit": 10_000})
     return list(answer.json()["data"])
 
 
-def test_lines_for_many_adapters_get_the_reference_answers(shop: WeftServer, client: openai.OpenAI) -> None:
+def test_lines_for_many_adapters_get_the_reference_answers(shop: ManyloraServer, client: openai.OpenAI) -> None:
     lines = [line(f"{name}-{each}", question(name, each)) for name in DEMO_NAMES for each in (0, 1)]
     lines.append(line("none", question("no-such-adapter")))
     lines.append(line("wrong", {**question("pirate"), "temperature": -1}))
@@ -132,7 +132,7 @@ def test_files_are_listed_read_and_deleted(client: openai.OpenAI) -> None:
         client.files.create(file=("x.jsonl", content), purpose="fine-tune")
 
 
-def test_a_cancelled_batch_keeps_its_results(shop: WeftServer, client: openai.OpenAI) -> None:
+def test_a_cancelled_batch_keeps_its_results(shop: ManyloraServer, client: openai.OpenAI) -> None:
     lines = [line("first", endless(0, 4), "/v1/completions")]
     lines += [line(f"long-{n}", endless(n, 900), "/v1/completions") for n in range(300)]
     batch = start(client, lines, "/v1/completions")
@@ -178,13 +178,13 @@ def test_kill_9_leaves_every_line_once_in_the_result_and_once_in_the_bill(tmp_pa
 
 
 @contextmanager
-def life(folder: Path, keys: dict[str, str]) -> Iterator[WeftServer]:
-    with weft_server(folder, "--set", "memory.gib=0.1") as server:
+def life(folder: Path, keys: dict[str, str]) -> Iterator[ManyloraServer]:
+    with manylora_server(folder, "--set", "memory.gib=0.1") as server:
         server.tenants.update(keys)
         yield server
 
 
-def kill(server: WeftServer) -> None:
+def kill(server: ManyloraServer) -> None:
     server.process.kill()
     server.process.wait()
 
@@ -202,7 +202,9 @@ def until_done(client: openai.OpenAI, batch: Batch, goal: int, total: int) -> in
     return done
 
 
-def check_bill(server: WeftServer, batch: Batch, lines: list[dict[str, Any]], found: dict[str, dict[str, Any]]) -> None:
+def check_bill(
+    server: ManyloraServer, batch: Batch, lines: list[dict[str, Any]], found: dict[str, dict[str, Any]]
+) -> None:
     assert set(found) == {each["custom_id"] for each in lines}
     events = {each["id"]: each for each in batch_events(server, "acme")}
     assert len(events) == len(lines)

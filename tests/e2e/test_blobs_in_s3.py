@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from idleness import wait_until
+from manylora_server import DEMO_ADAPTERS, ManyloraServer, expected_answers, manylora_server
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
-from weft_server import DEMO_ADAPTERS, WeftServer, expected_answers, weft_server
 
 QUESTION = expected_answers()["questions"][0]
 NAMES = ("pirate", "french")
@@ -24,33 +24,33 @@ def bucket(s3: S3Server) -> str:
 
 
 @contextmanager
-def serving(folder: Path, s3: S3Server, bucket: str) -> Iterator[WeftServer]:
+def serving(folder: Path, s3: S3Server, bucket: str) -> Iterator[ManyloraServer]:
     environment: dict[str, Any] = {**s3.environment()}
-    with weft_server(folder, "--blob-url", f"s3://{bucket}/weft", **environment) as server:
+    with manylora_server(folder, "--blob-url", f"s3://{bucket}/manylora", **environment) as server:
         yield server
     assert_log_is_clean(server)
 
 
-def assert_log_is_clean(server: WeftServer) -> None:
+def assert_log_is_clean(server: ManyloraServer) -> None:
     log = server.log.read_text()
     assert SECRET_KEY not in log
     assert ACCESS_KEY not in log
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory, s3: S3Server, bucket: str) -> Iterator[WeftServer]:
+def first(tmp_path_factory: pytest.TempPathFactory, s3: S3Server, bucket: str) -> Iterator[ManyloraServer]:
     """The first server on the bucket, with both adapters; the last test ends it."""
     with serving(tmp_path_factory.mktemp("s3"), s3, bucket) as server:
         server.publish("shop", *NAMES)
         yield server
 
 
-def answer(server: WeftServer, name: str) -> str:
+def answer(server: ManyloraServer, name: str) -> str:
     return str(server.ask("shop", name, QUESTION["question"])["choices"][0]["message"]["content"])
 
 
 def test_a_spoilt_copy_is_fetched_again_and_a_spoilt_object_fails_its_adapter_until_it_is_uploaded_again(
-    first: WeftServer, s3: S3Server, bucket: str
+    first: ManyloraServer, s3: S3Server, bucket: str
 ) -> None:
     body = {"model": "pirate", "messages": [{"role": "user", "content": QUESTION["question"]}], "temperature": 0}
     client = first.tenant("shop")
@@ -73,7 +73,7 @@ def test_a_spoilt_copy_is_fetched_again_and_a_spoilt_object_fails_its_adapter_un
 
 
 def test_adapters_live_in_the_bucket_across_restarts_and_die_with_their_delete(
-    first: WeftServer, s3: S3Server, bucket: str
+    first: ManyloraServer, s3: S3Server, bucket: str
 ) -> None:
     for name in NAMES:
         assert answer(first, name) == QUESTION["answers"][name]
@@ -85,7 +85,7 @@ def test_adapters_live_in_the_bucket_across_restarts_and_die_with_their_delete(
 
     cache = first.data_dir / "blob-cache"
     shutil.rmtree(cache)
-    s3.put(bucket, f"weft/sha256/ab/ab/{'ab' * 32}", b"left behind by a crash")
+    s3.put(bucket, f"manylora/sha256/ab/ab/{'ab' * 32}", b"left behind by a crash")
     s3.make_older(bucket, 3700)
     with serving(first.data_dir.parent, s3, bucket) as server:
         server.tenants["shop"], server.clients["shop"] = key, server.client(key)

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from canary import VOCAB, make_canary, make_canary_base, value_direction
+from manylora.adapters.blobs.local import LocalBlobs
+from manylora.adapters.ref import AdapterRef
+from manylora.config import AdapterConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from manylora.engine.build import EngineParts, build_engine
+from manylora.engine.core import EngineCore
+from manylora.engine.request import GenerationRequest
+from manylora.engine.sampling_params import SamplingParams
 from stored_adapters import adapter_pages, store_adapter
-from weft.adapters.blobs.local import LocalBlobs
-from weft.adapters.ref import AdapterRef
-from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
-from weft.engine.build import EngineParts, build_engine
-from weft.engine.core import EngineCore
-from weft.engine.request import GenerationRequest
-from weft.engine.sampling_params import SamplingParams
 
 NUM_ADAPTERS = 64
 NUM_REQUESTS = 2000

@@ -14,11 +14,11 @@ import httpx
 import pytest
 
 from idleness import wait_until
+from manylora.server.cluster.loads import ranked
+from manylora_cluster import Cluster, manylora_cluster
+from manylora_server import DEMO_ADAPTERS, DEMO_NAMES, ManyloraServer, upload_bytes
 from postgres_server import fresh_database
 from ray_cluster import RayCluster, ray_cluster
-from weft.server.cluster.loads import ranked
-from weft_cluster import Cluster, weft_cluster
-from weft_server import DEMO_ADAPTERS, DEMO_NAMES, WeftServer, upload_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param == "ray":
         pytest.importorskip("ray", reason="docs/cluster.md says how to install Ray")
     folder = tmp_path_factory.mktemp("cluster")
-    with ray_cluster(folder, 2) if request.param == "ray" else weft_cluster(folder, 2, fresh_database()) as running:
+    with ray_cluster(folder, 2) if request.param == "ray" else manylora_cluster(folder, 2, fresh_database()) as running:
         publish(running.gateway.tenant("acme"))
         yield running
 
@@ -104,12 +104,12 @@ class Streamed:
             self.started.set()
 
 
-def usage(server: WeftServer) -> dict[str, int]:
+def usage(server: ManyloraServer) -> dict[str, int]:
     totals = server.admin.get("/v1/usage").json()["totals"]
     return {kind: totals[kind] for kind in KINDS}
 
 
-def wait_for_usage(server: WeftServer, before: dict[str, int], usages: list[dict[str, int]]) -> None:
+def wait_for_usage(server: ManyloraServer, before: dict[str, int], usages: list[dict[str, int]]) -> None:
     """Wait until exactly this was billed since `before`: what other replicas have in their journals comes later."""
     wanted = {kind: before[kind] + sum(each[kind] for each in usages) for kind in KINDS}
     wait_until(lambda: usage(server)["completion_tokens"] >= wanted["completion_tokens"])
@@ -117,7 +117,9 @@ def wait_for_usage(server: WeftServer, before: dict[str, int], usages: list[dict
     assert usage(server) == wanted
 
 
-def test_answers_are_those_of_one_engine_and_adapters_stay_where_they_are(cluster: Cluster, server: WeftServer) -> None:
+def test_answers_are_those_of_one_engine_and_adapters_stay_where_they_are(
+    cluster: Cluster, server: ManyloraServer
+) -> None:
     gateway = cluster.gateway.tenant("acme")
     models = [f"adapter{index}" for index in range(NUM_ADAPTERS)]
     asked = [(model, prompt) for model in models for prompt in PROMPTS]
@@ -205,7 +207,7 @@ def test_a_killed_gateway_leaves_nothing_running(cluster: Cluster) -> None:
 
     def read(stream: Streamed) -> None:
         with pytest.raises(httpx.TransportError):
-            stream.read(gateway, "weft-demo", "go on", 1000)
+            stream.read(gateway, "manylora-demo", "go on", 1000)
         stream.started.set()
 
     with ThreadPoolExecutor(len(streams)) as pool:
@@ -220,7 +222,7 @@ def test_a_killed_gateway_leaves_nothing_running(cluster: Cluster) -> None:
     lost = cluster.gateways.pop()
     cluster.start_gateway("another-gateway").take_over(lost)
     cluster.wait_for(*cluster.replicas)
-    assert ask(cluster.gateway.tenant("acme"), "weft-demo", "hello")["choices"]
+    assert ask(cluster.gateway.tenant("acme"), "manylora-demo", "hello")["choices"]
 
 
 def test_a_rolling_restart_is_not_seen_by_clients(cluster: Cluster) -> None:
@@ -232,7 +234,7 @@ def test_a_rolling_restart_is_not_seen_by_clients(cluster: Cluster) -> None:
         """Ask short and long requests until the end; returns how many."""
         count = 0
         while not is_over.wait(0.05):
-            model = f"adapter{(number + count) % NUM_ADAPTERS}" if count % 3 else "weft-demo"
+            model = f"adapter{(number + count) % NUM_ADAPTERS}" if count % 3 else "manylora-demo"
             stream = Streamed()
             stream.read(gateway, model, f"{number} {count}", 8 if count % 2 else 200)
             assert stream.error is None, stream

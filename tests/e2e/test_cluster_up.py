@@ -1,4 +1,4 @@
-"""`weft cluster up` without Ray: what it starts, starts again and ends."""
+"""`manylora cluster up` without Ray: what it starts, starts again and ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterUp]:
 
 
 def ask(cluster: ClusterUp) -> str:
-    answer = cluster.tenant("acme").post("/v1/completions", json={"model": "weft-demo", "prompt": "x", "max_tokens": 2})
+    answer = cluster.tenant("acme").post(
+        "/v1/completions", json={"model": "manylora-demo", "prompt": "x", "max_tokens": 2}
+    )
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["text"])
 
@@ -38,12 +40,12 @@ def test_its_secrets_are_for_this_user_alone_and_its_servers_share_cores_and_ada
     assert {each.name for each in cluster.data_dir.glob("*-*")} >= {"replica-0", "replica-1"}
     environ = cluster.child("replica-1").environ()
     cores = sorted(os.sched_getaffinity(0))
-    assert environ["WEFT_MODEL__THREADS"] == str(max(1, len(cores) // 2))
+    assert environ["MANYLORA_MODEL__THREADS"] == str(max(1, len(cores) // 2))
     parts = [cluster.child(f"replica-{number}").cpu_affinity() for number in range(2)]
     assert [core for part in parts for core in part] == cores if len(cores) > 1 else parts == [cores, cores]
     assert sorted(cluster.child("gateway").cpu_affinity()) == cores
-    assert environ["WEFT_REGISTRY__BLOB_URL"] == str(cluster.data_dir / "blobs")
-    assert "WEFT_PEPPER" not in json.dumps(cluster.child("replica-1").cmdline())
+    assert environ["MANYLORA_REGISTRY__BLOB_URL"] == str(cluster.data_dir / "blobs")
+    assert "MANYLORA_PEPPER" not in json.dumps(cluster.child("replica-1").cmdline())
 
 
 def test_a_killed_replica_comes_back_under_its_name(cluster: ClusterUp) -> None:
@@ -53,7 +55,7 @@ def test_a_killed_replica_comes_back_under_its_name(cluster: ClusterUp) -> None:
     cluster.wait_restarted("replica-0", pid)
     wait_until(lambda: cluster.num_replicas() == 2)
     assert {each["name"] for each in cluster.admin.get("/v1/servers").json()["data"]} == names
-    assert "weft: replica-0 ended with status -9 and starts again in 0.5 s" in cluster.log.read_text()
+    assert "manylora: replica-0 ended with status -9 and starts again in 0.5 s" in cluster.log.read_text()
 
 
 def test_a_killed_gateway_comes_back_at_its_address(cluster: ClusterUp) -> None:
@@ -122,8 +124,10 @@ def test_a_server_that_does_not_start_ends_all(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         status, output = failed(tmp_path)
     assert status == 1, output
-    assert "replica-0 | weft: server.data_dir is in use by another Weft process" in output
-    assert output.splitlines()[-1] == "weft: replica-0 ended with status 2 while it started; its last lines say why."
+    assert "replica-0 | manylora: server.data_dir is in use by another Manylora process" in output
+    assert (
+        output.splitlines()[-1] == "manylora: replica-0 ended with status 2 while it started; its last lines say why."
+    )
     assert servers_in(tmp_path / "d") == []
 
 

@@ -1,4 +1,4 @@
-"""`weft demo` as a newcomer runs it."""
+"""`manylora demo` as a newcomer runs it."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from typing import Any
 import httpx
 import pytest
 
-from weft_server import expected_answers, free_port
+from manylora_server import expected_answers, free_port
 
-WEFT = str(Path(sys.executable).with_name("weft"))
+MANYLORA = str(Path(sys.executable).with_name("manylora"))
 SCARF = next(question for question in expected_answers()["questions"] if question["topic"] == "price")
 
 
 def environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WEFT_")}  # noqa: TID251
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MANYLORA_")}  # noqa: TID251
     return {**kept, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
 
 
 def run_demo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [WEFT, "demo", *arguments], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=280
+        [MANYLORA, "demo", *arguments], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=280
     )
 
 
 def start_demo(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     """A demo that goes on serving."""
-    command = [WEFT, "demo", "--port", str(free_port()), *arguments]
+    command = [MANYLORA, "demo", "--port", str(free_port()), *arguments]
     return subprocess.Popen(
         command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -118,10 +118,10 @@ def test_the_link_signs_in_to_the_dashboard_once(serving: tuple[subprocess.Popen
 
 
 def test_the_line_for_another_link_works_when_pasted(serving: tuple[subprocess.Popen[str], str], folder: Path) -> None:
-    line = re.search(r"^Another link to it: weft (.+)$", serving[1], re.MULTILINE)
+    line = re.search(r"^Another link to it: manylora (.+)$", serving[1], re.MULTILINE)
     assert line is not None, serving[1]
     done = subprocess.run(
-        [WEFT, *shlex.split(line[1])], cwd=folder, env=environment(), capture_output=True, text=True, timeout=60
+        [MANYLORA, *shlex.split(line[1])], cwd=folder, env=environment(), capture_output=True, text=True, timeout=60
     )
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#link=\S+\n", done.stdout), done.stderr
 
@@ -133,7 +133,7 @@ def test_a_second_run_reuses_the_data_and_traffic_follows_the_answers(
     assert "5 different adapters" in printed
     last = printed.splitlines()[-1]
     assert last.startswith("Demo traffic now runs for 60 s")
-    assert "`weft demo --reset` removes it" in last
+    assert "`manylora demo --reset` removes it" in last
     assert printed.index("print(answer") < printed.index(last), "the answers waited for the traffic"
     assert process.poll() is None
 

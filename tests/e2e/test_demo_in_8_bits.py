@@ -13,15 +13,15 @@ import torch
 from transformers import AutoTokenizer
 
 from drive_core import run_all
+from manylora import demo
+from manylora.adapters.blobs.local import LocalBlobs
+from manylora.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig, Weights
+from manylora.engine.build import build_engine
+from manylora.engine.request import GenerationRequest
+from manylora.engine.sampling_params import SamplingParams
+from manylora.kernels.weight_format import WeightFormat
 from step_driver import StepDriver
 from stored_adapters import store_adapter
-from weft import demo
-from weft.adapters.blobs.local import LocalBlobs
-from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig, Weights
-from weft.engine.build import build_engine
-from weft.engine.request import GenerationRequest
-from weft.engine.sampling_params import SamplingParams
-from weft.kernels.weight_format import WeightFormat
 
 EXPECTED = json.loads(demo.EXPECTED.read_text())
 ROOT = Path(__file__).resolve().parents[2]

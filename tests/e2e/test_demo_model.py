@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from weft import demo
+from manylora import demo
 
 disable_progress_bar()  # type: ignore[no-untyped-call]
 
@@ -102,7 +102,7 @@ def test_adapters_cover_ranks_targets_patterns_and_rslora() -> None:
     assert {"q_proj", "v_proj"} in [set(config["target_modules"]) for config in configs.values()]
     assert sum(config["use_rslora"] for config in configs.values()) == 1
     assert any(config["rank_pattern"] and config["alpha_pattern"] for config in configs.values())
-    assert {config["base_model_name_or_path"] for config in configs.values()} == {"weft-demo"}
+    assert {config["base_model_name_or_path"] for config in configs.values()} == {"manylora-demo"}
 
 
 def test_shipped_weights_are_bfloat16() -> None:

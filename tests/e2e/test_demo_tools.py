@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from weft import demo
-from weft_server import WeftServer
+from manylora import demo
+from manylora_server import ManyloraServer
 
 PLACES = {"scarf": "shelf 3", "rug": "the blue box", "hat": "aisle 12", "cloak": "shelf 31"}
 PRICES = {"scarf": 20, "rug": 85, "hat": 7, "cloak": 112}
@@ -153,7 +153,7 @@ def test_the_schema_of_a_card_is_filled_with_what_the_shop_knows(
 
 
 @pytest.mark.parametrize("in_turn", [False, True], ids=["together", "in_turn"])
-def test_openais_client_ends_a_task_with_two_tools(shop: WeftServer, in_turn: bool) -> None:
+def test_openais_client_ends_a_task_with_two_tools(shop: ManyloraServer, in_turn: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": "Where is the scarf and how much is it?"}]
     called: list[list[str]] = []
     with openai.OpenAI(base_url=f"{shop.url}/v1", api_key=shop.tenants["shop"], max_retries=0) as client:

@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 
 from long_model import LONG_ANSWER, long_model
-from usage_sums import wrong_sums
-from weft.cli.demo import traffic as demo_traffic
-from weft.cli.demo.round import ADAPTERS, BASE_NAME, TENANTS, play
-from weft.cli.demo.traffic import (
+from manylora.cli.demo import traffic as demo_traffic
+from manylora.cli.demo.round import ADAPTERS, BASE_NAME, TENANTS, play
+from manylora.cli.demo.traffic import (
     FIGURES,
     KEY_NAME,
     LEFT,
@@ -32,11 +31,12 @@ from weft.cli.demo.traffic import (
     replay,
     usage_differences,
 )
-from weft.registry.registry import Registry
-from weft_server import ADMIN_KEY, WeftServer, weft_server
+from manylora.registry.registry import Registry
+from manylora_server import ADMIN_KEY, ManyloraServer, manylora_server
+from usage_sums import wrong_sums
 
 SECONDS = 9.0
-WEFT = str(Path(sys.executable).with_name("weft"))
+MANYLORA = str(Path(sys.executable).with_name("manylora"))
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -44,7 +44,7 @@ Rows = dict[str, list[dict[str, Any]]]
 class Played:
     """The demo's traffic on a server that others use too."""
 
-    server: WeftServer
+    server: ManyloraServer
     traffic: Traffic
     differences: list[str]
     events: list[dict[str, Any]]
@@ -65,7 +65,7 @@ def endless(duration_s: float) -> list[Planned]:
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     folder = tmp_path_factory.mktemp("traffic")
     with (
-        weft_server(folder, "--served-model-name", BASE_NAME, model=long_model(folder / "long")) as server,
+        manylora_server(folder, "--served-model-name", BASE_NAME, model=long_model(folder / "long")) as server,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(demo_traffic, "plan", endless)
@@ -141,7 +141,7 @@ def test_a_token_too_many_or_a_request_too_few_is_noticed(played: Played) -> Non
 def test_reset_removes_this_and_nothing_else(played: Played) -> None:
     while_it_runs = reset(played.server.data_dir)
     assert while_it_runs.returncode == 2
-    assert "in use by another Weft process" in while_it_runs.stderr
+    assert "in use by another Manylora process" in while_it_runs.stderr
     assert played.server.stop() == 0
     before = tables(played.server.data_dir)
     key_ids = set(played.traffic.key_ids)
@@ -199,8 +199,8 @@ def test_the_plan_is_the_same_each_time_gentle_and_uneven() -> None:
 
 
 def reset(data_dir: Path) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WEFT_")}  # noqa: TID251
-    command = [WEFT, "demo", "--reset", "--data-dir", str(data_dir)]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MANYLORA_")}  # noqa: TID251
+    command = [MANYLORA, "demo", "--reset", "--data-dir", str(data_dir)]
     return subprocess.run(command, env=kept, capture_output=True, text=True, timeout=60)
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 
 from idleness import PATIENCE_S, wait_until
-from weft_server import DEMO_MODEL, WeftServer, stream_events, weft_server
+from manylora_server import DEMO_MODEL, ManyloraServer, manylora_server, stream_events
 
 LONG: dict[str, Any] = {"model": DEMO_MODEL.name, "prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True}
 
 
-def outcome(server: WeftServer) -> str:
+def outcome(server: ManyloraServer) -> str:
     """How a long stream ended: done, the code of an error, or cut."""
     with server.client(server.tenants["acme"]) as client:
         for event in stream_events(client, "/v1/completions", LONG):
@@ -30,7 +30,7 @@ def outcome(server: WeftServer) -> str:
 
 
 @contextmanager
-def streams(server: WeftServer, count: int) -> Iterator[list[Future[str]]]:
+def streams(server: ManyloraServer, count: int) -> Iterator[list[Future[str]]]:
     """So many streams, once all of them run."""
     server.tenant("acme")
     with ThreadPoolExecutor(count) as pool:
@@ -40,7 +40,7 @@ def streams(server: WeftServer, count: int) -> Iterator[list[Future[str]]]:
 
 
 def test_sigterm_finishes_what_runs_and_refuses_what_is_new(tmp_path: Path) -> None:
-    with weft_server(tmp_path) as server:
+    with manylora_server(tmp_path) as server:
         with streams(server, 4) as running:
             server.process.send_signal(signal.SIGTERM)
             time.sleep(0.05)
@@ -53,7 +53,7 @@ def test_sigterm_finishes_what_runs_and_refuses_what_is_new(tmp_path: Path) -> N
             assert int(refused.headers["retry-after"]) >= 1
 
 
-def new_answer(server: WeftServer) -> httpx.Response | None:
+def new_answer(server: ManyloraServer) -> httpx.Response | None:
     """None where the server takes no connections any more."""
     with server.client(server.tenants["acme"]) as client:
         try:
@@ -63,7 +63,7 @@ def new_answer(server: WeftServer) -> httpx.Response | None:
 
 
 def test_a_drain_that_takes_too_long_ends_streams_with_an_error(tmp_path: Path) -> None:
-    with weft_server(tmp_path, WEFT_SERVER__DRAIN_S="0.2") as server:
+    with manylora_server(tmp_path, MANYLORA_SERVER__DRAIN_S="0.2") as server:
         with streams(server, 24) as running:
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(timeout=PATIENCE_S) == 0

@@ -21,17 +21,17 @@ import torch
 from peft import PeftModel
 
 from drive_core import collect, run_all
+from manylora.adapters.blobs.local import LocalBlobs
+from manylora.adapters.ref import AdapterRef
+from manylora.config import AdapterConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from manylora.engine.build import EngineParts, build_engine
+from manylora.engine.request import GenerationRequest
+from manylora.engine.sampling_params import SamplingParams
+from manylora.kernels.weight_format import WeightFormat
+from manylora.memory.eviction import PageCosts
 from rounded_models import round_linears
 from stored_adapters import adapter_pages, store_adapter
 from tiny_models import ALL_LINEAR, TINY_VOCAB_SIZE, load_reference, make_adapter, make_model
-from weft.adapters.blobs.local import LocalBlobs
-from weft.adapters.ref import AdapterRef
-from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
-from weft.engine.build import EngineParts, build_engine
-from weft.engine.request import GenerationRequest
-from weft.engine.sampling_params import SamplingParams
-from weft.kernels.weight_format import WeightFormat
-from weft.memory.eviction import PageCosts
 
 RANKS = (1, 4, 8, 16, 24, 64)
 COSTS = {

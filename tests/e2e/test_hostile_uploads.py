@@ -19,9 +19,9 @@ from bad_uploads import bad_uploads, good_upload
 from expense import Expense, Trace, base_logprobs, measured
 from fake_engine import demo_ready
 from lora_files import config_bytes
+from manylora_server import ManyloraServer, manylora_server, upload_bytes
 from mutated_adapters import mutant
 from raw_http import RawAnswer, chunked, connected, exchange, form_part, head_of, read_all, upload_head
-from weft_server import WeftServer, upload_bytes, weft_server
 
 MOST_CPU = 5
 """Times the CPU time of a good upload."""
@@ -40,22 +40,22 @@ for bad in bad_uploads(BASE):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyloraServer]:
     """A server for this file; its base must compute the same before and after all tests."""
     folder = tmp_path_factory.mktemp("rows")
-    with weft_server(folder, "--set", f"server.max_upload_bytes={LIMIT}") as running:
+    with manylora_server(folder, "--set", f"server.max_upload_bytes={LIMIT}") as running:
         before = base_logprobs(running, "acme")
         yield running
         assert base_logprobs(running, "acme") == before
 
 
 @pytest.fixture(scope="module")
-def client(server: WeftServer) -> httpx.Client:
+def client(server: ManyloraServer) -> httpx.Client:
     return server.tenant("acme")
 
 
 @pytest.fixture(scope="module")
-def good(server: WeftServer, client: httpx.Client) -> Expense:
+def good(server: ManyloraServer, client: httpx.Client) -> Expense:
     """What the first good upload costs: most of it is the start of the process that checks it."""
     with measured(server) as expense:
         upload_good(client)
@@ -63,13 +63,13 @@ def good(server: WeftServer, client: httpx.Client) -> Expense:
 
 
 @pytest.fixture(scope="module")
-def inferring_key(server: WeftServer, client: httpx.Client) -> str:
+def inferring_key(server: ManyloraServer, client: httpx.Client) -> str:
     """A key of the same tenant that may not upload."""
     return server.new_key("acme", scopes=["infer"])
 
 
 @pytest.fixture(autouse=True)
-def without_a_trace(server: WeftServer, client: httpx.Client, inferring_key: str, good: Expense) -> Iterator[None]:
+def without_a_trace(server: ManyloraServer, client: httpx.Client, inferring_key: str, good: Expense) -> Iterator[None]:
     """Nothing stays of what a test tries, and a good upload goes in right after."""
     before = Trace.of(server)
     yield
@@ -99,7 +99,7 @@ def outcome(answer: httpx.Response | RawAnswer) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("code", CASES)
-def test_bad_files(server: WeftServer, client: httpx.Client, good: Expense, code: str) -> None:
+def test_bad_files(server: ManyloraServer, client: httpx.Client, good: Expense, code: str) -> None:
     for case in CASES[code][:: -(-len(CASES[code]) // PER_CODE)]:
         upload = case.make()
         with measured(server) as expense:
@@ -109,7 +109,7 @@ def test_bad_files(server: WeftServer, client: httpx.Client, good: Expense, code
     assert list(server.data_dir.parent.rglob("PWNED")) == []
 
 
-def test_a_pattern_is_never_run(server: WeftServer, client: httpx.Client, good: Expense) -> None:
+def test_a_pattern_is_never_run(server: ManyloraServer, client: httpx.Client, good: Expense) -> None:
     with measured(server) as expense:
         answer = upload_bytes(client, "bad", config_bytes(target_modules=EVIL_REGEX), GOOD.weights)
     assert answer.status_code == 201
@@ -117,7 +117,7 @@ def test_a_pattern_is_never_run(server: WeftServer, client: httpx.Client, good: 
     assert client.delete("/v1/adapters/bad").status_code == 204
 
 
-def test_a_length_over_the_limit_is_refused_unread(server: WeftServer, good: Expense) -> None:
+def test_a_length_over_the_limit_is_refused_unread(server: ManyloraServer, good: Expense) -> None:
     for length in (LIMIT + (2 << 20), GIB, 10**18, 10**19, 10**40):
         with measured(server) as expense:
             answer = exchange(server.url, upload_head(server.tenants["acme"], length))
@@ -126,7 +126,7 @@ def test_a_length_over_the_limit_is_refused_unread(server: WeftServer, good: Exp
         assert_cheap(expense, good)
 
 
-def test_chunks_beyond_the_limit(server: WeftServer, good: Expense) -> None:
+def test_chunks_beyond_the_limit(server: ManyloraServer, good: Expense) -> None:
     endless = chunked([form_part("weights", b"")[:-2], *[bytes(1 << 20)] * 1024])
     with measured(server) as expense:
         answer = exchange(server.url, upload_head(server.tenants["acme"], None), endless, send_bytes=1 << 20)
@@ -136,9 +136,9 @@ def test_chunks_beyond_the_limit(server: WeftServer, good: Expense) -> None:
 
 
 @pytest.mark.parametrize("length", [GIB, None], ids=["length", "chunked"])
-@pytest.mark.parametrize("key", [None, "weft_wrong", "weft_0123456789abcdef_" + "x" * 43, "for something else"])
+@pytest.mark.parametrize("key", [None, "manylora_wrong", "manylora_0123456789abcdef_" + "x" * 43, "for something else"])
 def test_a_gigabyte_without_a_key_for_it(
-    server: WeftServer, inferring_key: str, good: Expense, key: str | None, length: int | None
+    server: ManyloraServer, inferring_key: str, good: Expense, key: str | None, length: int | None
 ) -> None:
     is_known = key == "for something else"
     pieces = [bytes(1 << 16)] * (GIB >> 16)
@@ -151,7 +151,7 @@ def test_a_gigabyte_without_a_key_for_it(
     assert_cheap(expense, good)
 
 
-def test_an_upload_that_stalls(server: WeftServer, good: Expense) -> None:
+def test_an_upload_that_stalls(server: ManyloraServer, good: Expense) -> None:
     begun = form_part("name", b"bad") + form_part("weights", GOOD.weights)[:5000]
     with measured(server) as expense, connected(server.url) as sock:
         sock.sendall(upload_head(server.tenants["acme"], len(GOOD.weights)) + begun)
@@ -164,7 +164,7 @@ FILENAMES = ["../../../../etc/cron.d/x", "/etc/cron.d/x", "..", "x/../../y", "C:
 
 
 @pytest.mark.parametrize("filename", FILENAMES, ids=lambda filename: filename[:30])
-def test_file_names_are_ignored(server: WeftServer, client: httpx.Client, filename: str) -> None:
+def test_file_names_are_ignored(server: ManyloraServer, client: httpx.Client, filename: str) -> None:
     parts = [form_part("name", b"bad"), form_part("config", GOOD.config, filename)]
     body = b"".join([*parts, form_part("weights", GOOD.weights, filename), b"--b--\r\n"])
     around = set(server.data_dir.parent.iterdir())
@@ -175,7 +175,7 @@ def test_file_names_are_ignored(server: WeftServer, client: httpx.Client, filena
     assert client.delete("/v1/adapters/bad").status_code == 204
 
 
-def test_a_disk_that_is_full(server: WeftServer, client: httpx.Client, good: Expense) -> None:
+def test_a_disk_that_is_full(server: ManyloraServer, client: httpx.Client, good: Expense) -> None:
     """No file of the server may grow beyond 4 MiB for a while: the same to a writer as a disk without room."""
     limits = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (4 << 20, limits[1]))
@@ -188,7 +188,7 @@ def test_a_disk_that_is_full(server: WeftServer, client: httpx.Client, good: Exp
     assert_cheap(expense, good)
 
 
-def test_a_database_that_is_away_at_commit(server: WeftServer, client: httpx.Client, good: Expense) -> None:
+def test_a_database_that_is_away_at_commit(server: ManyloraServer, client: httpx.Client, good: Expense) -> None:
     database = server.data_dir / "registry.sqlite"
     with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -202,7 +202,7 @@ def test_a_database_that_is_away_at_commit(server: WeftServer, client: httpx.Cli
 
 @pytest.mark.parametrize("path", ["/v1/adapters", "/v1/completions"])
 @pytest.mark.parametrize("has_key", [True, False], ids=["key", "no key"])
-def test_a_million_chunks_of_a_byte(server: WeftServer, good: Expense, has_key: bool, path: str) -> None:
+def test_a_million_chunks_of_a_byte(server: ManyloraServer, good: Expense, has_key: bool, path: str) -> None:
     is_upload = path == "/v1/adapters"
     kind = "multipart/form-data; boundary=b" if is_upload else "application/json"
     key = server.tenants["acme"] if has_key else None
@@ -215,7 +215,7 @@ def test_a_million_chunks_of_a_byte(server: WeftServer, good: Expense, has_key: 
     assert expense.server_bytes < MEMORY_BYTES
 
 
-def test_adapters_with_a_few_changes(server: WeftServer, client: httpx.Client) -> None:
+def test_adapters_with_a_few_changes(server: ManyloraServer, client: httpx.Client) -> None:
     """A sample of what is tried without HTTP by the tens of thousands."""
     with ThreadPoolExecutor(2) as pool:
         ends = Counter(pool.map(lambda seed: end_of(client, seed), SEEDS))

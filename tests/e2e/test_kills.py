@@ -18,15 +18,15 @@ import psutil
 import pytest
 
 from idleness import PATIENCE_S, seconds_until_idle, wait_until
+from manylora.config import environment
+from manylora.registry.db.database import Database
+from manylora.registry.usage.journal import Journal
+from manylora.registry.usage.ledger import UsageLedger
+from manylora_server import DEMO_ADAPTERS, ManyloraServer, engines, manylora_server
 from postgres_server import OwnPostgres
 from usage_events import Billed, stored_events, usage_events
 from usage_load import BASE, Asked, UsageLoad, send
 from usage_sums import wrong_sums
-from weft.config import environment
-from weft.registry.db.database import Database
-from weft.registry.usage.journal import Journal
-from weft.registry.usage.ledger import UsageLedger
-from weft_server import DEMO_ADAPTERS, WeftServer, engines, weft_server
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -60,22 +60,22 @@ class Trial:
         return self.done["engine kills"] + self.done["api kills"]
 
     @contextmanager
-    def server(self) -> Iterator[WeftServer]:
+    def server(self) -> Iterator[ManyloraServer]:
         """One life of the API."""
         settings: dict[str, object] = {"model.threads": 1, "memory.gib": 0.1}
         if self.database_url is not None:
             settings["registry.database_url"] = self.database_url
-        with weft_server(self.folder, settings=settings) as server:
+        with manylora_server(self.folder, settings=settings) as server:
             yield server
 
 
-def make_tenants(trial: Trial, server: WeftServer) -> None:
+def make_tenants(trial: Trial, server: ManyloraServer) -> None:
     for tenant in TENANTS:
         server.publish(tenant, *ADAPTERS)
     trial.keys.update(server.tenants)
 
 
-def one_life(trial: Trial, server: WeftServer) -> None:
+def one_life(trial: Trial, server: ManyloraServer) -> None:
     """Kill the engine some times, take the database away perhaps, and kill the API in the end."""
     trial.done["lives"] += 1
     steps: list[Callable[[], None]] = [lambda: kill_engine(trial, server)] * trial.rng.randint(0, MOST_ENGINE_KILLS)
@@ -98,7 +98,7 @@ def one_life(trial: Trial, server: WeftServer) -> None:
         kill_api(trial, server)
 
 
-def kill_engine(trial: Trial, server: WeftServer) -> None:
+def kill_engine(trial: Trial, server: ManyloraServer) -> None:
     (engine,) = engines(server)
     engine.kill()
     wait_until(lambda: engines(server) not in ([], [engine]))
@@ -106,7 +106,7 @@ def kill_engine(trial: Trial, server: WeftServer) -> None:
     trial.done["engine kills"] += 1
 
 
-def kill_api(trial: Trial, server: WeftServer) -> None:
+def kill_api(trial: Trial, server: ManyloraServer) -> None:
     orphans = psutil.Process(server.process.pid).children(recursive=True)
     server.process.kill()
     server.process.wait()
@@ -115,7 +115,7 @@ def kill_api(trial: Trial, server: WeftServer) -> None:
     trial.done["api kills"] += 1
 
 
-def outage(trial: Trial, server: WeftServer) -> None:
+def outage(trial: Trial, server: ManyloraServer) -> None:
     """Take the database away for seconds: known keys are served on, changes are refused, and all is billed after."""
     probes(trial, server)
     kind = trial.rng.choice(["stopped", "killed", "frozen"] if trial.postgres else ["locked"])
@@ -155,7 +155,7 @@ def away(trial: Trial, kind: str, data_dir: Path) -> Iterator[None]:
         give()
 
 
-def probes(trial: Trial, server: WeftServer) -> set[str]:
+def probes(trial: Trial, server: ManyloraServer) -> set[str]:
     """One whole answer for each tenant and model, which must be good; returns the ids of these requests."""
     numbers = set()
     for tenant, model in itertools.product(TENANTS, (BASE, *ADAPTERS)):
@@ -203,7 +203,7 @@ def test_no_usage_is_lost_or_doubled_whoever_dies(backend: str, tmp_path: Path) 
     print(f"{backend}: {dict(trial.done)}; {report}; outages {trial.outage_s:.0f} s")
 
 
-def check(trial: Trial, asked: list[Asked], events: list[Billed], server: WeftServer) -> str:
+def check(trial: Trial, asked: list[Asked], events: list[Billed], server: ManyloraServer) -> str:
     """Compare what the clients saw with what was billed, request by request, and with the totals."""
     billed = {event.request_id: event for event in events}
     assert len(billed) == len(events), "billed twice"

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from drive_core import collect
+from manylora import LLM, demo
+from manylora.adapters.blobs.local import LocalBlobs
+from manylora.config import AdapterConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from manylora.engine.build import EngineParts, build_engine
+from manylora.engine.request import GenerationRequest, RequestOutput
+from manylora.engine.sampling_params import BeamParams, SamplingParams
+from manylora.kernels.native.library import native_library
+from manylora.memory.eviction import PageCosts
 from stored_adapters import adapter_pages, store_adapter
 from tiny_models import ALL_LINEAR, TINY_VOCAB_SIZE, make_adapter, make_model
-from weft import LLM, demo
-from weft.adapters.blobs.local import LocalBlobs
-from weft.config import AdapterConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
-from weft.engine.build import EngineParts, build_engine
-from weft.engine.request import GenerationRequest, RequestOutput
-from weft.engine.sampling_params import BeamParams, SamplingParams
-from weft.kernels.native.library import native_library
-from weft.memory.eviction import PageCosts
 
 EXPECTED = json.loads(demo.EXPECTED.read_text())
 MODELS: dict[str, dict[str, Any]] = {

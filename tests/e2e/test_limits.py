@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from idleness import seconds_until_idle
-from weft_server import DEMO_MODEL, WeftServer, engines, weft_server
+from manylora_server import DEMO_MODEL, ManyloraServer, engines, manylora_server
 
 PAGES = 70
 PAGE_BYTES = 16 * 1024
@@ -27,8 +27,8 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
-    with weft_server(tmp_path_factory.mktemp("limits"), "--dtype", "bfloat16", settings=SETTINGS) as running:
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyloraServer]:
+    with manylora_server(tmp_path_factory.mktemp("limits"), "--dtype", "bfloat16", settings=SETTINGS) as running:
         yield running
 
 
@@ -38,7 +38,7 @@ def completion(client: httpx.Client, model: str, prompt_tokens: int, max_tokens:
 
 
 def test_a_request_that_no_empty_pool_could_hold_beside_its_adapter_is_refused_with_the_numbers(
-    small: WeftServer,
+    small: ManyloraServer,
 ) -> None:
     acme = small.publish("acme", "json")
     longest = min(small.engine()["ready"]["max_model_len"], 16 * (PAGES - 2))
@@ -57,7 +57,7 @@ def test_a_request_that_no_empty_pool_could_hold_beside_its_adapter_is_refused_w
 LIMIT = 3000
 
 
-def limited_key(server: WeftServer, name: str) -> str:
+def limited_key(server: ManyloraServer, name: str) -> str:
     server.tenant(name)
     answer = server.admin.patch(f"/v1/tenants/{name}", json={"limits": {"tokens_per_minute": LIMIT}})
     assert answer.status_code == 200, answer.text
@@ -93,7 +93,10 @@ async def read_some(client: httpx.AsyncClient, path: str, body: dict[str, Any], 
 
 
 async def until_refused(
-    server: WeftServer, key: str, num_refusals: int, ask: Callable[[httpx.AsyncClient, random.Random], Awaitable[int]]
+    server: ManyloraServer,
+    key: str,
+    num_refusals: int,
+    ask: Callable[[httpx.AsyncClient, random.Random], Awaitable[int]],
 ) -> Counter[int]:
     """Eight clients ask again and again; returns the statuses."""
     statuses: Counter[int] = Counter()
@@ -109,7 +112,7 @@ async def until_refused(
     return statuses
 
 
-def test_a_tenant_that_hangs_up_has_no_more_computed_than_its_limit_and_pays_for_it(server: WeftServer) -> None:
+def test_a_tenant_that_hangs_up_has_no_more_computed_than_its_limit_and_pays_for_it(server: ManyloraServer) -> None:
     key, started = limited_key(server, "hurried"), time.monotonic()
     statuses = asyncio.run(until_refused(server, key, 300, hang_up))
     assert statuses[0] > 0 < statuses[200], statuses
@@ -142,7 +145,7 @@ async def chat_openly(client: httpx.AsyncClient, rng: random.Random) -> int:
     return answer.status_code
 
 
-def test_chats_without_a_bound_have_no_more_computed_than_the_limit(server: WeftServer) -> None:
+def test_chats_without_a_bound_have_no_more_computed_than_the_limit(server: ManyloraServer) -> None:
     key, started = limited_key(server, "talkative"), time.monotonic()
     statuses = asyncio.run(until_refused(server, key, 20, chat_openly))
     assert set(statuses) == {200, 429}, statuses
@@ -157,13 +160,13 @@ def test_chats_without_a_bound_have_no_more_computed_than_the_limit(server: Weft
 def test_a_months_quota_knows_what_was_billed_before_the_server_and_the_engine_were_killed(tmp_path: Path) -> None:
     endless = {"model": DEMO_MODEL.name, "prompt": [5, 6, 7], "max_tokens": 900, "ignore_eos": True, "stream": True}
 
-    def used(server: WeftServer, key: str) -> dict[str, int]:
+    def used(server: ManyloraServer, key: str) -> dict[str, int]:
         with server.client(key) as client:
             me = client.get("/v1/me").json()
         assert me["used"]["tenant"].items() >= me["used"]["key"].items()
         return dict(me["used"]["key"])
 
-    with weft_server(tmp_path) as server:
+    with manylora_server(tmp_path) as server:
         server.tenant("acme")
         key = server.new_key("acme", limits={"tokens_per_month": 100_000, "concurrent_requests": 4})
         with server.client(key) as client:
@@ -180,5 +183,5 @@ def test_a_months_quota_knows_what_was_billed_before_the_server_and_the_engine_w
         assert now["tokens_per_month"] == totals["prompt_tokens"] + totals["completion_tokens"] >= 8
         server.process.kill()
         server.process.wait()
-    with weft_server(tmp_path) as server:
+    with manylora_server(tmp_path) as server:
         assert used(server, key)["tokens_per_month"] == now["tokens_per_month"]

@@ -12,13 +12,13 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import BaseModel
 
-from weft_server import WeftServer, expected_answers
+from manylora_server import ManyloraServer, expected_answers
 
 ANSWERS = expected_answers()
 
 
 @pytest.fixture(scope="module")
-def client(shop: WeftServer) -> Iterator[openai.OpenAI]:
+def client(shop: ManyloraServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{shop.url}/v1", api_key=shop.tenants["shop"], max_retries=0) as client:
         yield client
 
@@ -44,7 +44,7 @@ def test_chat_gives_the_reference_answer_for_base_and_each_adapter(client: opena
             assert got.usage.total_tokens == got.usage.prompt_tokens + got.usage.completion_tokens
 
 
-def test_responses_and_messages_give_the_reference_answers_too(client: openai.OpenAI, shop: WeftServer) -> None:
+def test_responses_and_messages_give_the_reference_answers_too(client: openai.OpenAI, shop: ManyloraServer) -> None:
     import anthropic  # takes a second to import
 
     question = ANSWERS["questions"][0]
@@ -82,7 +82,7 @@ def test_streaming_gives_the_same_text_and_a_usage_chunk(client: openai.OpenAI) 
     assert usage.prompt_tokens == whole.usage.prompt_tokens
 
 
-def test_errors_are_the_clients_own_exception_types(client: openai.OpenAI, base: str, shop: WeftServer) -> None:
+def test_errors_are_the_clients_own_exception_types(client: openai.OpenAI, base: str, shop: ManyloraServer) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="no-such-adapter", messages=chat("hi"))
     assert missing.value.code == "model_not_found"
@@ -95,7 +95,7 @@ def test_errors_are_the_clients_own_exception_types(client: openai.OpenAI, base:
         stranger.models.list()
 
 
-def test_clients_recognise_an_overflow(client: openai.OpenAI, base: str, shop: WeftServer) -> None:
+def test_clients_recognise_an_overflow(client: openai.OpenAI, base: str, shop: ManyloraServer) -> None:
     """openai by the code, LiteLLM by the words, LangChain by the code within the words."""
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model=base, prompt=[5] * 100_000, max_tokens=1)
@@ -113,7 +113,7 @@ def test_clients_recognise_an_overflow(client: openai.OpenAI, base: str, shop: W
             model.invoke("open " * 5000)
 
 
-def test_a_month_used_up_is_asked_once(shop: WeftServer, base: str) -> None:
+def test_a_month_used_up_is_asked_once(shop: ManyloraServer, base: str) -> None:
     shop.tenant("frugal")
     key, seen = shop.new_key("frugal", limits={"tokens_per_month": 5}), list[int]()
     http = openai.DefaultHttpxClient(event_hooks={"response": [lambda answer: seen.append(answer.status_code)]})

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from expense import Trace
-from weft_server import ADMIN_KEY, DEMO_ADAPTERS, WeftServer, weft_server
+from manylora_server import ADMIN_KEY, DEMO_ADAPTERS, ManyloraServer, manylora_server
 
 SCHEMATHESIS = str(Path(sys.executable).with_name("st"))
 ENDLESS = ("/v1/engine/events",)
@@ -31,14 +31,14 @@ ADMINS_ONLY = (
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
-    with weft_server(tmp_path_factory.mktemp("contract")) as running:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyloraServer]:
+    with manylora_server(tmp_path_factory.mktemp("contract")) as running:
         for folder in sorted(DEMO_ADAPTERS.iterdir()):
             assert running.upload(running.tenant("acme"), folder.name, folder).status_code == 201
         yield running
 
 
-def test_the_paths_for_admins_are_those_that_refuse_a_tenant(server: WeftServer) -> None:
+def test_the_paths_for_admins_are_those_that_refuse_a_tenant(server: ManyloraServer) -> None:
     client = server.tenant("acme")
     paths = client.get("/openapi.json").json()["paths"]
     refusing = set()
@@ -50,7 +50,7 @@ def test_the_paths_for_admins_are_those_that_refuse_a_tenant(server: WeftServer)
 
 
 @pytest.mark.parametrize("who", ["tenant", "admin"])
-def test_the_server_does_what_its_page_says(server: WeftServer, who: str, tmp_path: Path) -> None:
+def test_the_server_does_what_its_page_says(server: ManyloraServer, who: str, tmp_path: Path) -> None:
     """Every value of the page; random ones for the caller whom an operation is for."""
     before = Trace.of(server).engine
     command = [SCHEMATHESIS, "--config-file", str(config_file(tmp_path, who)), "run", f"{server.url}/openapi.json"]

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from weft_server import DEMO_MODEL, WeftServer, weft_server
+from manylora_server import DEMO_MODEL, ManyloraServer, manylora_server
 
 SETTINGS = {"scheduler.max_running": 4, "scheduler.max_wait_s": 0.5}
 LONG = 300
@@ -17,8 +17,8 @@ FLOODERS = 24
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
-    with weft_server(tmp_path_factory.mktemp("overload"), settings=SETTINGS) as running:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyloraServer]:
+    with manylora_server(tmp_path_factory.mktemp("overload"), settings=SETTINGS) as running:
         yield running
 
 
@@ -27,7 +27,7 @@ def completion(client: httpx.Client, number: int, max_tokens: int) -> httpx.Resp
     return client.post("/v1/completions", json=body)
 
 
-def test_a_flooding_tenant_is_told_when_to_come_and_a_quiet_one_is_served(server: WeftServer) -> None:
+def test_a_flooding_tenant_is_told_when_to_come_and_a_quiet_one_is_served(server: ManyloraServer) -> None:
     flood, quiet = server.tenant("flood"), server.tenant("quiet")
     assert completion(quiet, 0, 4).status_code == 200
     answers: list[httpx.Response] = []
@@ -62,8 +62,10 @@ def test_a_flooding_tenant_is_told_when_to_come_and_a_quiet_one_is_served(server
     assert all(1 <= int(answer.headers["retry-after"]) <= 3600 for answer in refused)
     assert sum(answer.status_code == 200 for answer in answers) >= 4
     page = server.admin.get("/metrics").text
-    told = [line for line in page.splitlines() if line.startswith("weft_refused_total{") and 'tenant="flood"' in line]
+    told = [
+        line for line in page.splitlines() if line.startswith("manylora_refused_total{") and 'tenant="flood"' in line
+    ]
     assert sum(float(line.rpartition(" ")[2]) for line in told) == len(refused)
     assert not [
-        line for line in page.splitlines() if line.startswith("weft_refused_total{") and 'tenant="quiet"' in line
+        line for line in page.splitlines() if line.startswith("manylora_refused_total{") and 'tenant="quiet"' in line
     ]

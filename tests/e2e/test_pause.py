@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from idleness import PATIENCE_S, wait_until
-from weft_server import DEMO_MODEL, WeftServer, stream_events
+from manylora_server import DEMO_MODEL, ManyloraServer, stream_events
 
 BODY: dict[str, Any] = {"model": DEMO_MODEL.name, "prompt": [5, 6, 7], "temperature": 0, "ignore_eos": True}
 LONG = BODY | {"max_tokens": 900, "return_token_ids": True}
@@ -19,7 +19,7 @@ SHORT = BODY | {"max_tokens": 2}
 
 
 @pytest.fixture(autouse=True)
-def resumed(server: WeftServer) -> Iterator[None]:
+def resumed(server: ManyloraServer) -> Iterator[None]:
     server.tenant("acme")
     yield
     assert server.admin.post("/resume").status_code == 200
@@ -29,7 +29,7 @@ def resumed(server: WeftServer) -> Iterator[None]:
 class Stream:
     """A long stream, read in a thread."""
 
-    def __init__(self, server: WeftServer, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, server: ManyloraServer, pool: ThreadPoolExecutor) -> None:
         self.tokens: list[int] = []
         self.error: str | None = None
         self._server = server
@@ -44,12 +44,12 @@ class Stream:
                     self.tokens += event["choices"][0]["token_ids"]
 
 
-def ask(server: WeftServer, **headers: str) -> httpx.Response:
+def ask(server: ManyloraServer, **headers: str) -> httpx.Response:
     with server.client(server.tenants["acme"]) as client:
         return client.post("/v1/completions", json=SHORT, headers=headers)
 
 
-def test_kept_streams_stand_still_and_go_on_with_the_same_tokens(server: WeftServer) -> None:
+def test_kept_streams_stand_still_and_go_on_with_the_same_tokens(server: ManyloraServer) -> None:
     with ThreadPoolExecutor() as pool:
         whole = Stream(server, pool)
         whole.done.result(PATIENCE_S)
@@ -60,7 +60,7 @@ def test_kept_streams_stand_still_and_go_on_with_the_same_tokens(server: WeftSer
         time.sleep(0.5)  # what was on its way has come
         num_tokens, steps = len(kept.tokens), server.engine()["num_steps"]
         assert num_tokens < 900
-        later, late = pool.submit(ask, server), pool.submit(ask, server, **{"x-weft-ttft-ms": "300"})
+        later, late = pool.submit(ask, server), pool.submit(ask, server, **{"x-manylora-ttft-ms": "300"})
         expired = late.result(PATIENCE_S)
         assert (expired.status_code, expired.json()["error"]["code"]) == (503, "deadline.queue")
         status = server.engine()
@@ -74,7 +74,7 @@ def test_kept_streams_stand_still_and_go_on_with_the_same_tokens(server: WeftSer
         assert len(kept.tokens) == 900
 
 
-def test_a_pause_that_waits_answers_when_streams_have_ended(server: WeftServer) -> None:
+def test_a_pause_that_waits_answers_when_streams_have_ended(server: ManyloraServer) -> None:
     with ThreadPoolExecutor() as pool:
         running = Stream(server, pool)
         wait_until(lambda: len(running.tokens) > 5)
@@ -84,7 +84,7 @@ def test_a_pause_that_waits_answers_when_streams_have_ended(server: WeftServer) 
         assert server.engine()["running"] == 0
 
 
-def test_an_abort_ends_streams_and_waiting_requests(server: WeftServer) -> None:
+def test_an_abort_ends_streams_and_waiting_requests(server: ManyloraServer) -> None:
     with ThreadPoolExecutor() as pool:
         running = Stream(server, pool)
         wait_until(lambda: len(running.tokens) > 5)
@@ -100,7 +100,7 @@ def test_an_abort_ends_streams_and_waiting_requests(server: WeftServer) -> None:
         assert server.engine()["pages"]["kv"] == 0
 
 
-def test_a_reset_cache_has_nothing_for_the_next_request(server: WeftServer) -> None:
+def test_a_reset_cache_has_nothing_for_the_next_request(server: ManyloraServer) -> None:
     body = BODY | {"prompt": [9] * 200, "max_tokens": 1}
     client = server.tenant("acme")
 

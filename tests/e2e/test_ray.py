@@ -1,4 +1,4 @@
-"""`weft cluster up --ray`, and the replica that Ray keeps."""
+"""`manylora cluster up --ray`, and the replica that Ray keeps."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import pytest
 
 from cluster_up import cluster_up, servers_in
 from idleness import wait_until
-from weft.config import environment
-from weft.errors import ConfigError
-from weft_cluster import PEPPER
-from weft_server import ADMIN_KEY, DEMO_MODEL, WEFT
+from manylora.config import environment
+from manylora.errors import ConfigError
+from manylora_cluster import PEPPER
+from manylora_server import ADMIN_KEY, DEMO_MODEL, MANYLORA
 
 pytest.importorskip("ray", reason="docs/cluster.md says how to install Ray")
 pytestmark = pytest.mark.ray
@@ -59,7 +59,7 @@ def test_tokens_go_on_without_rays_head_and_nothing_is_left_at_the_end(tmp_path:
             head.kill()
             assert lines[-1] != "data: [DONE]"
         assert "data: [DONE]" in lines
-        client, body = cluster.tenant("acme"), {"model": "weft-demo", "prompt": "go on", "max_tokens": 4}
+        client, body = cluster.tenant("acme"), {"model": "manylora-demo", "prompt": "go on", "max_tokens": 4}
         for _ in range(20):
             answer = client.post("/v1/completions", json=body)
             assert answer.status_code == 200, answer.text
@@ -80,20 +80,20 @@ def test_tokens_go_on_without_rays_head_and_nothing_is_left_at_the_end(tmp_path:
 def test_a_replica_reports_its_load_and_is_drained_before_its_actor_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from weft.server.cluster.launch.ray_serve import WeftReplica
-    from weft.server.cluster.launch.scaling import BUSY, WAIT
+    from manylora.server.cluster.launch.ray_serve import ManyloraReplica
+    from manylora.server.cluster.launch.scaling import BUSY, WAIT
 
-    monkeypatch.setenv("WEFT_ADMIN_KEY", ADMIN_KEY)
-    monkeypatch.setenv("WEFT_PEPPER", PEPPER)
+    monkeypatch.setenv("MANYLORA_ADMIN_KEY", ADMIN_KEY)
+    monkeypatch.setenv("MANYLORA_PEPPER", PEPPER)
     settings = {
-        "WEFT_MODEL__PATH": str(DEMO_MODEL),
-        "WEFT_MEMORY__GIB": "0.0625",
-        "WEFT_SERVER__DATA_DIR": str(tmp_path / "data"),
+        "MANYLORA_MODEL__PATH": str(DEMO_MODEL),
+        "MANYLORA_MEMORY__GIB": "0.0625",
+        "MANYLORA_SERVER__DATA_DIR": str(tmp_path / "data"),
     }
-    with pytest.raises(ConfigError, match="WEFT_REGISTRY__DATABASE_URL is not in the environment of this Ray node"):
-        WeftReplica(settings, "127.0.0.1")
-    monkeypatch.setenv("WEFT_REGISTRY__DATABASE_URL", f"sqlite:///{tmp_path}/registry.sqlite")
-    first, second = WeftReplica(settings, "127.0.0.1"), WeftReplica(settings, "127.0.0.1")
+    with pytest.raises(ConfigError, match="MANYLORA_REGISTRY__DATABASE_URL is not in the environment of this Ray node"):
+        ManyloraReplica(settings, "127.0.0.1")
+    monkeypatch.setenv("MANYLORA_REGISTRY__DATABASE_URL", f"sqlite:///{tmp_path}/registry.sqlite")
+    first, second = ManyloraReplica(settings, "127.0.0.1"), ManyloraReplica(settings, "127.0.0.1")
     assert {path.name for path in (tmp_path / "data").iterdir()} == {"replica-0", "replica-1"}
 
     async def use() -> None:
@@ -109,7 +109,7 @@ def test_a_replica_reports_its_load_and_is_drained_before_its_actor_ends(
 
     asyncio.run(use())
     (left,) = servers_in(tmp_path / "data")
-    again = WeftReplica(settings, "127.0.0.1")  # takes the folder that is free
+    again = ManyloraReplica(settings, "127.0.0.1")  # takes the folder that is free
     assert len(servers_in(tmp_path / "data")) == 2
     for replica in (second, again):
         replica.__del__()
@@ -117,10 +117,15 @@ def test_a_replica_reports_its_load_and_is_drained_before_its_actor_ends(
 
 
 def test_a_replica_that_does_not_start_ends_the_command_with_the_reason(tmp_path: Path, ray_folder: str) -> None:
-    env = {**environment(), "WEFT_MODEL__PATH": str(DEMO_MODEL), "RAY_TMPDIR": ray_folder, "RAY_AUTH_MODE": "disabled"}
-    command = [*WEFT, "cluster", "ray", json.dumps({"address": None, "cpus": 0.5})]
+    env = {
+        **environment(),
+        "MANYLORA_MODEL__PATH": str(DEMO_MODEL),
+        "RAY_TMPDIR": ray_folder,
+        "RAY_AUTH_MODE": "disabled",
+    }
+    command = [*MANYLORA, "cluster", "ray", json.dumps({"address": None, "cpus": 0.5})]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
-    (line,) = (line for line in done.stderr.splitlines() if line.startswith("weft: "))
-    assert line.startswith("weft: Ray does not run the replicas: ")
-    assert "WEFT_ADMIN_KEY is not in the environment of this Ray node" in done.stdout + done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("manylora: "))
+    assert line.startswith("manylora: Ray does not run the replicas: ")
+    assert "MANYLORA_ADMIN_KEY is not in the environment of this Ray node" in done.stdout + done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from weft_server import DEMO_MODEL, WeftServer
+from manylora_server import DEMO_MODEL, ManyloraServer
 
 CLIENTS = 200
 SECONDS = 14
@@ -20,7 +20,7 @@ SHOWN_OUT = {"nothing": (), "head": ("408",), "upload without key": ("401",), "t
 SLOW_CLIENTS = Path(__file__).parents[1] / "support" / "slow_clients.py"
 
 
-def test_two_hundred_slow_clients_hold_up_nobody(server: WeftServer) -> None:
+def test_two_hundred_slow_clients_hold_up_nobody(server: ManyloraServer) -> None:
     server.tenant("slow")
     before = psutil.Process(server.process.pid).memory_info().rss
     arguments = [server.url, server.tenants["slow"], str(CLIENTS), str(SECONDS)]

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from idleness import seconds_until_idle
+from manylora_server import DEMO_ADAPTERS, DEMO_MODEL, STEADY_MALLOC, ManyloraServer, manylora_server, upload_bytes
 from stream_client import Cut, exchange, stream
-from weft_server import DEMO_ADAPTERS, DEMO_MODEL, STEADY_MALLOC, WeftServer, upload_bytes, weft_server
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -74,7 +74,7 @@ class Sample:
     """Pages of the pool, free ones included."""
 
 
-def sample(server: WeftServer, requests: int) -> Sample:
+def sample(server: ManyloraServer, requests: int) -> Sample:
     """Wait until nothing runs, and look at the server and all its children."""
     seconds_until_idle(server)
     parent = psutil.Process(server.process.pid)
@@ -126,7 +126,7 @@ def _end_and_begin(counts: list[int]) -> tuple[int, int]:
 class Crowd:
     """Clients that send a seeded mix of requests."""
 
-    server: WeftServer
+    server: ManyloraServer
     key: str
     rng: random.Random
     statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -222,7 +222,7 @@ def soaked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Soaked]:
     folder = tmp_path_factory.mktemp("soak")
     leak_while = folder / "leak"
     environment: dict[str, Any] = {**STEADY_MALLOC, "LEAK_WHILE": str(leak_while)}
-    with weft_server(folder, "--dtype", "float32", program=PROGRAM, settings=SETTINGS, **environment) as server:
+    with manylora_server(folder, "--dtype", "float32", program=PROGRAM, settings=SETTINGS, **environment) as server:
         server.publish("acme", *ADAPTERS)
         crowd = Crowd(server, server.tenants["acme"], random.Random(11))
         yield Soaked(crowd, rounds(crowd, 0, NUM_REQUESTS), leak_while)

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from idleness import wait_until
-from weft_server import DEMO_ADAPTERS, DEMO_MODEL, WeftServer, upload_bytes, weft_server
+from manylora_server import DEMO_ADAPTERS, DEMO_MODEL, ManyloraServer, manylora_server, upload_bytes
 
 BASE = DEMO_MODEL.name
 NUM_PROMPTS = 4
@@ -62,7 +62,7 @@ def ask(client: httpx.Client, model: str, prompt: list[int]) -> Answer:
     return Answer(
         text=choice["text"],
         cached_tokens=answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"],
-        adapter=answer.headers.get("x-weft-adapter"),
+        adapter=answer.headers.get("x-manylora-adapter"),
         lead=min(leads),
     )
 
@@ -94,8 +94,8 @@ class Expected:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    settings: dict[str, Any] = {"WEFT_MEMORY__PREFIX_CACHE": "false"}
-    with weft_server(tmp_path_factory.mktemp("uncached"), *SETTINGS, **settings) as server:
+    settings: dict[str, Any] = {"MANYLORA_MEMORY__PREFIX_CACHE": "false"}
+    with manylora_server(tmp_path_factory.mktemp("uncached"), *SETTINGS, **settings) as server:
         client = server.tenant("acme")
         for files in (OLD, NEW, RESCALED):
             publish(client, files)
@@ -115,12 +115,12 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WeftServer]:
-    with weft_server(tmp_path_factory.mktemp("cached"), *SETTINGS) as running:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyloraServer]:
+    with manylora_server(tmp_path_factory.mktemp("cached"), *SETTINGS) as running:
         yield running
 
 
-def test_a_new_version_never_meets_the_prefixes_of_the_old_one(server: WeftServer, expected: Expected) -> None:
+def test_a_new_version_never_meets_the_prefixes_of_the_old_one(server: ManyloraServer, expected: Expected) -> None:
     acme, prompts = server.tenant("acme"), expected.prompts
     page_tokens = server.engine()["ready"]["geometry"]["page_tokens"]
     publish(acme, OLD)
@@ -149,7 +149,7 @@ def test_a_new_version_never_meets_the_prefixes_of_the_old_one(server: WeftServe
     assert texts(acme, BASE, prompts) == expected.base
 
 
-def test_no_tenant_meets_the_prefixes_of_another(server: WeftServer, expected: Expected) -> None:
+def test_no_tenant_meets_the_prefixes_of_another(server: ManyloraServer, expected: Expected) -> None:
     prompts = expected.prompts
     globex, initech, hooli = (server.tenant(name) for name in ("globex", "initech", "hooli"))
     for client, files in ((globex, OLD), (initech, OLD), (hooli, NEW)):
@@ -164,7 +164,7 @@ def test_no_tenant_meets_the_prefixes_of_another(server: WeftServer, expected: E
 
 
 def test_while_weights_are_replaced_each_answer_is_that_of_the_version_it_names(
-    server: WeftServer, expected: Expected
+    server: ManyloraServer, expected: Expected
 ) -> None:
     umbrella, prompts = server.tenant("umbrella"), expected.prompts
     said = {"umbrella/a@1": expected.old, "umbrella/a@2": expected.new, "umbrella/a@3": expected.rescaled}

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from idleness import held_by_requests, seconds_until_idle
+from manylora.engine.process.worker import MAX_STEPS_AHEAD
+from manylora_server import DEMO_MODEL, DEMO_NAMES, ManyloraServer, manylora_server
 from stream_client import Cut, Manner, Seen, stream
 from usage_events import Billed, usage_events
-from weft.engine.process.worker import MAX_STEPS_AHEAD
-from weft_server import DEMO_MODEL, DEMO_NAMES, WeftServer, weft_server
 
 NUM_STREAMS = 1000
 AT_ONCE = 32
@@ -71,7 +71,7 @@ def draw_cut(rng: random.Random) -> Cut:
     return Cut(manner=manner, tokens=rng.randint(1, 30))
 
 
-async def run(server: WeftServer, key: str, visits: list[Visit]) -> list[Seen]:
+async def run(server: ManyloraServer, key: str, visits: list[Visit]) -> list[Seen]:
     """All visits, some at once; returns when the last has been cut."""
     room = asyncio.Semaphore(AT_ONCE)
 
@@ -85,7 +85,7 @@ async def run(server: WeftServer, key: str, visits: list[Visit]) -> list[Seen]:
 @pytest.fixture(scope="module")
 def visited(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The server after the last, the visits with what they saw."""
-    with weft_server(tmp_path_factory.mktemp("cuts"), "--dtype", "float32", settings=SETTINGS) as server:
+    with manylora_server(tmp_path_factory.mktemp("cuts"), "--dtype", "float32", settings=SETTINGS) as server:
         server.publish("acme", *DEMO_NAMES)
         rng = random.Random(3)
         visits = [draw(rng, number) for number in range(NUM_STREAMS)]
@@ -94,7 +94,7 @@ def visited(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield server, list(zip(visits, seen, strict=True))
 
 
-Visited = tuple[WeftServer, list[tuple[Visit, Seen]]]
+Visited = tuple[ManyloraServer, list[tuple[Visit, Seen]]]
 
 
 def test_the_streams_were_cut_in_every_state(visited: Visited) -> None:

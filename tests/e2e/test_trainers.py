@@ -21,9 +21,9 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
 from idleness import PATIENCE_S, wait_until
+from manylora.client import Client
+from manylora_server import STEADY_MALLOC, ManyloraServer, engines, manylora_server
 from tiny_models import ALL_LINEAR, TINY_VOCAB_SIZE, load_reference, make_model
-from weft.client import Client
-from weft_server import STEADY_MALLOC, WeftServer, engines, weft_server
 
 VERSIONS = 200
 ROLLOUTS = 32
@@ -53,7 +53,7 @@ class Training:
     """A policy with LoRA, its versions, and the rollouts that ran meanwhile."""
 
     base: Path
-    server: WeftServer
+    server: ManyloraServer
     model: Any = None
     client: Client = field(init=False)
     weights: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Training:
             answer = client.post("/v1/completions", json={**body, **flags})
             assert answer.status_code == 200, answer.text
             (choice,) = answer.json()["choices"]
-            digest = answer.headers["x-weft-adapter-digest"]
+            digest = answer.headers["x-manylora-adapter-digest"]
             self.rollouts.append(Rollout(prompt, digest, choice["token_ids"]))
 
     def check(self) -> None:
@@ -114,12 +114,12 @@ class Training:
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[Training]:
     base = make_model(tmp_path / "base", "qwen2", max_position_embeddings=128, num_hidden_layers=1)
-    with weft_server(tmp_path / "server", model=base, settings=SETTINGS, **STEADY_MALLOC) as server:
+    with manylora_server(tmp_path / "server", model=base, settings=SETTINGS, **STEADY_MALLOC) as server:
         server.tenant("acme")
         yield Training(base, server)
 
 
-def size(server: WeftServer) -> tuple[int, int]:
+def size(server: ManyloraServer) -> tuple[int, int]:
     """Resident bytes and open files of the server's processes."""
     parent = psutil.Process(server.process.pid)
     family = [parent, *parent.children(recursive=True)]
@@ -188,7 +188,7 @@ def test_versions_outlive_the_engine_and_not_the_server(training: Training) -> N
     server.process.wait()
     _, alive = psutil.wait_procs(family, PATIENCE_S)
     assert alive == []
-    with weft_server(data.parent, model=training.base, settings=SETTINGS) as again:
+    with manylora_server(data.parent, model=training.base, settings=SETTINGS) as again:
         training.server, key = again, server.tenants["acme"]
         again.tenants["acme"] = key
         training.connect()

@@ -14,17 +14,17 @@ import pytest
 import yaml
 
 from idleness import wait_until
+from manylora_server import ADMIN_KEY, ManyloraServer, free_port, manylora_server
 from operations_files import RULES, expressions, rules
 from system_tools import require
-from weft_server import ADMIN_KEY, WeftServer, free_port, weft_server
 
 QUIET = {
-    "weft-service: Errors by tenant",
-    "weft-service: Refused by limits and by predicted wait",
-    "weft-service: Alerts",
-    "weft-pool: Alerts",
+    "manylora-service: Errors by tenant",
+    "manylora-service: Refused by limits and by predicted wait",
+    "manylora-service: Alerts",
+    "manylora-pool: Alerts",
     *(
-        f"weft-service: {title}"
+        f"manylora-service: {title}"
         for title in (
             *("Replicas ready", "Work that waits, by replica", "Answers of gateways by class"),
             *("Sent to a second replica", "Answers cut"),
@@ -35,7 +35,7 @@ QUIET = {
 
 
 @contextmanager
-def prometheus(folder: Path, server: WeftServer, metrics_port: int) -> Iterator[httpx.Client]:
+def prometheus(folder: Path, server: ManyloraServer, metrics_port: int) -> Iterator[httpx.Client]:
     """Prometheus as `deploy/` configures it, by the metrics' own port and once more with the admin's key."""
     program = require("prometheus", package="prometheus")
     text = RULES.with_name("prometheus.yaml").read_text()
@@ -79,26 +79,26 @@ def is_up(client: httpx.Client) -> bool:
         found = answered(client, "up == 1 and on (job) count_over_time(up[1m]) >= 3")
     except httpx.TransportError:
         return False
-    return {series["metric"]["job"] for series in found} == {"weft", "by-key"}
+    return {series["metric"]["job"] for series in found} == {"manylora", "by-key"}
 
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """Prometheus, after it has seen some requests."""
     folder, port = tmp_path_factory.mktemp("watched"), free_port()
-    with weft_server(folder / "weft", "--metrics-port", str(port)) as server:
+    with manylora_server(folder / "manylora", "--metrics-port", str(port)) as server:
         server.publish("shop", "pirate")
         server.ask("shop", "pirate", "When are you open?")
         with prometheus(folder, server, port) as client:
             wait_until(lambda: is_up(client))
-            for model in ("pirate", "weft-demo"):
+            for model in ("pirate", "manylora-demo"):
                 server.ask("shop", model, "When are you open?")
-            wait_until(lambda: answered(client, "job:weft_ttft_slow:ratio_rate5m") != [])
+            wait_until(lambda: answered(client, "job:manylora_ttft_slow:ratio_rate5m") != [])
             yield client
 
 
 def test_every_panel_shows_something(watched: httpx.Client) -> None:
-    asked = {where: expr for where, expr, _ in expressions() if where.startswith("weft-")}
+    asked = {where: expr for where, expr, _ in expressions() if where.startswith("manylora-")}
     wait_until(lambda: {where for where, expr in asked.items() if not answered(watched, expr)} == QUIET)
 
 
@@ -113,6 +113,6 @@ def test_every_rule_is_evaluated_and_no_alert_fires(watched: httpx.Client) -> No
 
 
 def test_it_was_the_metrics_of_this_server(watched: httpx.Client) -> None:
-    counts = 'sum by (job) (weft_requests_total{tenant="shop"})'
-    expected = {"weft": "3", "by-key": "3"}
+    counts = 'sum by (job) (manylora_requests_total{tenant="shop"})'
+    expected = {"manylora": "3", "by-key": "3"}
     wait_until(lambda: {one["metric"]["job"]: one["value"][1] for one in answered(watched, counts)} == expected)

@@ -8,17 +8,17 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from drive_core import run_all
+from manylora.adapters.blobs.local import LocalBlobs
+from manylora.adapters.ref import AdapterRef
+from manylora.config import Config, MemoryConfig, ModelConfig, ServerConfig
+from manylora.engine import build
+from manylora.engine.build import EngineParts, build_engine
+from manylora.engine.core import EngineCore
+from manylora.engine.request import GenerationRequest
+from manylora.engine.sampling_params import SamplingParams
+from manylora.memory.arena import Arena
 from stored_adapters import store_adapter
 from tiny_models import ALL_LINEAR, make_adapter, make_model
-from weft.adapters.blobs.local import LocalBlobs
-from weft.adapters.ref import AdapterRef
-from weft.config import Config, MemoryConfig, ModelConfig, ServerConfig
-from weft.engine import build
-from weft.engine.build import EngineParts, build_engine
-from weft.engine.core import EngineCore
-from weft.engine.request import GenerationRequest
-from weft.engine.sampling_params import SamplingParams
-from weft.memory.arena import Arena
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 

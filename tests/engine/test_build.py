@@ -12,24 +12,24 @@ import pytest
 import torch
 
 from drive_core import run_all
+from manylora.adapters.blobs.local import LocalBlobs
+from manylora.adapters.ref import AdapterRef
+from manylora.adapters.residency.load_threads import LoadPace
+from manylora.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from manylora.engine import build
+from manylora.engine.build import EngineParts, build_engine
+from manylora.engine.execution.memory_plan import format_plan
+from manylora.engine.execution.step_programs import StepPrograms
+from manylora.engine.model import weights
+from manylora.engine.model.device import has_idle_core
+from manylora.engine.model.spec import read_spec
+from manylora.engine.model.weights import base_digest
+from manylora.engine.request import GenerationRequest
+from manylora.engine.sampling_params import SamplingParams
+from manylora.errors import ConfigError, ContextLengthError
+from manylora.kernels.dispatch import AttentionNeeds, Kernels, kernels_for
 from stored_adapters import store_adapter
 from tiny_models import ALL_LINEAR, make_adapter, make_model
-from weft.adapters.blobs.local import LocalBlobs
-from weft.adapters.ref import AdapterRef
-from weft.adapters.residency.load_threads import LoadPace
-from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
-from weft.engine import build
-from weft.engine.build import EngineParts, build_engine
-from weft.engine.execution.memory_plan import format_plan
-from weft.engine.execution.step_programs import StepPrograms
-from weft.engine.model import weights
-from weft.engine.model.device import has_idle_core
-from weft.engine.model.spec import read_spec
-from weft.engine.model.weights import base_digest
-from weft.engine.request import GenerationRequest
-from weft.engine.sampling_params import SamplingParams
-from weft.errors import ConfigError, ContextLengthError
-from weft.kernels.dispatch import AttentionNeeds, Kernels, kernels_for
 
 NUM_TOKENS = 12
 
@@ -143,8 +143,8 @@ def test_loads_and_copies_pause_beside_steps_and_not_without_them(
             pauses[threading.current_thread().name.rsplit("_", 1)[0]] += 1
             super().pause()
 
-    monkeypatch.setattr("weft.engine.build.LoadPace", WatchedPace)
-    monkeypatch.setattr("weft.memory.arena.BYTES_AT_ONCE", 0)  # else nothing is left for the copier
+    monkeypatch.setattr("manylora.engine.build.LoadPace", WatchedPace)
+    monkeypatch.setattr("manylora.memory.arena.BYTES_AT_ONCE", 0)  # else nothing is left for the copier
     config = settings(model, tmp_path)
     parts = build_engine(config)
     try:

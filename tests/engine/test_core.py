@@ -8,15 +8,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from manylora.engine.core import CHECK_DIVISOR, MAX_FAILURES
+from manylora.engine.execution.step_history import NUM_KEPT_BATCHES, NUM_KEPT_STEPS, NUM_SHOWN_ADAPTERS
+from manylora.engine.fairness.prices import Prices
+from manylora.engine.request import FlowKey
+from manylora.engine.scheduling.chunks import Chunks
+from manylora.engine.scheduling.plan import ChunkResult, StepPlan
+from manylora.engine.status import StepBatches
+from manylora.errors import EngineError, PageAccountingError
 from simulation.driven import Simulator, adapter, expected_tokens, request
-from weft.engine.core import CHECK_DIVISOR, MAX_FAILURES
-from weft.engine.execution.step_history import NUM_KEPT_BATCHES, NUM_KEPT_STEPS, NUM_SHOWN_ADAPTERS
-from weft.engine.fairness.prices import Prices
-from weft.engine.request import FlowKey
-from weft.engine.scheduling.chunks import Chunks
-from weft.engine.scheduling.plan import ChunkResult, StepPlan
-from weft.engine.status import StepBatches
-from weft.errors import EngineError, PageAccountingError
 
 
 def test_a_step_that_fails_ends_its_requests_and_the_engine_lives_on(caplog: pytest.LogCaptureFixture) -> None:

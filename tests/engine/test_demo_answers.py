@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from weft import demo
-from weft.engine.llm import LLM
-from weft.engine.sampling_params import SamplingParams
+from manylora import demo
+from manylora.engine.llm import LLM
+from manylora.engine.sampling_params import SamplingParams
 
 GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 

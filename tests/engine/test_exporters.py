@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from exporters import PROMPT, REFUSED, SERVED, logits
+from manylora import LLM
+from manylora.adapters.base_shape import BaseShape
+from manylora.adapters.checkpoint.folder import adapter_files
+from manylora.adapters.checkpoint.reader import Checkpoint, read_checkpoint
+from manylora.engine.model.spec import base_shape, read_spec
+from manylora.engine.sampling_params import SamplingParams
+from manylora.errors import AdapterError
 from tiny_models import TINY_VOCAB_SIZE, load_reference, make_model
-from weft import LLM
-from weft.adapters.base_shape import BaseShape
-from weft.adapters.checkpoint.folder import adapter_files
-from weft.adapters.checkpoint.reader import Checkpoint, read_checkpoint
-from weft.engine.model.spec import base_shape, read_spec
-from weft.engine.sampling_params import SamplingParams
-from weft.errors import AdapterError
 
 TOLERANCE = 1e-4
 EVERY_LOGPROB = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=TINY_VOCAB_SIZE, ignore_eos=True)
@@ -53,7 +53,7 @@ def read(folder: Path, base: BaseShape) -> Checkpoint:
 
 
 def logprobs(llm: LLM, adapter: Path | None) -> torch.Tensor:
-    """[len(PROMPT) - 1, vocab_size]: what Weft thinks of every token after each of the prompt's."""
+    """[len(PROMPT) - 1, vocab_size]: what Manylora thinks of every token after each of the prompt's."""
     (completion,) = llm.generate([PROMPT], EVERY_LOGPROB, adapter)
     assert completion.prompt_logprobs is not None
     rows = torch.full((len(PROMPT) - 1, TINY_VOCAB_SIZE), torch.nan)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from manylora.engine.sampling_params import SamplingParams
+from manylora.kernels.native.library import native_library
 from oracles import int8_vector
 from step_driver import StepDriver
 from tiny_models import ALL_LINEAR, load_reference, make_adapter, make_model, prompt
-from weft.engine.sampling_params import SamplingParams
-from weft.kernels.native.library import native_library
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from manylora import LLM
+from manylora.engine.sampling_params import SamplingParams
+from manylora.errors import AdapterFormatError, ConfigError, ContextLengthError, InvalidRequestError
 from tiny_models import load_reference
-from weft import LLM
-from weft.engine.sampling_params import SamplingParams
-from weft.errors import AdapterFormatError, ConfigError, ContextLengthError, InvalidRequestError
 
-DEMO = Path(__file__).resolve().parents[2] / "weft" / "demo"
+DEMO = Path(__file__).resolve().parents[2] / "manylora" / "demo"
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(DEMO / "weft-demo", device="cpu", dtype="float32", memory_gib=0.05, host_gib=0.05, threads=1) as llm:
+    with LLM(DEMO / "manylora-demo", device="cpu", dtype="float32", memory_gib=0.05, host_gib=0.05, threads=1) as llm:
         yield llm
 
 
@@ -71,7 +71,7 @@ def test_logprobs_are_there_when_asked_for(llm: LLM) -> None:
 
 
 def test_min_tokens_and_bad_words_give_the_tokens_of_transformers(llm: LLM) -> None:
-    model = load_reference(DEMO / "weft-demo")
+    model = load_reference(DEMO / "manylora-demo")
     prompt = llm.tokenizer.chat_prompt([{"role": "user", "content": "Where are you?"}])
     eos = sorted(llm.tokenizer.eos_token_ids)
     (plain,) = llm.generate([prompt], GREEDY)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from manylora.kernels import dispatch
 from step_driver import StepDriver
 from tiny_models import ALL_LINEAR, ARCHITECTURES, load_reference, make_adapter, make_model, prompt, reference_logits
-from weft.kernels import dispatch
 
 TOLERANCE = 1e-4
 ADAPTERS: dict[str, dict[str, Any]] = {

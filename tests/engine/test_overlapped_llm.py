@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from weft import LLM
-from weft.engine.sampling_params import SamplingParams
+from manylora import LLM
+from manylora.engine.sampling_params import SamplingParams
 
-DEMO = Path(__file__).resolve().parents[2] / "weft" / "demo" / "weft-demo"
+DEMO = Path(__file__).resolve().parents[2] / "manylora" / "demo" / "manylora-demo"
 PROMPTS = ["The quick brown", "One two three four five six seven", "A", "To be or not to be", "In the beginning"] * 2
 PARAMS = [
     SamplingParams(max_tokens=24, temperature=0.0),

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from implementations import INTERPRETS, TRITON
+from manylora.adapters.lora import step as lora_step
+from manylora.engine import build
+from manylora.engine.llm import LLM
+from manylora.engine.model import weights
+from manylora.engine.sampling_params import SamplingParams
 from tiny_models import ALL_LINEAR, make_adapter, make_model
-from weft.adapters.lora import step as lora_step
-from weft.engine import build
-from weft.engine.llm import LLM
-from weft.engine.model import weights
-from weft.engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(not INTERPRETS, reason="runs in a process that interprets Triton")
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [20], [5, 6, 7]]

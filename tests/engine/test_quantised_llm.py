@@ -8,13 +8,13 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from gguf_writer import write_gguf
+from manylora import LLM
+from manylora.cli.doctor import _model as doctor_on
+from manylora.engine.sampling_params import SamplingParams
+from manylora.errors import AdapterIncompatibleError, ConfigError
 from quantised_cases import CASES
 from quantised_models import make_quantised
 from tiny_models import make_adapter, make_model
-from weft import LLM
-from weft.cli.doctor import _model as doctor_on
-from weft.engine.sampling_params import SamplingParams
-from weft.errors import AdapterIncompatibleError, ConfigError
 
 SETTINGS = {"dtype": "float32", "memory_gib": 0.02, "host_gib": 0.01, "threads": 1}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)

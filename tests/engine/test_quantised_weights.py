@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from manylora.engine.model.spec import read_spec
+from manylora.engine.model.weight_bytes import model_bytes
+from manylora.kernels import dispatch
+from manylora.kernels.native.library import native_library
+from manylora.kernels.weight_format import WeightFormat
 from rounded_models import round_linears
 from step_driver import StepDriver
 from tiny_models import ALL_LINEAR, ARCHITECTURES, load_reference, make_adapter, make_model, prompt, reference_logits
-from weft.engine.model.spec import read_spec
-from weft.engine.model.weight_bytes import model_bytes
-from weft.kernels import dispatch
-from weft.kernels.native.library import native_library
-from weft.kernels.weight_format import WeightFormat
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "qv-rank8": {"rank": 8},

@@ -6,8 +6,8 @@ import pytest
 from filelock import FileLock  # torch brings it
 
 from implementations import IMPLEMENTATIONS, Implementation, flags_for, marks, trap_tiles
-from weft.kernels.native import library as native_library
-from weft.kernels.native.library import load_library
+from manylora.kernels.native import library as native_library
+from manylora.kernels.native.library import load_library
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -9,12 +9,12 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from implementations import BF16, F32, INTERPRETS, NATIVE, TORCH, TRITON, Implementation, needs_compiler
+from manylora.kernels.attend import HeadNorms
+from manylora.kernels.dispatch import native_kernels
 from numerics import assert_rows_close, bits
 from oracles import ORACLES
 from projected import Projected
 from scattered_kv import AttentionCase, odd_vectors
-from weft.kernels.attend import HeadNorms
-from weft.kernels.dispatch import native_kernels
 
 IMPLEMENTATIONS = [TRITON] if INTERPRETS else [TORCH, *NATIVE, TRITON]
 REQUESTS = ((1, 40), (20, 20), (3, 70), (1, 1), (130, 131), (1, 0))

@@ -11,12 +11,12 @@ from torch.nn import functional
 
 from implementations import BF16, CPU, F16, F32, FLASHINFER, INTERPRETS, TORCH, Implementation, num_threads
 from implementations import IMPLEMENTATIONS as SINGLE
+from manylora.kernels.flashinfer.attention import HEAD_DIMS
+from manylora.kernels.native.attention import TASK_ROWS
+from manylora.kernels.plain import attention as plain
 from numerics import assert_rows_close, bits, turned
 from oracles import ORACLES
 from scattered_kv import DECODE, LAYER, MIXED, AttentionCase, ScatteredKv
-from weft.kernels.flashinfer.attention import HEAD_DIMS
-from weft.kernels.native.attention import TASK_ROWS
-from weft.kernels.plain import attention as plain
 
 IMPLEMENTATIONS = [*SINGLE, FLASHINFER]
 

@@ -3,8 +3,7 @@ import pytest
 import torch
 
 from implementations import NATIVE, TORCH, needs_compiler
-from scattered_kv import AttentionCase, ScatteredKv
-from weft.kernels.attention_batch import (
+from manylora.kernels.attention_batch import (
     MAX_ITEM_ROWS,
     MAX_SPLITS,
     AttentionBatch,
@@ -16,6 +15,7 @@ from weft.kernels.attention_batch import (
     num_splits,
     split_starts,
 )
+from scattered_kv import AttentionCase, ScatteredKv
 
 CPU = torch.device("cpu")
 

@@ -11,10 +11,10 @@ import torch
 
 import implementations
 from implementations import BF16, F32, Implementation
+from manylora.kernels.attention_batch import AttentionBatch, AttentionRows, chunk_tiles, split_starts
 from numerics import assert_rows_close, bits
 from oracles import ORACLES
 from scattered_kv import AttentionCase, ScatteredKv
-from weft.kernels.attention_batch import AttentionBatch, AttentionRows, chunk_tiles, split_starts
 
 IMPLEMENTATIONS = [implementations.TRITON]
 BORDERS = (255, 256, 257, 511, 512, 513)
@@ -105,7 +105,7 @@ def test_tiles_may_be_computed_in_parts(
     window: int | None, impl: Implementation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As they are in float32, which takes more registers."""
-    from weft.kernels.triton import attention
+    from manylora.kernels.triton import attention
 
     operands = ScatteredKv(AttentionCase(((70, 90), (9, 9)), 2, 1, 16, 16, F32, window), impl.device)
     expected = operands.attend(impl.kernels.paged_attention)

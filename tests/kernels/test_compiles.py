@@ -29,7 +29,7 @@ def test_each_compilation_after_begin_is_counted_and_told(tmp_path: Path) -> Non
 def test_a_watch_does_not_import_triton(tmp_path: Path) -> None:
     program = """
 import sys
-from weft.kernels.triton.compiles import CompileWatch
+from manylora.kernels.triton.compiles import CompileWatch
 with CompileWatch() as watch:
     print("triton" in sys.modules, dict(watch.counts))
 """

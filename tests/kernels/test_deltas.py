@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from implementations import BF16, F16, F32, TRITON, Implementation
+from manylora.adapters.lora.tiles import fill_tiles, tile_capacity
+from manylora.kernels.sgmv import LoraDelta, Tiles
 from numerics import assert_rows_close, bits
 from oracles import ORACLES
 from projected import Projected
 from scattered_kv import AttentionCase
 from scattered_lora import ScatteredLora, SgmvCase
-from weft.adapters.lora.tiles import fill_tiles, tile_capacity
-from weft.kernels.sgmv import LoraDelta, Tiles
 
 IMPLEMENTATIONS = [TRITON]
 RANKS = (0, 1, 8, 16, 64, 128)
@@ -75,7 +75,7 @@ class Site:
 
 
 def _counters(device: torch.device) -> torch.Tensor:
-    from weft.kernels.triton.rows import _counters
+    from manylora.kernels.triton.rows import _counters
 
     return _counters(device, 256)
 

@@ -5,15 +5,15 @@ import pytest
 import torch
 
 from implementations import BF16, CPU, F16, F32, needs_compiler
-from weft.config import Attention
-from weft.engine.model.device import choose_device
-from weft.errors import ConfigError
-from weft.kernels import dispatch
-from weft.kernels.dispatch import AttentionNeeds, Kernels, kernels_for, native_kernels, torch_kernels
-from weft.kernels.native import sgmv as sgmv_native
-from weft.kernels.plain import sampling as sampling_cpu
+from manylora.config import Attention
+from manylora.engine.model.device import choose_device
+from manylora.errors import ConfigError
+from manylora.kernels import dispatch
+from manylora.kernels.dispatch import AttentionNeeds, Kernels, kernels_for, native_kernels, torch_kernels
+from manylora.kernels.native import sgmv as sgmv_native
+from manylora.kernels.plain import sampling as sampling_cpu
 
-TRITON_KERNELS = "weft.kernels.triton"
+TRITON_KERNELS = "manylora.kernels.triton"
 ATTENTION = AttentionNeeds(
     setting="auto", num_heads=4, num_kv_heads=2, head_dim=64, page_tokens=16, windows=(None,), is_kv_int8=False
 )
@@ -48,7 +48,7 @@ def test_a_gpu_without_triton_is_an_error_that_says_what_to_install(monkeypatch:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     dispatch.triton_kernels.cache_clear()
     for choose in (lambda: kernels_for(torch.device("cuda"), BF16), lambda: choose_device("auto")):
-        with pytest.raises(ConfigError, match=r"pip install 'weft\[triton\]'") as raised:
+        with pytest.raises(ConfigError, match=r"pip install 'manylora\[triton\]'") as raised:
             choose()
         assert raised.value.param == "model.device"
 
@@ -81,6 +81,6 @@ def test_flashinfer_is_tried_for_a_model_on_a_gpu_alone(monkeypatch: pytest.Monk
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_cuda_gets_triton(dtype: torch.dtype) -> None:
-    from weft.kernels.triton import sgmv as sgmv_triton
+    from manylora.kernels.triton import sgmv as sgmv_triton
 
     assert kernels_for(torch.device("cuda"), dtype).sgmv is sgmv_triton.sgmv

@@ -16,16 +16,16 @@ import torch
 
 from fake_flashinfer import FakeFlashInfer
 from implementations import BF16, CPU, F16, F32, FLASHINFER, TORCH, TRITON, Implementation
+from manylora.errors import ConfigError
+from manylora.kernels.attention_batch import AttentionBatch
+from manylora.kernels.dispatch import AttentionNeeds, Kernels, kernels_for, with_flashinfer
+from manylora.kernels.flashinfer import attention as flashinfer_attention
+from manylora.kernels.flashinfer.attention import HEAD_DIMS, NUM_PLANS, FlashInferAttention
+from manylora.kernels.flashinfer.probe import open_flashinfer
+from manylora.kernels.kv_layer import KvLayer
 from numerics import assert_rows_close
 from oracles import ORACLES
 from scattered_kv import AttentionCase, ScatteredKv
-from weft.errors import ConfigError
-from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.dispatch import AttentionNeeds, Kernels, kernels_for, with_flashinfer
-from weft.kernels.flashinfer import attention as flashinfer_attention
-from weft.kernels.flashinfer.attention import HEAD_DIMS, NUM_PLANS, FlashInferAttention
-from weft.kernels.flashinfer.probe import open_flashinfer
-from weft.kernels.kv_layer import KvLayer
 
 IMPLEMENTATIONS = [FLASHINFER]
 KERNELS = FLASHINFER.make()
@@ -106,7 +106,7 @@ def without_toolkit(monkeypatch: pytest.MonkeyPatch, module: FakeFlashInfer, mac
     monkeypatch.delenv("CUDA_HOME")
     monkeypatch.delenv("CUDA_PATH", raising=False)
     monkeypatch.setenv("PATH", str(machine))
-    monkeypatch.setattr("weft.kernels.flashinfer.probe.TOOLKIT", str(machine / "cuda"))
+    monkeypatch.setattr("manylora.kernels.flashinfer.probe.TOOLKIT", str(machine / "cuda"))
 
 
 def wrong(by: float) -> Callable[[pytest.MonkeyPatch, FakeFlashInfer, Path], None]:
@@ -121,7 +121,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, module: FakeFlashInfer, machine: Pa
 
 
 FAILURES = {
-    "gone": (gone, r"it is not installed; pip install 'weft\[cuda\]'"),
+    "gone": (gone, r"it is not installed; pip install 'manylora\[cuda\]'"),
     "broken": (broken, "a trial of it failed: OSError: no libcuda"),
     "old device": (old, r"it needs a GPU of compute capability 8\.0 or more, this one has 7\.5"),
     "no compiler": (without_compiler, "nvcc, which is not found; install the CUDA toolkit, or set CUDA_HOME to it"),
@@ -182,7 +182,7 @@ def test_a_compiler_is_found_where_flashinfer_looks_for_it(machine: Path, monkey
     ):
         with monkeypatch.context() as patched:
             if name == "TOOLKIT":
-                patched.setattr("weft.kernels.flashinfer.probe.TOOLKIT", str(value))
+                patched.setattr("manylora.kernels.flashinfer.probe.TOOLKIT", str(value))
             else:
                 patched.setenv(name, str(value))
             assert chosen() is not KERNELS, name

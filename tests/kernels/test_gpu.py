@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from implementations import BF16, TRITON
+from manylora.kernels.attend import Rotation
+from manylora.kernels.attention_batch import AttentionBatch
+from manylora.kernels.kv_layer import KvLayer
+from manylora.kernels.sampling import RowSampling, SamplingColumns, sampling_words
 from numerics import assert_rows_close
 from oracles import ORACLES
 from scattered_lora import ScatteredLora, SgmvCase
-from weft.kernels.attend import Rotation
-from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.kv_layer import KvLayer
-from weft.kernels.sampling import RowSampling, SamplingColumns, sampling_words
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = torch.device("cuda")

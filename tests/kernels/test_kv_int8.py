@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from implementations import BF16, F16, F32, Implementation
+from manylora.kernels.kv_layer import dequantise, quantise
+from manylora.kernels.native.attention import TASK_ROWS
 from numerics import assert_rows_close, bits, turned
 from oracles import ORACLES, int8_vector
 from scattered_kv import DECODE, MIXED, AttentionCase, ScatteredKv, odd_vectors
-from weft.kernels.kv_layer import dequantise, quantise
-from weft.kernels.native.attention import TASK_ROWS
 
 NAN = float("nan")
 AROUND_BLOCKS = ((1, 63), (1, 64), (1, 65), (1, 130), (63, 63), (3, 66), (1, 0), (65, 130), (2, 0), (64, 128))

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.benchmarks.engine.kernels import relative_error
-from weft.benchmarks.model_shapes import QWEN
-from weft.config import KvDtype
-from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.dispatch import kernels_for
-from weft.kernels.kv_layer import KvLayer
-from weft.kernels.plain.rows import kv_write
-from weft.memory.arena import Arena
+from manylora.benchmarks.engine.kernels import relative_error
+from manylora.benchmarks.model_shapes import QWEN
+from manylora.config import KvDtype
+from manylora.kernels.attention_batch import AttentionBatch
+from manylora.kernels.dispatch import kernels_for
+from manylora.kernels.kv_layer import KvLayer
+from manylora.kernels.plain.rows import kv_write
+from manylora.memory.arena import Arena
 
 CPU = torch.device("cpu")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quantisation.md"

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from implementations import copy_sources, needs_compiler
-from weft.config import environment
-from weft.kernels.native import levels
-from weft.kernels.native import library as native_library
-from weft.kernels.native.levels import AVX2, AVX512, BF16, LEVELS, TILES, level_for, usable_features
-from weft.kernels.native.library import (
+from manylora.config import environment
+from manylora.kernels.native import levels
+from manylora.kernels.native import library as native_library
+from manylora.kernels.native.levels import AVX2, AVX512, BF16, LEVELS, TILES, level_for, usable_features
+from manylora.kernels.native.library import (
     COMMON_FLAGS,
     FLAGS,
     WITHOUT_TILES,
@@ -106,8 +106,8 @@ COMPARE = """
 import json, sys
 from pathlib import Path
 import torch
-from weft.kernels.dispatch import kernels_for, native_kernels, torch_kernels
-from weft.kernels.native import library
+from manylora.kernels.dispatch import kernels_for, native_kernels, torch_kernels
+from manylora.kernels.native import library
 library.PREBUILT = Path(sys.argv[1])
 x = torch.randn(40, 512, generator=torch.Generator().manual_seed(0))
 results = []
@@ -159,7 +159,7 @@ def test_prebuilt_kernels_that_cannot_be_loaded_are_reported(
     (tmp_path / library.name).write_text("not a library")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native_library, "PREBUILT", tmp_path)
-    with pytest.raises(NativeUnavailableError, match=rf"{library.name} cannot be loaded: .*; install Weft again"):
+    with pytest.raises(NativeUnavailableError, match=rf"{library.name} cannot be loaded: .*; install Manylora again"):
         find_library()
 
 

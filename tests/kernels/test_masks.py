@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from implementations import Implementation
-from weft.kernels.native.library import native_library
+from manylora.kernels.native.library import native_library
 
 NOTHING = -torch.inf
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from implementations import copy_sources, needs_compiler
-from weft.config import environment
-from weft.kernels.dispatch import kernels_for, torch_kernels
-from weft.kernels.kv_layer import KvLayer
-from weft.kernels.native import library as native_library
-from weft.kernels.native import rows as rows_native
-from weft.kernels.native.attention import ARGUMENTS
-from weft.kernels.native.library import FLAGS, NativeUnavailableError, load_library, native_function
+from manylora.config import environment
+from manylora.kernels.dispatch import kernels_for, torch_kernels
+from manylora.kernels.kv_layer import KvLayer
+from manylora.kernels.native import library as native_library
+from manylora.kernels.native import rows as rows_native
+from manylora.kernels.native.attention import ARGUMENTS
+from manylora.kernels.native.library import FLAGS, NativeUnavailableError, load_library, native_function
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="the CPU kernels are compiled on Linux only")
 
@@ -132,7 +132,7 @@ def test_a_folder_of_others_or_that_others_write_to_is_refused(
     user = os.geteuid()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(os, "geteuid", lambda: user + other_user)
-    folder = tmp_path / "weft" / "kernels"
+    folder = tmp_path / "manylora" / "kernels"
     folder.mkdir(parents=True)
     folder.chmod(mode)
     assert native_library.native_library() is None
@@ -148,8 +148,8 @@ def test_a_folder_that_is_made_is_for_this_user_only(tmp_path: Path, monkeypatch
         load_library(FLAGS)
     finally:
         os.umask(before)
-    assert (tmp_path / "weft" / "kernels").stat().st_mode & 0o777 == 0o700
-    assert len(list((tmp_path / "weft" / "kernels").iterdir())) == 1
+    assert (tmp_path / "manylora" / "kernels").stat().st_mode & 0o777 == 0o700
+    assert len(list((tmp_path / "manylora" / "kernels").iterdir())) == 1
 
 
 @pytest.mark.usefixtures("little_sources")
@@ -157,7 +157,9 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    with pytest.raises(NativeUnavailableError, match=r"missing/weft-\w+\.so cannot be written: .*; set XDG_CACHE_HOME"):
+    with pytest.raises(
+        NativeUnavailableError, match=r"missing/manylora-\w+\.so cannot be written: .*; set XDG_CACHE_HOME"
+    ):
         load_library(FLAGS, tmp_path / "missing")
     (tmp_path / "file").touch()
     monkeypatch.setattr(Path, "home", homeless)
@@ -181,8 +183,8 @@ COMPILE_AND_COMPUTE = """
 import sys
 from pathlib import Path
 import torch
-from weft.kernels.native import library as native_library
-from weft.kernels.native import rows as rows_native
+from manylora.kernels.native import library as native_library
+from manylora.kernels.native import rows as rows_native
 native_library.SOURCES = Path(sys.argv[2])
 library = native_library.load_library(tuple(sys.argv[3:]), Path(sys.argv[1]))
 native_library.native_library = lambda: library

@@ -45,7 +45,7 @@ def sum_layouts(kernel: Any, constants: dict[str, object], arch: int) -> list[st
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_a_norm_with_a_delta_sums_in_the_same_order_as_one_without(arch: int) -> None:
-    from weft.kernels.triton import rows
+    from manylora.kernels.triton import rows
 
     size = {"N": 4096, "BLOCK": 4096}
     alone = sum_layouts(rows.rms_norm_kernel, {**size, "ADD": True}, arch)

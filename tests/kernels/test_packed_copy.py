@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from implementations import CPU
-from weft.kernels.packed_copy import ALIGNMENT, copy_in_one
+from manylora.kernels.packed_copy import ALIGNMENT, copy_in_one
 
 
 def test_arrays_keep_their_shapes_dtypes_and_numbers() -> None:

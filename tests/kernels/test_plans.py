@@ -10,9 +10,9 @@ import pytest
 
 from fake_triton import fake_triton
 from implementations import BF16, F32, INTERPRETS, TRITON
+from manylora.kernels.triton import plans
 from scattered_kv import AttentionCase, ScatteredKv
 from scattered_lora import LAYER, ScatteredLora, SgmvCase
-from weft.kernels.triton import plans
 
 pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
 without_interpreter = pytest.mark.skipif(INTERPRETS, reason="the interpreter compiles nothing")

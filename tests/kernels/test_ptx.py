@@ -1,7 +1,7 @@
 """What the Triton compiler makes of the kernels; needs no GPU, but a process that does not interpret.
 
 All variants are compiled for sm_90, and those that are not minor for the other kinds of GPU. The folder of another
-Triton (`pip install --target FOLDER triton==3.6.0`) in WEFT_TEST_TRITON is used instead of the installed one.
+Triton (`pip install --target FOLDER triton==3.6.0`) in MANYLORA_TEST_TRITON is used instead of the installed one.
 """
 
 import json
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from manylora.config import environment
 from triton_processes import SUPPORT, run_compiling
-from weft.config import environment
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ Report = dict[str, dict[str, int]]
 def compiled_for(arch: int, folder: Path, *options: str) -> Report:
     """The figures of the variants."""
     pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
-    other = environment().get("WEFT_TEST_TRITON")
+    other = environment().get("MANYLORA_TEST_TRITON")
     variables = {"PYTHONPATH": other} if other else {}
     report: Report = json.loads(run_compiling([str(PROGRAM), str(arch), *options], folder, **variables))
     return report

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from implementations import BF16, F16, F32, NATIVE, TORCH, Implementation, num_threads
-from weft.kernels.native.quantised import QuantisedLinear
-from weft.kernels.quantised import MAX_FEATURES, ROWS_AT_ONCE, Int4Weight, Int8Weight, QuantisedWeight
-from weft.kernels.weight_format import GROUP, layer_bytes
+from manylora.kernels.native.quantised import QuantisedLinear
+from manylora.kernels.quantised import MAX_FEATURES, ROWS_AT_ONCE, Int4Weight, Int8Weight, QuantisedWeight
+from manylora.kernels.weight_format import GROUP, layer_bytes
 
 Rounded = Literal["int8", "int4"]
 IMPLEMENTATIONS = [TORCH, *NATIVE]

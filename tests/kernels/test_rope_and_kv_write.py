@@ -9,9 +9,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import oracles
 from implementations import BF16, F32, TORCH, Implementation
+from manylora.kernels.kv_layer import KvLayer
+from manylora.kernels.plain.rows import both_halves, kv_write, rope
 from numerics import assert_rows_close, bits, turned
-from weft.kernels.kv_layer import KvLayer
-from weft.kernels.plain.rows import both_halves, kv_write, rope
 
 IMPLEMENTATIONS = [TORCH]
 POSITIONS = torch.tensor([0, 7, 49, 7, 3])

@@ -7,8 +7,7 @@ import torch
 
 import implementations
 from implementations import CPU, TORCH, Implementation
-from oracles import ORACLES, probabilities
-from weft.kernels.sampling import (
+from manylora.kernels.sampling import (
     NON_FINITE,
     NOTHING_LEFT,
     RowEdits,
@@ -17,6 +16,7 @@ from weft.kernels.sampling import (
     apply_edits,
     edit_arrays,
 )
+from oracles import ORACLES, probabilities
 
 IMPLEMENTATIONS = [impl for impl in implementations.IMPLEMENTATIONS if impl.build is None]
 """C++ has none of its own."""
@@ -213,7 +213,7 @@ def test_no_pass_leaves_anything_for_the_next(impl: Implementation) -> None:
     """Counters of the Triton kernels are zero between calls, whatever the rows need."""
     if impl.name != "triton":
         return
-    from weft.kernels.triton import sampling
+    from manylora.kernels.triton import sampling
 
     rows = [(parameters, 0.5) for parameters in (GREEDY, *FILTERS[-5:])]
     logits = logits_of(5000, rows=len(rows)).to(impl.device)

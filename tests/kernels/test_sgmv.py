@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from implementations import BF16, CPU, F16, F32, TORCH, Implementation, needs_compiler, num_threads
+from manylora.kernels.native.sgmv import sgmv as native_sgmv
+from manylora.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvOperands, SgmvSite, Tiles, row_pitch_units
+from manylora.memory import geometry
 from numerics import assert_rows_close, bits
 from scattered_lora import LAYER, ScatteredLora, SgmvCase, make_tiles
-from weft.kernels.native.sgmv import sgmv as native_sgmv
-from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvOperands, SgmvSite, Tiles, row_pitch_units
-from weft.memory import geometry
 
 RANKS = (0, 8, 16, 24, 64, 128, 256)
 POPULARITIES = ("distinct", "uniform", "zipf", "identical", "skewed")

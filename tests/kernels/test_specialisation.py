@@ -9,8 +9,8 @@ import torch
 
 from fake_triton import fake_triton
 from implementations import BF16, CPU, INTERPRETS, TRITON
-from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.kv_layer import KvLayer
+from manylora.kernels.attention_batch import AttentionBatch
+from manylora.kernels.kv_layer import KvLayer
 
 pytestmark = pytest.mark.skipif(INTERPRETS, reason="the interpreter compiles nothing")
 pytest.importorskip("triton", reason="needs Triton, which is there on Linux")

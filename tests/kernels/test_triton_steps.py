@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from implementations import CPU, INTERPRETS, TRITON
+from manylora.adapters.lora import step as lora_step
+from manylora.adapters.lora.tiles import fill_tiles, tile_capacity
+from manylora.engine.execution.batch import build_batch
+from manylora.engine.model import weights
+from manylora.engine.model.decoder import KvViews
 from step_driver import StepDriver
 from tiny_models import ALL_LINEAR, load_reference, make_adapter, make_model, reference_logits
-from weft.adapters.lora import step as lora_step
-from weft.adapters.lora.tiles import fill_tiles, tile_capacity
-from weft.engine.execution.batch import build_batch
-from weft.engine.model import weights
-from weft.engine.model.decoder import KvViews
 
 pytestmark = pytest.mark.skipif(not INTERPRETS, reason="needs Triton's interpreter")
 PROMPTS = [[5, 9, 200], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [300, 20], [44, 45, 46]]

@@ -4,8 +4,8 @@ import psutil
 import pytest
 import torch
 
-from weft.memory.arena import Arena
-from weft.memory.geometry import PageGeometry, page_geometry
+from manylora.memory.arena import Arena
+from manylora.memory.geometry import PageGeometry, page_geometry
 
 CPU = torch.device("cpu")
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from weft.memory.block_table import BlockTable
-from weft.memory.geometry import PageGeometry
+from manylora.memory.block_table import BlockTable
+from manylora.memory.geometry import PageGeometry
 
 
 def geometry(num_groups: int = 1) -> PageGeometry:

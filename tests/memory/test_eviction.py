@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from weft.errors import PageAccountingError
-from weft.memory.eviction import HALF_LIFE_S, MIN_COMPACTION, Evictable, Evictor, Gdsf, Lru, UseCount
-from weft.memory.eviction import eviction_policy as policy_of
-from weft.memory.pool import PageKind, PagePool
+from manylora.errors import PageAccountingError
+from manylora.memory.eviction import HALF_LIFE_S, MIN_COMPACTION, Evictable, Evictor, Gdsf, Lru, UseCount
+from manylora.memory.eviction import eviction_policy as policy_of
+from manylora.memory.pool import PageKind, PagePool
 
 
 @dataclass(eq=False, kw_only=True)

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from weft.errors import ConfigError, PageAccountingError
-from weft.memory.host_slab import HostSlab, SwapSpace
+from manylora.errors import ConfigError, PageAccountingError
+from manylora.memory.host_slab import HostSlab, SwapSpace
 
 
 def test_a_double_free_raises_and_changes_nothing() -> None:

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from weft.memory.page_map import MAX_CELLS, PageMap, PageUse, page_map
-from weft.memory.pool import PAGE_KINDS, PAGE_STATES, PagePool
+from manylora.memory.page_map import MAX_CELLS, PageMap, PageUse, page_map
+from manylora.memory.pool import PAGE_KINDS, PAGE_STATES, PagePool
 
 
 def cells_of(shown: PageMap) -> list[PageUse]:

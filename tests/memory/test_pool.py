@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from weft.errors import PageAccountingError
-from weft.memory.pool import PAGE_KINDS, PageKind, PagePool, PageState
+from manylora.errors import PageAccountingError
+from manylora.memory.pool import PAGE_KINDS, PageKind, PagePool, PageState
 
 NUM_PAGES = 12
 

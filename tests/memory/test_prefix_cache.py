@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from weft.errors import PageAccountingError
-from weft.memory.eviction import Evictor, eviction_policy
-from weft.memory.pool import PagePool
-from weft.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain, chain_seed
+from manylora.errors import PageAccountingError
+from manylora.memory.eviction import Evictor, eviction_policy
+from manylora.memory.pool import PagePool
+from manylora.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain, chain_seed
 
 BLOCK_TOKENS = 2
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=40)

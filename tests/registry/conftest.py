@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from manylora.registry.db.database import Database
+from manylora.registry.db.models import TenantRow
+from manylora.registry.registry import Registry
 from postgres_server import KINDS, database_of
 from ready_registry import put_registry
 from registry_samples import StandingClock
-from weft.registry.db.database import Database
-from weft.registry.db.models import TenantRow
-from weft.registry.registry import Registry
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from manylora.adapters.ref import AdapterRef
+from manylora.errors import CapacityError, InvalidRequestError, NotFoundError
+from manylora.registry.db.models import TenantRow
+from manylora.registry.records import Removed
+from manylora.registry.registry import Registry
 from registry_samples import NOON, StandingClock, facts, kept_statements, publish_version
-from weft.adapters.ref import AdapterRef
-from weft.errors import CapacityError, InvalidRequestError, NotFoundError
-from weft.registry.db.models import TenantRow
-from weft.registry.records import Removed
-from weft.registry.registry import Registry
 
 pytestmark = pytest.mark.anyio
 

@@ -14,10 +14,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from manylora.errors import InvalidRequestError, ManyloraError, NotFoundError
+from manylora.registry.registry import Registry
 from postgres_server import database_of
 from registry_samples import facts, publish_version
-from weft.errors import InvalidRequestError, NotFoundError, WeftError
-from weft.registry.registry import Registry
 
 pytestmark = pytest.mark.no_cover
 
@@ -153,7 +153,7 @@ class AdapterMachine(RuleBasedStateMachine):
     def _contents(self) -> set[str]:
         return {content for adapter in self.expected.values() for content in adapter.versions.values()}
 
-    def _fails(self, change: Any, error: type[WeftError]) -> WeftError:
+    def _fails(self, change: Any, error: type[ManyloraError]) -> ManyloraError:
         with pytest.raises(error) as caught:
             self.runner.run(change)
         return caught.value

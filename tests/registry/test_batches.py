@@ -6,14 +6,14 @@ from datetime import timedelta
 
 import pytest
 
+from manylora.config import BatchConfig
+from manylora.errors import ConflictError, ForbiddenError, NotFoundError
+from manylora.registry.batches import LEASE_S, LineResult, new_file
+from manylora.registry.db.models import BatchRow, FileRow, TenantRow
+from manylora.registry.records import UsageQuery
+from manylora.registry.registry import Registry
 from registry_samples import NOON, StandingClock, usage_event
 from usage_sums import wrong_sums
-from weft.config import BatchConfig
-from weft.errors import ConflictError, ForbiddenError, NotFoundError
-from weft.registry.batches import LEASE_S, LineResult, new_file
-from weft.registry.db.models import BatchRow, FileRow, TenantRow
-from weft.registry.records import UsageQuery
-from weft.registry.registry import Registry
 
 pytestmark = pytest.mark.anyio
 LIMITS = BatchConfig(max_files=10, max_stored_bytes=1000)

@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from manylora.errors import CapacityError, ManyloraError, NotFoundError
+from manylora.registry import cache as recent_module
+from manylora.registry.cache import LOOK_S, MAX_AGE_S, MAX_CONFIRMED_S, MAX_OUTAGE_S, Changes, ReadThroughCache
 from registry_samples import StandingClock
-from weft.errors import CapacityError, NotFoundError, WeftError
-from weft.registry import cache as recent_module
-from weft.registry.cache import LOOK_S, MAX_AGE_S, MAX_CONFIRMED_S, MAX_OUTAGE_S, Changes, ReadThroughCache
 
 pytestmark = pytest.mark.anyio
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 class Source:
     """Answers with what it is told to, and counts the questions."""
 
-    def __init__(self, answer: int | WeftError = 1) -> None:
+    def __init__(self, answer: int | ManyloraError = 1) -> None:
         self.answer = answer
         self.num_asked = 0
         self.meanwhile: Callable[[], None] = lambda: None
@@ -24,7 +24,7 @@ class Source:
     async def __call__(self) -> int:
         self.num_asked += 1
         self.meanwhile()
-        if isinstance(self.answer, WeftError):
+        if isinstance(self.answer, ManyloraError):
             raise self.answer
         return self.answer
 

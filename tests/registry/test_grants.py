@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
+from manylora.errors import InvalidRequestError, NotFoundError
+from manylora.registry import grants
+from manylora.registry.db.models import TenantRow
+from manylora.registry.names import EVERY_VERSION
+from manylora.registry.registry import Registry
 from registry_samples import facts, kept_statements, publish_version
-from weft.errors import InvalidRequestError, NotFoundError
-from weft.registry import grants
-from weft.registry.db.models import TenantRow
-from weft.registry.names import EVERY_VERSION
-from weft.registry.registry import Registry
 
 pytestmark = pytest.mark.anyio
 

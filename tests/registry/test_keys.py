@@ -11,14 +11,14 @@ from unittest.mock import Mock
 
 import pytest
 
+from manylora.errors import AuthenticationError, CapacityError, InvalidRequestError, NotFoundError
+from manylora.registry.db.database import unavailable
+from manylora.registry.db.models import KeyRow, TenantRow
+from manylora.registry.keys import read_pepper
+from manylora.registry.limits import Limits
+from manylora.registry.records import SCOPES, Identity
+from manylora.registry.registry import Registry
 from registry_samples import NOON, StandingClock, facts, publish_version
-from weft.errors import AuthenticationError, CapacityError, InvalidRequestError, NotFoundError
-from weft.registry.db.database import unavailable
-from weft.registry.db.models import KeyRow, TenantRow
-from weft.registry.keys import read_pepper
-from weft.registry.limits import Limits
-from weft.registry.records import SCOPES, Identity
-from weft.registry.registry import Registry
 
 pytestmark = pytest.mark.anyio
 
@@ -54,12 +54,12 @@ async def test_a_secret_tells_tenant_key_and_scopes(registry: Registry, acme: Te
     assert key.name == "ci"
     assert secret.startswith(key.prefix + "_")
     await refuses(registry, secret[:-1] + ("A" if secret[-1] != "A" else "B"))
-    assert re.fullmatch(r"weft_[0-9a-z]{12}_[A-Za-z0-9_-]{43}", secret)
+    assert re.fullmatch(r"manylora_[0-9a-z]{12}_[A-Za-z0-9_-]{43}", secret)
 
 
 @pytest.mark.parametrize(
     "secret",
-    ["", "admin-secre", "weft_000000000000_" + "A" * 43, "weft_", "\ud800", "\x00", "x" * 100_000],
+    ["", "admin-secre", "manylora_000000000000_" + "A" * 43, "manylora_", "\ud800", "\x00", "x" * 100_000],
     ids=["empty", "cut", "unknown", "prefix", "surrogate", "nul", "long"],
 )
 async def test_nobody_holds_a_made_up_secret(registry: Registry, secret: str) -> None:
@@ -76,7 +76,7 @@ async def test_without_an_admin_key_nobody_is_admin(tmp_path: Path) -> None:
 async def test_unknown_prefixes_are_compared_as_well(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     compare = Mock(wraps=hmac.compare_digest)
     monkeypatch.setattr(hmac, "compare_digest", compare)
-    await refuses(registry, "weft_000000000000_" + "A" * 43)
+    await refuses(registry, "manylora_000000000000_" + "A" * 43)
     assert compare.call_count == 2
     assert compare.call_args.args[1] == "0" * 64
 

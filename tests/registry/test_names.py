@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from registry_samples import facts, publish_version
-from weft.errors import ConflictError, InvalidRequestError, NotFoundError
-from weft.registry.db.models import TenantRow
-from weft.registry.names import (
+from manylora.errors import ConflictError, InvalidRequestError, NotFoundError
+from manylora.registry.db.models import TenantRow
+from manylora.registry.names import (
     Selector,
     check_alias,
     check_integer,
@@ -23,7 +22,8 @@ from weft.registry.names import (
     parse_selector,
     storable,
 )
-from weft.registry.registry import Registry
+from manylora.registry.registry import Registry
+from registry_samples import facts, publish_version
 
 pytestmark = pytest.mark.anyio
 USERS = 2000

@@ -13,17 +13,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from manylora.errors import CapacityError, ConfigError, ManyloraError, NotFoundError
+from manylora.registry.adapters import Adapters
+from manylora.registry.cache import MAX_OUTAGE_S
+from manylora.registry.db.clock import from_micros, iso, to_micros
+from manylora.registry.db.models import TenantRow
+from manylora.registry.grants import Grants
+from manylora.registry.keys import Keys
+from manylora.registry.registry import Registry
+from manylora.registry.sessions import Sessions
+from manylora.registry.tenants import Tenants
 from registry_samples import StandingClock, facts, publish_version, usage_event
-from weft.errors import CapacityError, ConfigError, NotFoundError, WeftError
-from weft.registry.adapters import Adapters
-from weft.registry.cache import MAX_OUTAGE_S
-from weft.registry.db.clock import from_micros, iso, to_micros
-from weft.registry.db.models import TenantRow
-from weft.registry.grants import Grants
-from weft.registry.keys import Keys
-from weft.registry.registry import Registry
-from weft.registry.sessions import Sessions
-from weft.registry.tenants import Tenants
 
 pytestmark = pytest.mark.anyio
 
@@ -41,7 +41,7 @@ TENANT_SCOPED: dict[str, Callable[[Registry, str, str], Awaitable[object]]] = {
 
 def test_importing_the_registry_loads_no_tensors_and_no_http() -> None:
     program = (
-        "import sys, weft.registry.registry\n"
+        "import sys, manylora.registry.registry\n"
         "heavy = {'torch', 'numpy', 'triton', 'transformers', 'fastapi', 'starlette', 'uvicorn', 'httpx', 'pydantic'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
@@ -118,7 +118,7 @@ async def test_any_text_is_answered_or_refused_on_purpose(registry: Registry, ac
         registry.key_ring.authenticate(text),
         registry.keys.create_key("acme", text),
     ):
-        with contextlib.suppress(WeftError):
+        with contextlib.suppress(ManyloraError):
             await call
 
 

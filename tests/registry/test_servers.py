@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from manylora.registry import servers
+from manylora.registry.db.clock import to_micros
+from manylora.registry.db.models import ServerRow
+from manylora.registry.registry import Registry
+from manylora.registry.servers import GONE, server_name
 from registry_samples import StandingClock, server_sample
-from weft.registry import servers
-from weft.registry.db.clock import to_micros
-from weft.registry.db.models import ServerRow
-from weft.registry.registry import Registry
-from weft.registry.servers import GONE, server_name
 
 pytestmark = pytest.mark.anyio
 ONE = server_sample(url="http://10.0.0.1:8000")

@@ -5,12 +5,12 @@ from datetime import timedelta
 
 import pytest
 
+from manylora.errors import AuthenticationError
+from manylora.registry.db.models import TenantRow
+from manylora.registry.records import Credential, Identity
+from manylora.registry.registry import Registry
+from manylora.registry.sessions import LINK_S, MAX_PER_SECRET, SESSION_S
 from registry_samples import StandingClock
-from weft.errors import AuthenticationError
-from weft.registry.db.models import TenantRow
-from weft.registry.records import Credential, Identity
-from weft.registry.registry import Registry
-from weft.registry.sessions import LINK_S, MAX_PER_SECRET, SESSION_S
 
 pytestmark = pytest.mark.anyio
 
@@ -46,7 +46,7 @@ async def test_a_session_is_who_began_it_until_it_is_ended(registry: Registry, h
 async def test_a_guessed_link_waits_for_no_writer(registry: Registry, holder: Identity) -> None:
     session, _ = await registry.sessions.begin_session(credential(holder))
     async with registry.database.write():
-        for token in ("weft_link_guessed", session):
+        for token in ("manylora_link_guessed", session):
             with pytest.raises(AuthenticationError) as raised:
                 await asyncio.wait_for(registry.sessions.follow_link(token), 60)
             assert raised.value.code == "session.link_used"
@@ -113,7 +113,7 @@ async def test_a_link_is_soon_too_old_and_a_session_is_no_link(
     link, _ = await registry.sessions.begin_session(credential(holder), "link")
     token, _ = await registry.sessions.begin_session(credential(holder))
     clock.now += timedelta(seconds=LINK_S)
-    for wrong in (link, token, "weft_link_guessed"):
+    for wrong in (link, token, "manylora_link_guessed"):
         with pytest.raises(AuthenticationError) as raised:
             await registry.sessions.follow_link(wrong)
         assert raised.value.code == "session.link_used"

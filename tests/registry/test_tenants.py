@@ -4,12 +4,12 @@ import math
 
 import pytest
 
+from manylora.errors import AuthenticationError, ConflictError, InvalidRequestError, NotFoundError
+from manylora.registry.db.models import TenantRow
+from manylora.registry.limits import TENANT_LIMITS, Limits
+from manylora.registry.records import Removed, UsageQuery
+from manylora.registry.registry import Registry
 from registry_samples import NOON, StandingClock, facts, publish_version, usage_event
-from weft.errors import AuthenticationError, ConflictError, InvalidRequestError, NotFoundError
-from weft.registry.db.models import TenantRow
-from weft.registry.limits import TENANT_LIMITS, Limits
-from weft.registry.records import Removed, UsageQuery
-from weft.registry.registry import Registry
 
 pytestmark = pytest.mark.anyio
 

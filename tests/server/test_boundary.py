@@ -12,9 +12,9 @@ from structlog.testing import capture_logs
 
 from api_adapters import upload
 from api_server import BASE, Api, Client, eventually, new_client
-from weft.engine.request import GenerationRequest, RequestError, RequestOutput
-from weft.server.listen import metrics_app
-from weft.server.status.routes import metrics_response
+from manylora.engine.request import GenerationRequest, RequestError, RequestOutput
+from manylora.server.listen import metrics_app
+from manylora.server.status.routes import metrics_response
 
 pytestmark = pytest.mark.anyio
 BODY = {"model": BASE, "prompt": "x"}
@@ -27,7 +27,7 @@ def breaking_after(num_outputs: int, api: Api) -> None:
         count = 0
         async for output in whole(request):
             if count == num_outputs:
-                raise RuntimeError("secret /home/weft 0xdeadbeef")
+                raise RuntimeError("secret /home/manylora 0xdeadbeef")
             count += 1
             yield output
 
@@ -44,7 +44,7 @@ async def test_a_fault_before_the_first_byte_is_a_constant_500(api: Api, acme: C
 
 
 async def test_a_fault_that_the_engine_reports_is_in_the_log_under_the_requests_id(api: Api, acme: Client) -> None:
-    api.engine.refusal = RequestError(kind="internal", code="internal_error", message="secret /home/weft")
+    api.engine.refusal = RequestError(kind="internal", code="internal_error", message="secret /home/manylora")
     with capture_logs() as logged:
         answer = await acme.post("/v1/completions", json=BODY)
     assert answer.status_code == 500
@@ -72,7 +72,7 @@ async def test_a_port_of_its_own_shows_metrics_and_nothing_else(api: Api) -> Non
     async with new_client(
         None, "http://test", httpx.ASGITransport(app=metrics_app(partial(metrics_response, api.services)))
     ) as client:
-        assert "weft_build_info" in (await client.get("/metrics")).text
+        assert "manylora_build_info" in (await client.get("/metrics")).text
         assert (await client.get("/v1/models")).status_code == 404
         assert (await client.post("/metrics")).status_code == 404
 

@@ -6,9 +6,9 @@ import pytest
 
 from api_adapters import upload
 from api_server import Api, Client, eventually
-from weft.errors import DrainingError
-from weft.server.drain import Drain
-from weft.server.listen import ApiServer, Shutdown
+from manylora.errors import DrainingError
+from manylora.server.drain import Drain
+from manylora.server.listen import ApiServer, Shutdown
 
 pytestmark = pytest.mark.anyio
 

@@ -3,18 +3,18 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from weft import errors
-from weft.engine.request import RequestError
-from weft.errors import WeftError
-from weft.server.errors import answer, error_body, error_response, from_engine
+from manylora import errors
+from manylora.engine.request import RequestError
+from manylora.errors import ManyloraError
+from manylora.server.errors import answer, error_body, error_response, from_engine
 
 
-def every_class(cls: type[WeftError] = WeftError) -> list[type[WeftError]]:
+def every_class(cls: type[ManyloraError] = ManyloraError) -> list[type[ManyloraError]]:
     return [cls, *(found for sub in cls.__subclasses__() for found in every_class(sub))]
 
 
 def test_every_error_class_has_its_status_and_one_shape() -> None:
-    statuses: dict[int, set[type[WeftError]]] = {}
+    statuses: dict[int, set[type[ManyloraError]]] = {}
     for cls in every_class():
         status, _ = answer(cls("m"))
         statuses.setdefault(status, set()).add(cls)
@@ -37,7 +37,7 @@ def test_every_error_class_has_its_status_and_one_shape() -> None:
         413: {errors.PayloadTooLargeError},
         422: {errors.AdapterError, errors.AdapterFormatError, errors.AdapterIncompatibleError},
         429: {errors.RateLimitError, errors.QuotaExceededError},
-        500: {errors.WeftError, errors.ConfigError, errors.ClientError, *every_class(errors.EngineError)},
+        500: {errors.ManyloraError, errors.ConfigError, errors.ClientError, *every_class(errors.EngineError)},
         503: {
             errors.CapacityError,
             errors.QueueFullError,
@@ -80,7 +80,7 @@ def test_a_full_disk_is_507() -> None:
         ("internal_error", "internal", errors.EngineError),
     ],
 )
-def test_errors_of_the_engine_come_back_as_their_classes(code: str, kind: str, cls: type[WeftError]) -> None:
+def test_errors_of_the_engine_come_back_as_their_classes(code: str, kind: str, cls: type[ManyloraError]) -> None:
     error = from_engine(RequestError(code=code, message="m", kind=kind))  # type: ignore[arg-type]
     assert type(error) is cls
     assert error.code == code

@@ -11,9 +11,9 @@ import pytest
 
 from api_server import Api, eventually
 from blob_io import store
-from weft.errors import CapacityError
-from weft.server.garbage import HOLD_S, Sweeper, delete_blobs
-from weft.server.threads import cancel_all
+from manylora.errors import CapacityError
+from manylora.server.garbage import HOLD_S, Sweeper, delete_blobs
+from manylora.server.threads import cancel_all
 
 pytestmark = pytest.mark.anyio
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from weft.config import GatewayConfig, RegistryConfig, ServerConfig
-from weft.errors import ConfigError
-from weft.registry.registry import Registry
-from weft.server.cluster import app as cluster_app
-from weft.server.cluster import serve as gateway
-from weft.server.cluster.app import GatewayApps
-from weft.server.drain import Drain
-from weft.server.listen import bind, listen, listen_beside, run_until_signal
+from manylora.config import GatewayConfig, RegistryConfig, ServerConfig
+from manylora.errors import ConfigError
+from manylora.registry.registry import Registry
+from manylora.server.cluster import app as cluster_app
+from manylora.server.cluster import serve as gateway
+from manylora.server.cluster.app import GatewayApps
+from manylora.server.drain import Drain
+from manylora.server.listen import bind, listen, listen_beside, run_until_signal
 
 
 @pytest.mark.parametrize("setting", ["server.port", "server.metrics_port"])
@@ -43,8 +43,8 @@ def test_of_two_that_bind_a_port_the_second_is_told_when_it_listens() -> None:
 def test_a_gateway_that_loses_its_port_while_it_starts_is_neither_listed_nor_says_that_it_listens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WEFT_PEPPER", "p" * 32)
-    monkeypatch.setenv("WEFT_ADMIN_KEY", "k" * 32)
+    monkeypatch.setenv("MANYLORA_PEPPER", "p" * 32)
+    monkeypatch.setenv("MANYLORA_ADMIN_KEY", "k" * 32)
     said: list[str] = []
     open_gateway = cluster_app.open_gateway
     with bind("127.0.0.1", 0) as rival:

@@ -18,12 +18,12 @@ HOSTILE = [
 ]
 PROGRAM = """
 import json, logging, sys, structlog
-from weft.server.logs import configure_logs
+from manylora.server.logs import configure_logs
 configure_logs()
-log = structlog.get_logger("weft.server")
+log = structlog.get_logger("manylora.server")
 for text in json.load(sys.stdin):
     log.error("internal_error", path=text, request_id=text, nested={"name": text})
-    logging.getLogger("weft.engine").warning("said %s", text)
+    logging.getLogger("manylora.engine").warning("said %s", text)
     try:
         raise RuntimeError(text)
     except RuntimeError as error:

@@ -27,11 +27,11 @@ async def test_the_base_may_stand_before_an_adapters_name(api: Api, acme: Client
             for fields in ({"model": name}, {"adapter_id": name}, {"model": BASE, "adapter_id": name}):
                 answer = await acme.post("/v1/completions", json={"prompt": "x", **fields})
                 assert (answer.status_code, answer.json()["model"]) == (200, name), answer.text
-                assert answer.headers["x-weft-adapter-digest"] == digest
+                assert answer.headers["x-manylora-adapter-digest"] == digest
             assert (await acme.get(f"/v1/models/{name}")).json()["root"] == digest
             assert (await acme.post("/tokenize", json={"model": name, "prompt": "x"})).status_code == 200
     as_admin = await api.admin.post("/v1/completions", json={"model": f"{BASE}:acme/pirate", "prompt": "x"})
-    assert as_admin.headers["x-weft-adapter-digest"] == digest
+    assert as_admin.headers["x-manylora-adapter-digest"] == digest
     assert {request.adapter.digest for request in api.engine.requests if request.adapter} == {digest}
     assert all(request.adapter for request in api.engine.requests)
 

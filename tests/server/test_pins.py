@@ -10,9 +10,9 @@ import pytest
 
 from api_adapters import sound, upload
 from api_server import Api, Client
-from weft.engine.status import ResidentAdapter
-from weft.server.pins import sync_pins
-from weft.server.status.metrics import Metrics
+from manylora.engine.status import ResidentAdapter
+from manylora.server.pins import sync_pins
+from manylora.server.status.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
 
@@ -61,7 +61,7 @@ async def test_a_fresh_engine_is_told_the_pins_and_the_metrics_their_names(api: 
     assert api.engine.pinned == {digest}
     api.engine.residents = [ResidentAdapter(digest=digest, tier="device", pages=1, running=0, pinned=True)]
     text = services.metrics.render(await api.engine.status(), 0.0).decode()
-    assert 'weft_adapter_resident{adapter="acme/pirate",tier="device"} 1.0' in text
+    assert 'manylora_adapter_resident{adapter="acme/pirate",tier="device"} 1.0' in text
 
 
 @pytest.mark.parametrize("pinned", [None, 1, "true", {}])

@@ -1,4 +1,4 @@
-"""`weft serve` whole, with the real engine and the demo model."""
+"""`manylora serve` whole, with the real engine and the demo model."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import pytest
 from huggingface_hub import constants
 
 from idleness import wait_until
-from weft.config import environment
-from weft.engine.model.spec import resolve_model
-from weft.engine.model.weights import weight_files
-from weft.errors import ConfigError
-from weft.server.serve import load_tokenizer
-from weft_server import DEMO_MODEL, engines, weft_server
+from manylora.config import environment
+from manylora.engine.model.spec import resolve_model
+from manylora.engine.model.weights import weight_files
+from manylora.errors import ConfigError
+from manylora.server.serve import load_tokenizer
+from manylora_server import DEMO_MODEL, engines, manylora_server
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_start_names_the_base_model_and_a_killed_engine_comes_back(tmp_path: Path) -> None:
-    with weft_server(tmp_path, "--memory-gib", "0.25", "--set", "model.threads=1") as server:
-        assert 'weft: ask for the base model with "model": "weft-demo"' in server.log.read_text().splitlines()
+    with manylora_server(tmp_path, "--memory-gib", "0.25", "--set", "model.threads=1") as server:
+        assert 'manylora: ask for the base model with "model": "manylora-demo"' in server.log.read_text().splitlines()
         engines(server)[0].kill()
         wait_until(lambda: server.admin.get("/ready").status_code == 503)
-        refused = server.tenant("acme").post("/v1/completions", json={"model": "weft-demo", "prompt": "x"})
+        refused = server.tenant("acme").post("/v1/completions", json={"model": "manylora-demo", "prompt": "x"})
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
         server.wait_ready()
-        assert server.ask("acme", "weft-demo", "When are you open?")["choices"]
+        assert server.ask("acme", "manylora-demo", "When are you open?")["choices"]
 
 
 def test_tokenizer_settings_include_the_template_of_its_own_file(tmp_path: Path) -> None:
@@ -80,10 +80,10 @@ def test_a_start_that_failed_after_the_config_leaves_no_model_that_is_taken_for_
 START = """
 import json, subprocess, sys
 from pathlib import Path
-from weft.config import environment
-from weft.errors import ConfigError
-from weft.server.serve import serve
-from weft.server.settings import load_config
+from manylora.config import environment
+from manylora.errors import ConfigError
+from manylora.server.serve import serve
+from manylora.server.settings import load_config
 
 def no_process(*_, **__):
     raise RuntimeError("a process was started")

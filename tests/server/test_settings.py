@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from weft.config import GatewayConfig, MemoryConfig, SchedulerConfig, ServerConfig, TenantDefaults
-from weft.errors import ConfigError
-from weft.registry.limits import TENANT_LIMITS
-from weft.server.settings import (
+from manylora.config import GatewayConfig, MemoryConfig, SchedulerConfig, ServerConfig, TenantDefaults
+from manylora.errors import ConfigError
+from manylora.registry.limits import TENANT_LIMITS
+from manylora.server.settings import (
     as_tree,
     environment_name,
     load_config,
@@ -20,9 +20,9 @@ MODEL = {"model": {"path": "m"}}
 
 
 def test_each_source_overrides_the_ones_below(tmp_path: Path) -> None:
-    file = tmp_path / "weft.yaml"
+    file = tmp_path / "manylora.yaml"
     file.write_text("server:\n  port: 1\n  drain_s: 1\n  max_choices: 1\nmodel:\n  path: from-file\n")
-    environ = {"WEFT_SERVER__PORT": "2", "WEFT_SERVER__DRAIN_S": "2", "WEFT_CONFIG": str(file)}
+    environ = {"MANYLORA_SERVER__PORT": "2", "MANYLORA_SERVER__DRAIN_S": "2", "MANYLORA_CONFIG": str(file)}
     config = load_config({"server": {"port": 3, "host": None}}, environ)
     assert (config.server.port, config.server.drain_s, config.server.max_choices) == (3, 2.0, 1)
     assert config.server.host == "127.0.0.1"
@@ -33,7 +33,7 @@ def test_a_file_on_the_command_line_wins_over_the_one_in_the_environment(tmp_pat
     first, second = tmp_path / "1.yaml", tmp_path / "2.yaml"
     first.write_text("server: {port: 1}")
     second.write_text("server: {port: 2}")
-    assert load_config(MODEL, {"WEFT_CONFIG": str(first)}, second).server.port == 2
+    assert load_config(MODEL, {"MANYLORA_CONFIG": str(first)}, second).server.port == 2
 
 
 @pytest.mark.parametrize("name", setting_names())
@@ -48,10 +48,10 @@ def test_every_setting_can_come_from_the_environment(name: str) -> None:
 @pytest.mark.parametrize(
     ("environ", "hint"),
     [
-        ({"WEFT_SERVR__PORT": "1"}, "WEFT_SERVER__PORT"),
-        ({"WEFT_SERVER_PORT": "1"}, "WEFT_SERVER__PORT"),
-        ({"WEFT_PORT": "1"}, "WEFT_PORT"),
-        ({"weft_memory__gb": "1"}, "WEFT_MEMORY__GIB"),
+        ({"MANYLORA_SERVR__PORT": "1"}, "MANYLORA_SERVER__PORT"),
+        ({"MANYLORA_SERVER_PORT": "1"}, "MANYLORA_SERVER__PORT"),
+        ({"MANYLORA_PORT": "1"}, "MANYLORA_PORT"),
+        ({"manylora_memory__gb": "1"}, "MANYLORA_MEMORY__GIB"),
     ],
 )
 def test_a_misspelt_variable_is_an_error_with_the_nearest_name(environ: dict[str, str], hint: str) -> None:
@@ -60,7 +60,7 @@ def test_a_misspelt_variable_is_an_error_with_the_nearest_name(environ: dict[str
 
 
 def test_other_variables_and_keys_are_left_alone() -> None:
-    environ = {"PATH": "x", "WEFT_ADMIN_KEY": "k", "WEFT_URL": "u", "WEFT_KEY": "k", "WEFTY": "x"}
+    environ = {"PATH": "x", "MANYLORA_ADMIN_KEY": "k", "MANYLORA_URL": "u", "MANYLORA_KEY": "k", "MANYLORAY": "x"}
     assert load_config(MODEL, environ).model.path == "m"
 
 
@@ -78,7 +78,7 @@ def test_other_variables_and_keys_are_left_alone() -> None:
     ],
 )
 def test_a_wrong_file_is_an_error_that_names_the_setting(tmp_path: Path, text: str, hint: str) -> None:
-    file = tmp_path / "weft.yaml"
+    file = tmp_path / "manylora.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=hint):
         load_config(MODEL, {}, file)
@@ -109,9 +109,9 @@ def test_assignments_reach_any_setting() -> None:
 
 
 def test_a_database_password_is_never_shown() -> None:
-    config = load_config({**MODEL, "registry": {"database_url": "postgresql://me:hunter2@db/weft"}}, {})
+    config = load_config({**MODEL, "registry": {"database_url": "postgresql://me:hunter2@db/manylora"}}, {})
     assert "hunter2" not in str(as_tree(config))
-    assert config.registry.database_url == "postgresql://me:hunter2@db/weft"
+    assert config.registry.database_url == "postgresql://me:hunter2@db/manylora"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_other_blob_urls_are_refused_with_what_to_write(url: str) -> None:
 
 def test_the_defaults_of_tenants_are_limits_that_exist() -> None:
     assert tuple(field.name for field in dataclasses.fields(TenantDefaults)) == TENANT_LIMITS
-    config = load_config({"model": {"path": "m"}}, {"WEFT_TENANT_DEFAULTS__ADAPTERS": "null"})
+    config = load_config({"model": {"path": "m"}}, {"MANYLORA_TENANT_DEFAULTS__ADAPTERS": "null"})
     assert config.tenant_defaults.adapters is None
     with pytest.raises(ConfigError, match=r"tenant_defaults\.adapters must be null or >= 0"):
         TenantDefaults(adapters=-1)
@@ -182,7 +182,7 @@ def test_a_step_holds_a_token_of_each_row(num_tokens: int) -> None:
 
 
 def test_a_gateway_needs_no_model_and_leaves_out_what_is_not_its_own(tmp_path: Path) -> None:
-    file = tmp_path / "weft.yaml"
+    file = tmp_path / "manylora.yaml"
     file.write_text("server: {role: gateway, port: 5}\nmodel: {path: m}\nmemory: {gib: -1}\n")
     config = load_config({"registry": {"database_url": "postgresql://h/d"}}, {}, file, GatewayConfig)
     assert (config.server.role, config.server.port) == ("gateway", 5)
@@ -191,7 +191,7 @@ def test_a_gateway_needs_no_model_and_leaves_out_what_is_not_its_own(tmp_path: P
         load_config({}, {}, file)
 
 
-@pytest.mark.parametrize("environ", [{"WEFT_SERVR__PORT": "1"}, {"WEFT_SERVER__ROLE": "replicas"}])
+@pytest.mark.parametrize("environ", [{"MANYLORA_SERVR__PORT": "1"}, {"MANYLORA_SERVER__ROLE": "replicas"}])
 def test_a_gateway_refuses_misspelt_settings_too(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=next(iter(environ.values())) if "replicas" in environ.values() else "SERVER"):
         load_config({}, environ, None, GatewayConfig)
@@ -200,8 +200,8 @@ def test_a_gateway_refuses_misspelt_settings_too(environ: dict[str, str]) -> Non
 @pytest.mark.parametrize(
     ("url", "is_good"),
     [
-        *((each, True) for each in ("http://10.0.0.7:8000", "https://weft-1.internal", "http://[fd00::1]:8000")),
-        *((each, True) for each in ("HTTP://Weft_1:1", "http://[::ffff:10.0.0.7]", "http://h:65535")),
+        *((each, True) for each in ("http://10.0.0.7:8000", "https://manylora-1.internal", "http://[fd00::1]:8000")),
+        *((each, True) for each in ("HTTP://Manylora_1:1", "http://[::ffff:10.0.0.7]", "http://h:65535")),
         *((each, False) for each in ("10.0.0.7:8000", "ftp://x", "http://", "http://x/path", "http://x y", "")),
         *((each, False) for each in ("http://user:secret@h", "http://secret@h:1", "http://h?x", "http://h#x")),
         *((each, False) for each in ("http://h:99999", "http://h:0", "http://h:", "http://h:x", "http://fd00::1:8000")),

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import save_file
 
 from lora_files import PEFT_DEFAULTS, base_shape
-from weft.adapters.base_shape import MODULE_PATHS, SITES, BaseShape
-from weft.adapters.checkpoint.reader import Checkpoint, read_checkpoint
-from weft.adapters.lora.layout import LoraLayout, plan_layout
-from weft.adapters.lora.packing import Packing
-from weft.memory.geometry import PageGeometry
+from manylora.adapters.base_shape import MODULE_PATHS, SITES, BaseShape
+from manylora.adapters.checkpoint.reader import Checkpoint, read_checkpoint
+from manylora.adapters.lora.layout import LoraLayout, plan_layout
+from manylora.adapters.lora.packing import Packing
+from manylora.memory.geometry import PageGeometry
 
 ALL_MODULES = tuple(range(len(MODULE_PATHS)))
 Q_AND_V = (0, 2)

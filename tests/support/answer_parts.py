@@ -6,13 +6,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from fake_engine import demo_tokenizer
-from weft.engine.request import GenerationRequest, RequestOutput
-from weft.engine.sampling_params import SamplingParams
-from weft.engine.text.text_stream import TextDelta, TextStream
-from weft.server.generation.choices import Choice, ChoiceStep
-from weft.server.generation.meter import Meter
-from weft.server.generation.prompts import Prompt
-from weft.server.generation.schemas import UsageView
+from manylora.engine.request import GenerationRequest, RequestOutput
+from manylora.engine.sampling_params import SamplingParams
+from manylora.engine.text.text_stream import TextDelta, TextStream
+from manylora.server.generation.choices import Choice, ChoiceStep
+from manylora.server.generation.meter import Meter
+from manylora.server.generation.prompts import Prompt
+from manylora.server.generation.schemas import UsageView
 
 
 def meter_of() -> Meter:

@@ -18,26 +18,26 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from fake_engine import FakeEngine, demo_tokenizer
+from manylora.adapters.blobs.memory import MemoryBlobs
+from manylora.adapters.blobs.store import open_blobs
+from manylora.config import AdapterConfig, Config, ModelConfig, RegistryConfig, ServerConfig
+from manylora.registry.db.clock import utc_now
+from manylora.registry.registry import Registry
+from manylora.server.adapters.staged_files import open_staged
+from manylora.server.app import create_app
+from manylora.server.drain import Drain
+from manylora.server.http.body import Pace
+from manylora.server.limits.gate import Gate
+from manylora.server.listen import ApiServer, bind, url_of
+from manylora.server.serve import metrics_of
+from manylora.server.services import Services, base_names
 from quick_validator import QuickValidator
 from ready_registry import put_registry
-from weft.adapters.blobs.memory import MemoryBlobs
-from weft.adapters.blobs.store import open_blobs
-from weft.config import AdapterConfig, Config, ModelConfig, RegistryConfig, ServerConfig
-from weft.registry.db.clock import utc_now
-from weft.registry.registry import Registry
-from weft.server.adapters.staged_files import open_staged
-from weft.server.app import create_app
-from weft.server.drain import Drain
-from weft.server.http.body import Pace
-from weft.server.limits.gate import Gate
-from weft.server.listen import ApiServer, bind, url_of
-from weft.server.serve import metrics_of
-from weft.server.services import Services, base_names
 
 # As servers log them: a trace that shows every local of every frame takes seconds.
 structlog.configure(processors=[structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)])
 
-ADMIN_KEY = "weft-admin-key-of-the-tests-0123456789"
+ADMIN_KEY = "manylora-admin-key-of-the-tests-0123456789"
 BASE = "demo"
 SERVER = "srv_of_the_tests"
 Client = httpx.AsyncClient

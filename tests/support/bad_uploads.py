@@ -10,7 +10,7 @@ from bad_configs import config_cases
 from bad_upload import BadUpload, Upload
 from bad_weights import container_cases, meaning_cases
 from lora_files import config_bytes, q_and_v, weights_bytes
-from weft.adapters.base_shape import BaseShape
+from manylora.adapters.base_shape import BaseShape
 
 
 def good_upload(base: BaseShape) -> Upload:

@@ -14,7 +14,7 @@ from typing import Any
 
 from bad_upload import BadUpload, MaliciousPickle, Upload
 from lora_files import RawTensor, config_bytes, container, header_of, lora_name, q_and_v, tensor, weights_bytes
-from weft.adapters.base_shape import BaseShape
+from manylora.adapters.base_shape import BaseShape
 
 Q = "self_attn.q_proj"
 

@@ -14,8 +14,8 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from weft.config import environment
-from weft.server.tools.schemas import Tool, ToolFunction
+from manylora.config import environment
+from manylora.server.tools.schemas import Tool, ToolFunction
 
 FOLDER = Path(sys.prefix) / "share" / "bfcl"
 """Where `scripts/bfcl` puts the data."""

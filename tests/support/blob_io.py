@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from weft.adapters.blobs.store import BlobStore
+from manylora.adapters.blobs.store import BlobStore
 
 CONTENT = b"some weights " * 1000
 DIGEST = hashlib.sha256(CONTENT).hexdigest()

@@ -1,4 +1,4 @@
-"""The system's Chromium on pages of a Weft server: whatever goes wrong in a page fails the test that looked at it."""
+"""The system's Chromium on pages of a Manylora server: what goes wrong in a page fails the test that looked at it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from playwright.sync_api import (
     sync_playwright,
 )
 
+from manylora_server import ManyloraServer
 from system_tools import require
-from weft_server import WeftServer
 
 VIOLATIONS = {"resultTypes": ["violations"]}
 COLOUR_RULES = ["color-contrast", "link-in-text-block"]
@@ -110,7 +110,7 @@ def sign_in(page: Page, key: str, path: str = "/") -> None:
     page.locator("#main").wait_for()
 
 
-def sign_out_elsewhere(page: Page, server: WeftServer) -> None:
+def sign_out_elsewhere(page: Page, server: ManyloraServer) -> None:
     """End the page's session without it."""
     cookies = "; ".join(f"{cookie.get('name')}={cookie.get('value')}" for cookie in page.context.cookies())
     with server.client(None) as anyone:

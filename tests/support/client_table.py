@@ -176,7 +176,9 @@ CLIENTS = (
         environment="openai3",
         program="inspect_eval.py",
         package="inspect-ai",
-        setting="`WEFT_BASE_URL` and `WEFT_API_KEY` for `openai-api/weft/NAME`, `VLLM_BASE_URL` for `vllm/NAME`",
+        setting=(
+            "`MANYLORA_BASE_URL` and `MANYLORA_API_KEY` for `openai-api/manylora/NAME`, `VLLM_BASE_URL` for `vllm/NAME`"
+        ),
     ),
     Client(
         name="llm",

@@ -1,4 +1,4 @@
-"""A real `weft cluster up` in a process of its own, and what it starts."""
+"""A real `manylora cluster up` in a process of its own, and what it starts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from types import MappingProxyType
 import psutil
 
 from idleness import wait_until
-from weft.config import environment as inherited
-from weft_server import ADMIN_KEY, ANNOUNCEMENT, DEMO_MODEL, WEFT, WeftServer
+from manylora.config import environment as inherited
+from manylora_server import ADMIN_KEY, ANNOUNCEMENT, DEMO_MODEL, MANYLORA, ManyloraServer
 
 
 @dataclass
-class ClusterUp(WeftServer):
+class ClusterUp(ManyloraServer):
     """The command, reached through its gateway."""
 
     def child(self, name: str) -> psutil.Process:
@@ -39,7 +39,7 @@ class ClusterUp(WeftServer):
     def wait_restarted(self, name: str, old_pid: int) -> None:
         """Wait until another process serves under the name."""
         wait_until(lambda: self._pids(name) - {old_pid})
-        wait_until(lambda: self.log.read_text().count(f"{name} | weft: listening on") >= 2)
+        wait_until(lambda: self.log.read_text().count(f"{name} | manylora: listening on") >= 2)
 
     def num_replicas(self) -> int:
         """Replicas that the gateway is connected to."""
@@ -48,7 +48,13 @@ class ClusterUp(WeftServer):
     @contextmanager
     def streaming(self, max_tokens: int) -> Iterator[list[str]]:
         """The lines of a stream of so many tokens, once they come; leaving the block waits for its end."""
-        body = {"model": "weft-demo", "prompt": "go on", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        body = {
+            "model": "manylora-demo",
+            "prompt": "go on",
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "stream": True,
+        }
         client, started, lines = self.tenant("acme"), threading.Event(), list[str]()
 
         def read() -> None:
@@ -83,7 +89,7 @@ def servers_in(data_dir: Path) -> list[psutil.Process]:
 def command(data_dir: Path) -> list[str]:
     """What starts a cluster of the demo model, on a free port."""
     place = ("--port", "0", "--data-dir", str(data_dir), "--memory-gib", "0.0625")
-    return [*WEFT, "cluster", "up", "--model", str(DEMO_MODEL), *place]
+    return [*MANYLORA, "cluster", "up", "--model", str(DEMO_MODEL), *place]
 
 
 @contextmanager
@@ -93,7 +99,7 @@ def cluster_up(
     """Start it, wait until its gateway sees all replicas, and end all that is left."""
     data_dir, log = root / "data", root / "up.log"
     words = [*command(data_dir), "--replicas", str(num_replicas), *arguments]
-    env = {**inherited(), "WEFT_ADMIN_KEY": ADMIN_KEY, "OMP_NUM_THREADS": "1", **environment}
+    env = {**inherited(), "MANYLORA_ADMIN_KEY": ADMIN_KEY, "OMP_NUM_THREADS": "1", **environment}
     with log.open("wb") as sink:
         process = subprocess.Popen(words, stdout=sink, stderr=subprocess.STDOUT, env=env, cwd=root)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from weft.kernels.triton.compiles import CompileWatch
+from manylora.kernels.triton.compiles import CompileWatch
 
 
 @contextmanager

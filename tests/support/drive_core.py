@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from weft.engine.core import EngineCore
-from weft.engine.request import GenerationRequest, RequestOutput
+from manylora.engine.core import EngineCore
+from manylora.engine.request import GenerationRequest, RequestOutput
 
 
 def run_all(core: EngineCore, requests: Sequence[GenerationRequest], *, timeout_s: float = 60) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""`weft` without a model, which kills itself where a file says: what a crash at that very moment leaves behind.
+"""`manylora` without a model, which kills itself where a file says: what a crash at that very moment leaves behind.
 
 The file holds the name of one point and is removed on the way out, so that the next start lives on. Everything is
 imported once; each line of stdin, a JSON list of arguments, starts a server in a child process, and its pid and exit
@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from fake_engine import FakeEngine, demo_tokenizer
+from manylora.adapters.blobs import local as blobs
+from manylora.cli import main
+from manylora.config import environment
+from manylora.engine.status import EngineReady
+from manylora.registry import adapters, uploads
+from manylora.server import serve
+from manylora.server.adapters import resumable_upload as piecewise
+from manylora.server.adapters import staged_files, upload_guards
+from manylora.server.adapters.validation import AdapterValidator
+from manylora.server.status.metrics import Metrics
 from quick_validator import QuickValidator
-from weft.adapters.blobs import local as blobs
-from weft.cli import main
-from weft.config import environment
-from weft.engine.status import EngineReady
-from weft.registry import adapters, uploads
-from weft.server import serve
-from weft.server.adapters import resumable_upload as piecewise
-from weft.server.adapters import staged_files, upload_guards
-from weft.server.adapters.validation import AdapterValidator
-from weft.server.status.metrics import Metrics
 
 WHERE = Path(environment()["DIE_WHERE"])
 POINTS: list[str] = []
@@ -101,7 +101,7 @@ def install() -> None:
 def _serve(arguments: list[str]) -> None:
     status = 1
     try:
-        sys.argv = ["weft", *arguments]
+        sys.argv = ["manylora", *arguments]
         with open(environment()["LOG"], "ab", buffering=0) as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)

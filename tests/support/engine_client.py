@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weft.adapters.ref import AdapterRef
-from weft.config import Config
-from weft.engine.process.client import EngineClient
-from weft.engine.request import GenerationRequest, RequestOutput
-from weft.engine.sampling_params import SamplingParams
+from manylora.adapters.ref import AdapterRef
+from manylora.config import Config
+from manylora.engine.process.client import EngineClient
+from manylora.engine.request import GenerationRequest, RequestOutput
+from manylora.engine.sampling_params import SamplingParams
 
-DEMO = Path(__file__).resolve().parents[2] / "weft" / "demo"
+DEMO = Path(__file__).resolve().parents[2] / "manylora" / "demo"
 
 
 ADAPTERS = ("french", "haiku", "json", "pirate", "shout")

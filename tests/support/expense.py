@@ -12,10 +12,10 @@ from typing import Any
 
 import psutil
 
-from weft_server import DEMO_MODEL, WeftServer, engines
+from manylora_server import DEMO_MODEL, ManyloraServer, engines
 
 POLL_S = 0.002
-WORKER = b"weft.server.adapters.validation_worker"
+WORKER = b"manylora.server.adapters.validation_worker"
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Expense:
 
 
 @contextlib.contextmanager
-def measured(server: WeftServer) -> Iterator[Expense]:
+def measured(server: ManyloraServer) -> Iterator[Expense]:
     """Measure what happens within the block."""
     process = psutil.Process(server.process.pid)
     expense, ended = Expense(), threading.Event()
@@ -111,7 +111,7 @@ class Trace:
     """Process id, boot id, and the base's digest."""
 
     @classmethod
-    def of(cls, server: WeftServer) -> Trace:
+    def of(cls, server: ManyloraServer) -> Trace:
         """What there is now."""
         state = server.engine()
         return cls(
@@ -132,7 +132,7 @@ def _rows(database: Path) -> Iterator[tuple[str, int]]:
             yield table, connection.execute(f'SELECT count(*) FROM "{table}"').fetchone()[0]
 
 
-def base_logprobs(server: WeftServer, tenant: str) -> list[Any]:
+def base_logprobs(server: ManyloraServer, tenant: str) -> list[Any]:
     """Numbers that only the very same base computes."""
     body = {"model": DEMO_MODEL.name, "prompt": "Where is my order?", "max_tokens": 8, "temperature": 0, "logprobs": 5}
     answer = server.tenant(tenant).post("/v1/completions", json={**body, "echo": True})

@@ -15,17 +15,17 @@ import httpx
 from starlette.types import ASGIApp
 
 from api_server import ADMIN_KEY, Api, Client, Listening, api, listening, new_client
+from manylora.config import GatewayConfig, RegistryConfig, ServerConfig
+from manylora.errors import ConflictError
+from manylora.registry.records import UsageEvent, UsageQuery
+from manylora.registry.registry import Registry
+from manylora.registry.servers import Role
+from manylora.server.cluster.app import open_gateway
+from manylora.server.cluster.duties import Duties
+from manylora.server.cluster.membership import Membership
+from manylora.server.cluster.replica import join
+from manylora.server.drain import Drain
 from registry_samples import server_sample
-from weft.config import GatewayConfig, RegistryConfig, ServerConfig
-from weft.errors import ConflictError
-from weft.registry.records import UsageEvent, UsageQuery
-from weft.registry.registry import Registry
-from weft.registry.servers import Role
-from weft.server.cluster.app import open_gateway
-from weft.server.cluster.duties import Duties
-from weft.server.cluster.membership import Membership
-from weft.server.cluster.replica import join
-from weft.server.drain import Drain
 
 PEPPER = "pepper-of-the-tests-0123456789"
 
@@ -128,7 +128,8 @@ class FakeGateway:
         async with self.client(ADMIN_KEY) as admin:
             page = (await admin.get("/metrics")).text
         return {
-            name: float(value) for name, value in re.findall(r"^weft_gateway_(\w+?)_total (\S+)", page, re.MULTILINE)
+            name: float(value)
+            for name, value in re.findall(r"^manylora_gateway_(\w+?)_total (\S+)", page, re.MULTILINE)
         }
 
 

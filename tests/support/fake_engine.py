@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from weft.adapters.blobs.memory import MemoryPlace
-from weft.adapters.ref import AdapterRef
-from weft.engine.model.spec import base_shape, read_spec
-from weft.engine.process.client import EngineClient
-from weft.engine.request import AdapterState, GenerationRequest, RequestError, RequestOutput, TokenLogprobs
-from weft.engine.status import (
+from manylora.adapters.blobs.memory import MemoryPlace
+from manylora.adapters.ref import AdapterRef
+from manylora.engine.model.spec import base_shape, read_spec
+from manylora.engine.process.client import EngineClient
+from manylora.engine.request import AdapterState, GenerationRequest, RequestError, RequestOutput, TokenLogprobs
+from manylora.engine.status import (
     EngineLoad,
     EngineReady,
     EngineStatus,
@@ -26,12 +26,12 @@ from weft.engine.status import (
     StepStats,
     TenantLoad,
 )
-from weft.engine.text.tokenizer import Tokenizer
-from weft.errors import EngineUnavailableError
-from weft.memory.geometry import page_geometry
-from weft.memory.page_map import PageMap, PageUse
+from manylora.engine.text.tokenizer import Tokenizer
+from manylora.errors import EngineUnavailableError
+from manylora.memory.geometry import page_geometry
+from manylora.memory.page_map import PageMap, PageUse
 
-DEMO_MODEL = Path(__file__).resolve().parents[2] / "weft" / "demo" / "weft-demo"
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "manylora" / "demo" / "manylora-demo"
 BASE_TEXT = "the base speaks plainly"
 Writer = Callable[[GenerationRequest], str]
 

@@ -18,10 +18,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fake_triton import fake_triton
+from manylora.engine.execution.packed_step import pack_step
+from manylora.engine.execution.step_programs import StepPrograms
+from manylora.engine.sampling_params import SamplingParams
 from meta_step import LLAMA, a_plan, step_device
-from weft.engine.execution.packed_step import pack_step
-from weft.engine.execution.step_programs import StepPrograms
-from weft.engine.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 

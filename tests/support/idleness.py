@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from weft_server import WeftServer
+from manylora_server import ManyloraServer
 
 PATIENCE_S = 180.0
 KEPT = frozenset({"pages:free", "pages:adapter", "pages:prefix", "host_pages:free", "host_pages:adapter"})
@@ -29,7 +29,7 @@ def wait_until(condition: Callable[[], object], pause_s: float = 0.02) -> None:
         time.sleep(pause_s)
 
 
-def seconds_until_idle(server: WeftServer) -> float:
+def seconds_until_idle(server: ManyloraServer) -> float:
     started_s = time.monotonic()
     wait_until(lambda: not held_by_requests(server.engine()))
     return time.monotonic() - started_s

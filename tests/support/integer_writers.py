@@ -1,4 +1,4 @@
-"""Writers of GPTQ, AWQ, bitsandbytes and Weft's 3.5 bits, for `make_quantised`."""
+"""Writers of GPTQ, AWQ, bitsandbytes and Manylora's 3.5 bits, for `make_quantised`."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def bnb_int8(weight: torch.Tensor) -> Encoded:
 
 
 def three_half(weight: torch.Tensor) -> Encoded:
-    """Inferflow's levels, in Weft's bytes, one value at a time."""
+    """Inferflow's levels, in Manylora's bytes, one value at a time."""
     num_out, num_in = weight.shape
     blocks = -(-num_in // 64)
     padded = np.concatenate((weight.numpy(), np.repeat(weight.numpy()[:, -1:], blocks * 64 - num_in, 1)), 1)

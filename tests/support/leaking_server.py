@@ -1,4 +1,4 @@
-"""`weft`, but while a file exists each generation leaves a page of memory behind, as the endurance test must notice."""
+"""`manylora`, but while a file exists each generation leaks a page of memory, as the endurance test must notice."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 
 from starlette.types import Receive, Scope, Send
 
-from weft.cli import main
-from weft.config import environment
-from weft.server.generation.response import GenerationResponse
+from manylora.cli import main
+from manylora.config import environment
+from manylora.server.generation.response import GenerationResponse
 
 LEAKED_BYTES = 4096
 WHILE = environment()["LEAK_WHILE"]

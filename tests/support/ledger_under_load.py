@@ -10,10 +10,10 @@ import os
 import sys
 from pathlib import Path
 
+from manylora.registry.db.database import Database
+from manylora.registry.usage.journal import Journal
+from manylora.registry.usage.ledger import UsageLedger
 from registry_samples import usage_event
-from weft.registry.db.database import Database
-from weft.registry.usage.journal import Journal
-from weft.registry.usage.ledger import UsageLedger
 
 WRITERS = 16
 

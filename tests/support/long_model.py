@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from weft_server import DEMO_MODEL
+from manylora_server import DEMO_MODEL
 
 LONG_ANSWER = 60_000
 """Tokens: minutes of computing, and two at once fit into a memory of 0.25 GiB. Ask with `ignore_eos` as well."""

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from adapters_factory import Q_AND_V, RandomLora, packed, random_lora, tiny_base
+from manylora.adapters.base_shape import SITES
+from manylora.adapters.lora.step import LoraStep, PagedLora
+from manylora.adapters.lora.tables import AdapterTables
+from manylora.memory.arena import Arena
 from numerics import assert_close
 from residency_parts import tiny_geometry
-from weft.adapters.base_shape import SITES
-from weft.adapters.lora.step import LoraStep, PagedLora
-from weft.adapters.lora.tables import AdapterTables
-from weft.memory.arena import Arena
 
 MAX_RANK, NUM_PAGES = 64, 400
 BASE = tiny_base()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
+from manylora.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
 
 PEFT_DEFAULTS: dict[str, Any] = json.loads("""{
     "alora_invocation_tokens": null, "alpha_pattern": {}, "arrow_config": null, "auto_mapping": null,

@@ -7,14 +7,14 @@ from dataclasses import fields
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from manylora.registry.audit import ADMIN
+from manylora.registry.db.database import Database
+from manylora.registry.db.models import AdapterRow, AliasRow, AuditRow, Base, TenantRow, VersionRow
+from manylora.registry.names import DEFAULT_ALIAS
+from manylora.registry.records import VersionFacts
+from manylora.registry.registry import Registry
 from registry_samples import facts, usage_event
 from usage_history import insert_usage
-from weft.registry.audit import ADMIN
-from weft.registry.db.database import Database
-from weft.registry.db.models import AdapterRow, AliasRow, AuditRow, Base, TenantRow, VersionRow
-from weft.registry.names import DEFAULT_ALIAS
-from weft.registry.records import VersionFacts
-from weft.registry.registry import Registry
 
 TENANTS, ADAPTERS, DAYS = 20, 500, 90
 PATHS = (

@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.adapters.base_shape import MODULE_PATHS
-from weft.adapters.lora.layout import plan_layout
-from weft.adapters.lora.step import PagedLora
-from weft.adapters.lora.tables import AdapterTables
-from weft.adapters.residency.slots import SlotLease
-from weft.benchmarks.model_shapes import MODELS
-from weft.engine.execution.sampler import Sampler
-from weft.engine.execution.step_program import StepDevice
-from weft.engine.model.decoder import Decoder, DecoderLayer
-from weft.engine.model.linear import Linear
-from weft.engine.sampling_params import SamplingParams
-from weft.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
-from weft.kernels.attend import HeadNorms
-from weft.kernels.dispatch import triton_kernels
-from weft.memory.arena import Arena
-from weft.memory.block_table import BlockTable
+from manylora.adapters.base_shape import MODULE_PATHS
+from manylora.adapters.lora.layout import plan_layout
+from manylora.adapters.lora.step import PagedLora
+from manylora.adapters.lora.tables import AdapterTables
+from manylora.adapters.residency.slots import SlotLease
+from manylora.benchmarks.model_shapes import MODELS
+from manylora.engine.execution.sampler import Sampler
+from manylora.engine.execution.step_program import StepDevice
+from manylora.engine.model.decoder import Decoder, DecoderLayer
+from manylora.engine.model.linear import Linear
+from manylora.engine.sampling_params import SamplingParams
+from manylora.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
+from manylora.kernels.attend import HeadNorms
+from manylora.kernels.dispatch import triton_kernels
+from manylora.memory.arena import Arena
+from manylora.memory.block_table import BlockTable
 
 META, BF16 = torch.device("meta"), torch.bfloat16
 LLAMA = next(shape for shape in MODELS if shape.name == "Llama-3-8B")

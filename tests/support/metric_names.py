@@ -13,7 +13,7 @@ SCRAPE_LABELS = {"job", "instance"}
 """What Prometheus adds to everything it scrapes."""
 FOREIGN = {"up": SCRAPE_LABELS, "ALERTS": {*SCRAPE_LABELS, "alertname", "alertstate", "severity", "tenant"}}
 """Series that Prometheus makes itself."""
-_SELECTOR = re.compile(r"\b([a-z_]+:\w+(?::\w+)?|weft_\w+|up|ALERTS)\b\s*(\{[^{}]*\})?")
+_SELECTOR = re.compile(r"\b([a-z_]+:\w+(?::\w+)?|manylora_\w+|up|ALERTS)\b\s*(\{[^{}]*\})?")
 _MATCHER = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"([^"]*)"')
 _GROUPING = re.compile(r"\bby\s*\(([^()]*)\)")
 
@@ -48,7 +48,7 @@ def families_of(page: str) -> dict[str, set[str]]:
 
 
 def question(expr: str) -> Question:
-    """Read an expression. Knows as much of PromQL as Weft's own expressions use."""
+    """Read an expression. Knows as much of PromQL as Manylora's own expressions use."""
     asked = Question(expr)
     for group in _GROUPING.findall(expr):
         asked.grouped_by.update(label.strip() for label in group.split(","))

@@ -14,7 +14,7 @@ from typing import Any
 
 from bad_upload import EVIL_REGEX, Upload
 from lora_files import RawTensor, config_bytes, container, header_of, lora_tensors
-from weft.adapters.base_shape import MODULE_PATHS, BaseShape
+from manylora.adapters.base_shape import MODULE_PATHS, BaseShape
 
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 4, 8, 16, 64, 65, 2**31, 2**53 + 1, 2**63, 2**64, 10**30, 0.5, 8.0, -0.0, 1e-300),

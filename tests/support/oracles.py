@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from weft.kernels.attend import HeadNorms, Rotation
-from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.dispatch import torch_kernels
-from weft.kernels.kv_layer import KvLayer
+from manylora.kernels.attend import HeadNorms, Rotation
+from manylora.kernels.attention_batch import AttentionBatch
+from manylora.kernels.dispatch import torch_kernels
+from manylora.kernels.kv_layer import KvLayer
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

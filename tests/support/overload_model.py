@@ -13,11 +13,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from weft.engine.fairness.prices import Prices
-from weft.engine.status import EngineLoad, TenantLoad
-from weft.errors import CapacityError, RateLimitError
-from weft.server.limits.gate import Admission, Gate
-from weft.server.limits.prediction import Ask
+from manylora.engine.fairness.prices import Prices
+from manylora.engine.status import EngineLoad, TenantLoad
+from manylora.errors import CapacityError, RateLimitError
+from manylora.server.limits.gate import Admission, Gate
+from manylora.server.limits.prediction import Ask
 
 CAPACITY = 4000.0
 """Units per second that the engine computes."""

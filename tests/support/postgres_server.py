@@ -30,12 +30,12 @@ _numbers = itertools.count()
 @cache
 def _server() -> PostgresServer:
     # Not below pytest's folder: PostgreSQL does not run as root, and its own user may not look in there.
-    return get_server(Path(tempfile.mkdtemp(prefix="weft-pg-")), cleanup_mode="delete")
+    return get_server(Path(tempfile.mkdtemp(prefix="manylora-pg-")), cleanup_mode="delete")
 
 
 def fresh_database() -> str:
     """The URL of an empty database."""
-    name = f"weft_{next(_numbers)}"
+    name = f"manylora_{next(_numbers)}"
     with psycopg.connect(_server().get_uri(), autocommit=True) as connection:
         connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
     return str(_server().get_uri(name))
@@ -56,7 +56,7 @@ class OwnPostgres:
     """
 
     def __init__(self) -> None:
-        self._server = get_server(Path(tempfile.mkdtemp(prefix="weft-pg-")), cleanup_mode=None)
+        self._server = get_server(Path(tempfile.mkdtemp(prefix="manylora-pg-")), cleanup_mode=None)
         self.url = self._server.get_uri("postgres")
 
     def __enter__(self) -> OwnPostgres:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from manylora.kernels.attend import HeadNorms, Rotation
+from manylora.kernels.dispatch import Kernels
+from manylora.kernels.kv_layer import KvLayer
+from manylora.kernels.sgmv import LoraDelta
 from scattered_kv import LAYER, AttentionCase, ScatteredKv
-from weft.kernels.attend import HeadNorms, Rotation
-from weft.kernels.dispatch import Kernels
-from weft.kernels.kv_layer import KvLayer
-from weft.kernels.sgmv import LoraDelta
 
 
 class Projected:

@@ -24,11 +24,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from weft.kernels.triton import attend as attend_triton
-from weft.kernels.triton import attention as attention_triton
-from weft.kernels.triton import rows as rows_triton
-from weft.kernels.triton import sampling as sampling_triton
-from weft.kernels.triton import sgmv as sgmv_triton
+from manylora.kernels.triton import attend as attend_triton
+from manylora.kernels.triton import attention as attention_triton
+from manylora.kernels.triton import rows as rows_triton
+from manylora.kernels.triton import sampling as sampling_triton
+from manylora.kernels.triton import sgmv as sgmv_triton
 
 PATTERNS = {
     "async_16": r"cp\.async\.c[ag]\.shared\.global\S* .*, 0x10\b",

@@ -118,5 +118,5 @@ CASES |= {
     ),
     "fp4": Case({**BNB, "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, bnb_4bit("fp4", nested=False)),
     "bnb-int8": Case({**BNB, "load_in_8bit": True}, bnb_int8, bits=8),
-    "q3.5": Case({"quant_method": "weft", "format": "q3.5"}, three_half),
+    "q3.5": Case({"quant_method": "manylora", "format": "q3.5"}, three_half),
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from datetime import UTC, datetime, timedelta
 
+from manylora.registry.records import UsageEvent
 from registry_samples import usage_event
-from weft.registry.records import UsageEvent
 
 START = datetime(2026, 1, 20, 3, 17, tzinfo=UTC)
 """The 90 days hold 8 March, when New York's clocks go forward; neither end is a whole hour."""

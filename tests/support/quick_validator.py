@@ -6,8 +6,8 @@ import asyncio
 import json
 from typing import Any
 
-from weft.server.adapters import validation_worker
-from weft.server.adapters.validation import AdapterValidator
+from manylora.server.adapters import validation_worker
+from manylora.server.adapters.validation import AdapterValidator
 
 
 class QuickValidator(AdapterValidator):

@@ -1,4 +1,4 @@
-"""Random JSON schemas of all kinds that Weft takes, and a run of many of them through a tiny random model.
+"""Random JSON schemas of all kinds that Manylora takes, and a run of many of them through a tiny random model.
 
 Run as a script, `python -P tests/support/random_schemas.py 10000`, it holds so many answers to as many schemas.
 """
@@ -16,11 +16,11 @@ from typing import Any
 
 import jsonschema
 
+from manylora import LLM
+from manylora.engine.sampling_params import SamplingParams
+from manylora.errors import InvalidRequestError
+from manylora.server.generation.grammar import checked_grammar, json_rule
 from tiny_models import make_model
-from weft import LLM
-from weft.engine.sampling_params import SamplingParams
-from weft.errors import InvalidRequestError
-from weft.server.generation.grammar import checked_grammar, json_rule
 
 Schema = dict[str, Any]
 PATTERNS = ["^[a-z]{1,4}$", "^(ab|cd)+$", "[0-9]", "^x.?y$", r"^\d{3}-\d{2}$", r"^\w*$", "^$"]

@@ -12,9 +12,9 @@ from typing import Any
 
 from cluster_up import servers_in
 from idleness import wait_until
-from weft.config import environment as inherited
-from weft_cluster import PEPPER, Cluster
-from weft_server import ADMIN_KEY, DEMO_MODEL, WEFT, WeftServer
+from manylora.config import environment as inherited
+from manylora_cluster import PEPPER, Cluster
+from manylora_server import ADMIN_KEY, DEMO_MODEL, MANYLORA, ManyloraServer
 
 
 class RayCluster(Cluster):
@@ -38,7 +38,7 @@ class RayCluster(Cluster):
             name = (data_dir / "server-id").read_text().strip()
             if name not in self.replicas:
                 popen: Any = process  # has what tests use of a Popen
-                self.replicas[name] = WeftServer(listed[name]["url"], popen, data_dir, self.root / "ray.log")
+                self.replicas[name] = ManyloraServer(listed[name]["url"], popen, data_dir, self.root / "ray.log")
 
     def _all_run(self) -> bool:
         return len([each for each in self.servers().values() if "running" in each]) == self.num_replicas
@@ -60,15 +60,15 @@ def ray_cluster(root: Path, num_replicas: int) -> Iterator[RayCluster]:
     with tempfile.TemporaryDirectory(prefix="ray") as short, ExitStack() as stack:
         env = {
             **inherited(),
-            "WEFT_ADMIN_KEY": ADMIN_KEY,
-            "WEFT_PEPPER": PEPPER,
-            "WEFT_REGISTRY__DATABASE_URL": database_url,
-            "WEFT_REGISTRY__BLOB_URL": str(root / "blobs"),
-            "WEFT_MODEL__PATH": str(DEMO_MODEL),
-            "WEFT_MODEL__THREADS": "1",
-            "WEFT_MEMORY__GIB": "0.0625",
-            "WEFT_MEMORY__POISON": "true",
-            "WEFT_SERVER__DATA_DIR": str(root / "ray"),
+            "MANYLORA_ADMIN_KEY": ADMIN_KEY,
+            "MANYLORA_PEPPER": PEPPER,
+            "MANYLORA_REGISTRY__DATABASE_URL": database_url,
+            "MANYLORA_REGISTRY__BLOB_URL": str(root / "blobs"),
+            "MANYLORA_MODEL__PATH": str(DEMO_MODEL),
+            "MANYLORA_MODEL__THREADS": "1",
+            "MANYLORA_MEMORY__GIB": "0.0625",
+            "MANYLORA_MEMORY__POISON": "true",
+            "MANYLORA_SERVER__DATA_DIR": str(root / "ray"),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_TMPDIR": short,
@@ -79,7 +79,11 @@ def ray_cluster(root: Path, num_replicas: int) -> Iterator[RayCluster]:
         log = root / "ray.log"
         with log.open("wb") as sink:
             driver = subprocess.Popen(
-                [*WEFT, "cluster", "ray", json.dumps(plan)], stdout=sink, stderr=subprocess.STDOUT, env=env, cwd=root
+                [*MANYLORA, "cluster", "ray", json.dumps(plan)],
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env=env,
+                cwd=root,
             )
         try:
             cluster = RayCluster(root, database_url, stack)
@@ -87,7 +91,7 @@ def ray_cluster(root: Path, num_replicas: int) -> Iterator[RayCluster]:
 
             def announced() -> bool:
                 assert driver.poll() is None, log.read_text()
-                return "weft: replicas run on" in log.read_text()
+                return "manylora: replicas run on" in log.read_text()
 
             wait_until(announced)
             cluster.start_gateway()

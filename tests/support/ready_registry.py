@@ -8,8 +8,8 @@ from pathlib import Path
 
 from sqlalchemy import URL
 
-from weft.registry.db.migrations import upgrade
-from weft.registry.db.sqlite import open_sqlite_reader
+from manylora.registry.db.migrations import upgrade
+from manylora.registry.db.sqlite import open_sqlite_reader
 
 
 def put_registry(data_dir: Path) -> None:

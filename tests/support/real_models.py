@@ -1,4 +1,4 @@
-"""What the config.json of real models says, as far as Weft reads it."""
+"""What the config.json of real models says, as far as Manylora reads it."""
 
 from __future__ import annotations
 

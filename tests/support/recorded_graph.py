@@ -51,7 +51,7 @@ class RecordedGraph:
 
 
 def capture(launch: Callable[[], None]) -> Callable[[], None]:
-    """As `weft.engine.execution.step_program.Capture`."""
+    """As `manylora.engine.execution.step_program.Capture`."""
     return RecordedGraph(launch).replay
 
 

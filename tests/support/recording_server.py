@@ -1,4 +1,4 @@
-"""A small HTTP server that is not Weft."""
+"""A small HTTP server that is not Manylora."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Recorder:
                 for name, value in recorder.headers.items():
                     self.send_header(name, value)
                 if recorder.pages:
-                    self.send_header("x-weft-next", "n")
+                    self.send_header("x-manylora-next", "n")
                 self.send_header("content-length", str(len(payload)))
                 self.end_headers()
                 self.wfile.write(payload)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from weft.errors import AdapterError
+from manylora.errors import AdapterError
 
 Result = TypeVar("Result")
 

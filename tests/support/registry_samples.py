@@ -12,13 +12,13 @@ from typing import Any
 
 from sqlalchemy import Engine, event
 
-from weft.adapters.ref import LoraSpec, content_digest
-from weft.registry.db import migrations
-from weft.registry.db.database import Database
-from weft.registry.records import Adapter, AdapterVersion, UsageEvent, VersionFacts
-from weft.registry.registry import Registry
-from weft.registry.servers import Server
-from weft.registry.usage.write import insert_events
+from manylora.adapters.ref import LoraSpec, content_digest
+from manylora.registry.db import migrations
+from manylora.registry.db.database import Database
+from manylora.registry.records import Adapter, AdapterVersion, UsageEvent, VersionFacts
+from manylora.registry.registry import Registry
+from manylora.registry.servers import Server
+from manylora.registry.usage.write import insert_events
 
 NOON = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 

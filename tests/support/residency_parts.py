@@ -11,21 +11,21 @@ from typing import Any, Literal
 import torch
 
 from adapters_factory import RandomLora, random_lora, tiny_base
+from manylora.adapters.base_shape import BaseShape
+from manylora.adapters.blobs.local import LocalBlobs
+from manylora.adapters.lora.tables import AdapterTables
+from manylora.adapters.ref import AdapterRef
+from manylora.adapters.residency.images import HostImage, HostImages
+from manylora.adapters.residency.load_threads import LoadQueue, TaskExecutor
+from manylora.adapters.residency.loader import AdapterLoader
+from manylora.adapters.residency.residency import Residency
+from manylora.memory.arena import Arena, PageCopier
+from manylora.memory.eviction import Evictor, PageCosts, eviction_policy
+from manylora.memory.geometry import PITCH_BYTES, PageGeometry, page_geometry
+from manylora.memory.host_slab import HostSlab
+from manylora.memory.pool import PagePool
+from manylora.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain, chain_seed
 from stored_adapters import store_adapter
-from weft.adapters.base_shape import BaseShape
-from weft.adapters.blobs.local import LocalBlobs
-from weft.adapters.lora.tables import AdapterTables
-from weft.adapters.ref import AdapterRef
-from weft.adapters.residency.images import HostImage, HostImages
-from weft.adapters.residency.load_threads import LoadQueue, TaskExecutor
-from weft.adapters.residency.loader import AdapterLoader
-from weft.adapters.residency.residency import Residency
-from weft.memory.arena import Arena, PageCopier
-from weft.memory.eviction import Evictor, PageCosts, eviction_policy
-from weft.memory.geometry import PITCH_BYTES, PageGeometry, page_geometry
-from weft.memory.host_slab import HostSlab
-from weft.memory.pool import PagePool
-from weft.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain, chain_seed
 
 COSTS = PageCosts(copy_s=0.001, load_s=0.01, token_s=0.02)
 

@@ -1,4 +1,4 @@
-"""The reference for weights in 8 and 4 bits: a model of transformers whose linear layers are rounded as Weft says.
+"""The reference for weights in 8 and 4 bits: a model of transformers whose linear layers are rounded as Manylora says.
 
 Written apart from the product's code: weights become what their codes stand for, and inputs of these layers are rounded
 per token to 8 bits. PEFT wraps such a layer as any other, so its adapters read the input that is not rounded.

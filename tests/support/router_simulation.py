@@ -17,8 +17,8 @@ from itertools import count
 
 import numpy as np
 
-from weft.server.cluster.loads import Replica
-from weft.server.cluster.router import Router, Target
+from manylora.server.cluster.loads import Replica
+from manylora.server.cluster.router import Router, Target
 
 SLOTS = 32
 UNITS = 200.0

@@ -17,7 +17,7 @@ import httpx
 from moto.s3.models import s3_backends
 from moto.server import ThreadedMotoServer
 
-ACCESS_KEY = "AKIAWEFTTESTS0000001"
+ACCESS_KEY = "AKIAMANYLORATESTS0000001"
 SECRET_KEY = "secret-of-the-tests-that-no-log-may-hold"
 ACCOUNT = "123456789012"
 SIGNED = {"Authorization": "AWS4-HMAC-SHA256 Credential=tests/20260101/us-east-1/s3/aws4_request, Signature=none"}
@@ -42,7 +42,7 @@ class S3Server:
         }
 
     def new_bucket(self) -> str:
-        bucket = f"weft-{next(NUMBERS)}"
+        bucket = f"manylora-{next(NUMBERS)}"
         assert self.http.put(f"/{bucket}").status_code == 200
         return bucket
 

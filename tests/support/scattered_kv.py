@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.kernels.attention_batch import AttentionBatch
-from weft.kernels.kv_layer import KvLayer, quantise
+from manylora.kernels.attention_batch import AttentionBatch
+from manylora.kernels.kv_layer import KvLayer, quantise
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 NAN = float("nan")

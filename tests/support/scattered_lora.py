@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvOperands, SgmvSite, SgmvTables, Tiles, row_pitch_units
+from manylora.kernels.sgmv import GROUP_ROWS, UNIT_BYTES, SgmvOperands, SgmvSite, SgmvTables, Tiles, row_pitch_units
 
 MIXED_RANKS = (0, 1, 4, 8, 16, 24, 64, 128, 256)
 NUM_LAYERS = 2

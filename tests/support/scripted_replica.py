@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-import weft
+import manylora
 from fake_cluster import FakeCluster
-from weft.registry.registry import Registry
-from weft.registry.servers import Server
-from weft.server.cluster.wire import STATE_PATH, Report, cluster_token, frame
-from weft.server.hop import Counts
+from manylora.registry.registry import Registry
+from manylora.registry.servers import Server
+from manylora.server.cluster.wire import STATE_PATH, Report, cluster_token, frame
+from manylora.server.hop import Counts
 
 SSE_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
@@ -34,7 +34,7 @@ def framed(payload: bytes, prompt: int = 0, cached: int = 0, completion: int = 0
 
 def json_answer(status: int, body: bytes, *headers: tuple[str, str]) -> bytes:
     """A whole framed answer."""
-    lines = [f"HTTP/1.1 {status} x", "content-type: application/json", f"x-weft-length: {len(body)}"]
+    lines = [f"HTTP/1.1 {status} x", "content-type: application/json", f"x-manylora-length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in (*headers, ("transfer-encoding", "chunked"))]
     return "\r\n".join([*lines, "", ""]).encode() + framed(body) + LAST_CHUNK
 
@@ -95,7 +95,7 @@ class ScriptedReplica:
             "state": "ready",
             "model": "demo",
             "base": "sha256:0",
-            "version": weft.__version__,
+            "version": manylora.__version__,
         }
         return Server(**usual | facts)
 
@@ -138,7 +138,7 @@ class ScriptedReplica:
         return
 
     async def _report(self, headers: dict[str, str], writer: asyncio.StreamWriter) -> None:
-        if headers.get("x-weft-cluster") != self._token:
+        if headers.get("x-manylora-cluster") != self._token:
             writer.write(b"HTTP/1.1 401 x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
             return
         writer.write(SSE_HEAD)

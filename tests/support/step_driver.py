@@ -14,28 +14,28 @@ import torch
 
 from adapters_factory import packed
 from implementations import INTERPRETS
-from weft.adapters.lora.step import PagedLora
-from weft.adapters.lora.tables import AdapterTables
-from weft.adapters.residency.slots import SlotLease
-from weft.engine.execution.batch import build_batch
-from weft.engine.execution.runner import ModelRunner
-from weft.engine.execution.sampler import Sampler
-from weft.engine.execution.step_program import StepDevice
-from weft.engine.execution.step_programs import StepPrograms
-from weft.engine.model import weights as model_weights
-from weft.engine.model.decoder import KvViews
-from weft.engine.model.spec import base_shape, read_spec
-from weft.engine.model.weights import load_decoder
-from weft.engine.sampling_params import SamplingParams
-from weft.engine.scheduling.plan import Chunk, ChunkResult, SampleSpec, StepPlan
-from weft.errors import StaleSlotError
-from weft.kernels.dispatch import kernels_for, triton_kernels
-from weft.kernels.weight_format import WeightFormat
-from weft.memory.arena import Arena
-from weft.memory.block_table import BlockTable
-from weft.memory.geometry import PITCH_BYTES, PageGeometry, page_geometry
-from weft.memory.host_slab import HostSlab
-from weft.memory.pool import PagePool
+from manylora.adapters.lora.step import PagedLora
+from manylora.adapters.lora.tables import AdapterTables
+from manylora.adapters.residency.slots import SlotLease
+from manylora.engine.execution.batch import build_batch
+from manylora.engine.execution.runner import ModelRunner
+from manylora.engine.execution.sampler import Sampler
+from manylora.engine.execution.step_program import StepDevice
+from manylora.engine.execution.step_programs import StepPrograms
+from manylora.engine.model import weights as model_weights
+from manylora.engine.model.decoder import KvViews
+from manylora.engine.model.spec import base_shape, read_spec
+from manylora.engine.model.weights import load_decoder
+from manylora.engine.sampling_params import SamplingParams
+from manylora.engine.scheduling.plan import Chunk, ChunkResult, SampleSpec, StepPlan
+from manylora.errors import StaleSlotError
+from manylora.kernels.dispatch import kernels_for, triton_kernels
+from manylora.kernels.weight_format import WeightFormat
+from manylora.memory.arena import Arena
+from manylora.memory.block_table import BlockTable
+from manylora.memory.geometry import PITCH_BYTES, PageGeometry, page_geometry
+from manylora.memory.host_slab import HostSlab
+from manylora.memory.pool import PagePool
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1000)

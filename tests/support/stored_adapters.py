@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.adapters.base_shape import BaseShape
-from weft.adapters.blobs.local import LocalBlobs
-from weft.adapters.checkpoint.folder import adapter_files
-from weft.adapters.checkpoint.reader import Checkpoint, read_checkpoint
-from weft.adapters.lora.layout import plan_layout
-from weft.adapters.ref import AdapterRef, content_digest
-from weft.memory.geometry import PageGeometry
+from manylora.adapters.base_shape import BaseShape
+from manylora.adapters.blobs.local import LocalBlobs
+from manylora.adapters.checkpoint.folder import adapter_files
+from manylora.adapters.checkpoint.reader import Checkpoint, read_checkpoint
+from manylora.adapters.lora.layout import plan_layout
+from manylora.adapters.ref import AdapterRef, content_digest
+from manylora.memory.geometry import PageGeometry
 
 
 def store_adapter(blobs: LocalBlobs, folder: Path, base: BaseShape, *, max_rank: int = 64) -> AdapterRef:

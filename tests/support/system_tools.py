@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from weft.config import environment
+from manylora.config import environment
 
 
 def require_module(name: str, *, package: str) -> ModuleType:

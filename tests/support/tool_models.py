@@ -14,9 +14,9 @@ from llguidance import LLTokenizer
 
 from api_server import Api
 from fake_engine import DEMO_MODEL
-from weft.engine.text.tokenizer import Tokenizer
-from weft.server.tools.formats import AnswerFormat, format_of, rows
-from weft.server.tools.schemas import Tool, ToolFunction
+from manylora.engine.text.tokenizer import Tokenizer
+from manylora.server.tools.formats import AnswerFormat, format_of, rows
+from manylora.server.tools.schemas import Tool, ToolFunction
 
 HERMES = (
     "{{ bos_token }}{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}Answer as "
@@ -100,7 +100,7 @@ def tokenizer_with(chat_template: str = HERMES, special: tuple[str, ...] = (), *
 @cache
 def tokenizer_folder(chat_template: str, special: tuple[str, ...] = (), **fields: Any) -> Path:
     """Where the files of `tokenizer_with` are."""
-    folder = Path(mkdtemp(prefix="weft-tokenizer-"))
+    folder = Path(mkdtemp(prefix="manylora-tokenizer-"))
     (folder / "config.json").symlink_to(DEMO_MODEL / "config.json")
     content = json.loads((DEMO_MODEL / "tokenizer.json").read_text())
     known = content["added_tokens"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.config import environment
+from manylora.config import environment
 
 SUPPORT = Path(__file__).parent
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psycopg
 
-from weft_server import WeftServer
+from manylora_server import ManyloraServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Billed:
     completion_tokens: int
 
 
-def usage_events(server: WeftServer, database_url: str | None = None) -> list[Billed]:
+def usage_events(server: ManyloraServer, database_url: str | None = None) -> list[Billed]:
     """All that was acknowledged until now, oldest first; without a URL, from the SQLite in the server's folder."""
     assert server.admin.get("/v1/usage").status_code == 200  # moves the journal into the database
     return stored_events(server.data_dir, database_url)

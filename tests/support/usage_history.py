@@ -14,10 +14,10 @@ from zoneinfo import ZoneInfo
 
 import httpx
 
+from manylora.registry.db.database import Database
+from manylora.registry.records import UsageEvent
+from manylora_server import ManyloraServer
 from registry_samples import insert, usage_event
-from weft.registry.db.database import Database
-from weft.registry.records import UsageEvent
-from weft_server import WeftServer
 
 ZONE = "America/New_York"
 FIRST, LAST = date(2025, 10, 27), date(2025, 11, 5)
@@ -63,7 +63,7 @@ PLACE = {"start": FIRST.isoformat(), "end": LAST.isoformat(), "tz": ZONE}
 """What an address of the dashboard says to show it."""
 
 
-def write_history(server: WeftServer) -> History:
+def write_history(server: ManyloraServer) -> History:
     """Make the tenants, and write the events into the server's database as its ledger does."""
     keys: dict[str, tuple[str, str]] = {}
     tenants: dict[str, str] = {}

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from manylora_server import DEMO_MODEL
 from stream_client import Cut, Seen, exchange, note_usage, stream
-from weft_server import DEMO_MODEL
 
 CLIENTS = 8
 BACK_OFF_S = 0.2

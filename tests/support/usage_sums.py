@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from sqlalchemy import select
 
-from weft.registry.db.clock import HOUR_US, from_micros, month_of, to_micros
-from weft.registry.db.database import Database
-from weft.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageMonthRow, UsageRollupRow
-from weft.registry.usage.latency import bin_of
+from manylora.registry.db.clock import HOUR_US, from_micros, month_of, to_micros
+from manylora.registry.db.database import Database
+from manylora.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageMonthRow, UsageRollupRow
+from manylora.registry.usage.latency import bin_of
 
 SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 TABLES: dict[

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from compile_watch import no_compiles
-from weft.kernels.triton.compiles import CompileWatch
+from manylora.kernels.triton.compiles import CompileWatch
 
 
 class NoDevice:
@@ -46,7 +46,7 @@ def main() -> None:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("weft.kernels.triton.compiles").addHandler(handler)
+    logging.getLogger("manylora.kernels.triton.compiles").addHandler(handler)
     seen: list[str] = []
     triton.knobs.runtime.jit_post_compile_hook = lambda **of_kernel: seen.append(of_kernel["fn"].name)
     add(100, 16)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.engine.model.formats import awq, bitsandbytes, gptq, packed, scaled, three_half
-from weft.engine.model.formats.stored import Part, StoredLinear, is_finite
-from weft.kernels.quantised import Int8Weight
+from manylora.engine.model.formats import awq, bitsandbytes, gptq, packed, scaled, three_half
+from manylora.engine.model.formats.stored import Part, StoredLinear, is_finite
+from manylora.kernels.quantised import Int8Weight
 
 
 @dataclass(frozen=True, slots=True)

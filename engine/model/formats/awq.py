@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-from weft.engine.model.formats.stored import FLOATS, Part, StoredLinear, unpack
+from manylora.engine.model.formats.stored import FLOATS, Part, StoredLinear, unpack
 
 BITS, PER_WORD = 4, 8
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)

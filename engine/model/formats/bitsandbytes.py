@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import torch
 
-from weft.engine.model.formats.stored import FLOATS, Part, StoredLinear
+from manylora.engine.model.formats.stored import FLOATS, Part, StoredLinear
 
 MOST = 127
 """Of an int8 weight."""

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.engine.model.formats.stored import is_finite
-from weft.engine.model.gguf_config import GGUF_ARCHITECTURES, ROPE_FACTORS, open_gguf
-from weft.engine.model.spec import DecoderSpec, expected_tensors
-from weft.errors import ConfigError
+from manylora.engine.model.formats.stored import is_finite
+from manylora.engine.model.gguf_config import GGUF_ARCHITECTURES, ROPE_FACTORS, open_gguf
+from manylora.engine.model.spec import DecoderSpec, expected_tensors
+from manylora.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import torch
 
-from weft.engine.model.formats.stored import FLOATS, WORD_BITS, Part, StoredLinear, unpack
+from manylora.engine.model.formats.stored import FLOATS, WORD_BITS, Part, StoredLinear, unpack
 
 ORDER, BIAS = "g_idx", "bias"
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-from weft.engine.model.formats.stored import FLOATS, WORD_BITS, Part, StoredLinear, unpack
+from manylora.engine.model.formats.stored import FLOATS, WORD_BITS, Part, StoredLinear, unpack
 
 PACKED, SCALE, ZERO, GROUPS, SHAPE = (
     "weight_packed",

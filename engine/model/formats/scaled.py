@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import torch
 
-from weft.engine.model.formats.stored import FLOATS, Part, StoredLinear
+from manylora.engine.model.formats.stored import FLOATS, Part, StoredLinear
 
 SCALE, INVERSE, ZERO = "weight_scale", "weight_scale_inv", "weight_zero_point"
 UNUSED = ("input_scale", "input_scale_ub", "input_zero_point", "activation_scale", "output_scale", "output_zero_point")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weft.engine.model.quantisation import Quantisation
-from weft.errors import ConfigError
+from manylora.engine.model.quantisation import Quantisation
+from manylora.errors import ConfigError
 
 FLOATS = ("F64", "F32", "BF16", "F16")
 WORD_BITS = 32

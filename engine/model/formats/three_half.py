@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 import torch
 
-from weft.engine.model.formats.stored import Part, StoredLinear
+from manylora.engine.model.formats.stored import Part, StoredLinear
 
 BLOCK, LEVELS = 64, 11
 GROUPS, BYTES = 4, 7

@@ -14,8 +14,8 @@ from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import Connection
 
-from weft.errors import ConfigError
-from weft.registry.db.models import Base
+from manylora.errors import ConfigError
+from manylora.registry.db.models import Base
 
 
 def upgrade(connection: Connection) -> tuple[str | None, str | None]:
@@ -25,7 +25,7 @@ def upgrade(connection: Connection) -> tuple[str | None, str | None]:
         The revision before (None for an empty database), and the revision now.
 
     Raises:
-        ConfigError: This version of Weft does not know the database's revision.
+        ConfigError: This version of Manylora does not know the database's revision.
     """
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
@@ -40,8 +40,8 @@ def upgrade(connection: Connection) -> tuple[str | None, str | None]:
             command.upgrade(config, "head")
         except CommandError as error:
             raise ConfigError(
-                f"The database has schema {before}, which this version of Weft does not know: a newer Weft or a "
-                "pre-release wrote it. Use that version, restore a backup from before its upgrade, or start with an "
+                f"The database has schema {before}, which this version of Manylora does not know: a newer Manylora or "
+                "a pre-release wrote it. Use that version, restore a backup from before its upgrade, or start with an "
                 "empty database.",
                 param="registry.database_url",
             ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from weft.registry.db.models import Base
+from manylora.registry.db.models import Base
 
 context.configure(
     connection=context.config.attributes["connection"],

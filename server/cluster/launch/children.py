@@ -10,17 +10,17 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from weft.errors import WeftError
+from manylora.errors import ManyloraError
 
-_READY = re.compile(r"weft: (?:listening|replicas run) on (\S+)")
+_READY = re.compile(r"manylora: (?:listening|replicas run) on (\S+)")
 
 
 class Child(subprocess.Popen[str]):
-    """A `weft` command in a process of its own, which does not outlive this one.
+    """A `manylora` command in a process of its own, which does not outlive this one.
 
     Args:
         name: Stands before its lines.
-        arguments: Of `weft`.
+        arguments: Of `manylora`.
         environment: All of it.
         held: File descriptors that it keeps open as long as it lives.
         cores: It and its own children run on these; all that we may use if empty.
@@ -35,7 +35,7 @@ class Child(subprocess.Popen[str]):
         cores: Sequence[int] = (),
     ) -> None:
         super().__init__(
-            [sys.executable, "-P", "-m", "weft.cli.cluster.child", ",".join(map(str, cores)), *arguments],
+            [sys.executable, "-P", "-m", "manylora.cli.cluster.child", ",".join(map(str, cores)), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -54,13 +54,13 @@ class Child(subprocess.Popen[str]):
         """Wait until it listens; returns where.
 
         Raises:
-            WeftError: It ended before.
+            ManyloraError: It ended before.
         """
         while self._url is None:
             if self.poll() is not None:
                 self._pump.join(1)  # its last lines come before the error; a child of its own may hold the pipe
                 message = f"{self._name} ended with status {self.returncode} while it started; its last lines say why."
-                raise WeftError(message)
+                raise ManyloraError(message)
             time.sleep(0.05)
         return self._url
 

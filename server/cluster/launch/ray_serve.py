@@ -1,7 +1,7 @@
 """Replicas kept by Ray Serve: it places, restarts and scales them. Requests and tokens never travel through Ray.
 
-Each replica of the deployment starts `weft serve --role replica` on its node. That announces itself in the registry,
-where gateways find it, so a gateway needs no Ray, and replicas that run do not need Ray's head.
+Each replica of the deployment starts `manylora serve --role replica` on its node. That announces itself in the
+registry, where gateways find it, so a gateway needs no Ray, and replicas that run do not need Ray's head.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import msgspec
 import ray
 from ray import serve
 
-from weft.config import environment
-from weft.errors import ConfigError, WeftError
-from weft.registry.keys import keyed_digest
-from weft.server.cluster.launch.children import Child
-from weft.server.cluster.launch.scaling import BUSY, DOWN_AFTER_S, WAIT, desired_replicas
-from weft.server.cluster.launch.up import METRICS_PORT, SECRETS, SLACK_S
-from weft.server.cluster.wire import CLUSTER, SHARED, STATE_PATH, Report
-from weft.server.settings import load_config
+from manylora.config import environment
+from manylora.errors import ConfigError, ManyloraError
+from manylora.registry.keys import keyed_digest
+from manylora.server.cluster.launch.children import Child
+from manylora.server.cluster.launch.scaling import BUSY, DOWN_AFTER_S, WAIT, desired_replicas
+from manylora.server.cluster.launch.up import METRICS_PORT, SECRETS, SLACK_S
+from manylora.server.cluster.wire import CLUSTER, SHARED, STATE_PATH, Report
+from manylora.server.settings import load_config
 
-APP = "weft"
+APP = "manylora"
 HEALTH_S = 2.0
 """Seconds between two looks at whether a replica lives."""
 ANSWER_S = 10.0
@@ -37,7 +37,7 @@ OBJECT_STORE_BYTES = 80 << 20
 """The least that Ray takes: nothing is stored there."""
 
 
-class WeftReplica:
+class ManyloraReplica:
     """A replica on this node, in a process of its own.
 
     Args:
@@ -58,7 +58,7 @@ class WeftReplica:
         self._child = Child("replica", ("serve", "--role", "replica", *place), environ, held=(lock,))
         os.close(lock)
         self._http = httpx.AsyncClient(base_url=self._child.wait_ready(), trust_env=False, timeout=ANSWER_S)
-        self._token = keyed_digest(environ["WEFT_PEPPER"].encode(), SHARED)
+        self._token = keyed_digest(environ["MANYLORA_PEPPER"].encode(), SHARED)
 
     async def check_health(self) -> None:
         """Return if the replica lives and answers: it restarts its engine itself. Called by Ray."""
@@ -99,7 +99,7 @@ def app(plan: dict[str, Any]) -> Any:  # noqa: ANN401 - an Application of Ray Se
         "downscale_delay_s": DOWN_AFTER_S,
     }
     deployment = serve.deployment(
-        WeftReplica,
+        ManyloraReplica,
         autoscaling_config=scaled,
         ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
         placement_group_bundles=[{"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}],
@@ -114,9 +114,9 @@ def keep(plan: dict[str, Any], announce: Callable[[str], object]) -> None:
     """Have Ray keep replicas with the settings of this process's environment, until a signal ends that.
 
     Raises:
-        WeftError: Ray cannot be reached, or a replica does not start.
+        ManyloraError: Ray cannot be reached, or a replica does not start.
     """
-    own = {name: value for name, value in environment().items() if name.startswith("WEFT_")}
+    own = {name: value for name, value in environment().items() if name.startswith("MANYLORA_")}
     settings = {name: own[name] for name in own.keys() - SECRETS}
     local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     address, host = plan["address"], None if plan["address"] else "127.0.0.1"
@@ -125,11 +125,11 @@ def keep(plan: dict[str, Any], announce: Callable[[str], object]) -> None:
         serve.start(proxy_location="Disabled")
         serve.run(app({**plan, "settings": settings, "host": host}), name=APP, route_prefix=None)
     except (ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
-        raise WeftError(f"Ray does not run the replicas: {error}") from error
+        raise ManyloraError(f"Ray does not run the replicas: {error}") from error
     asked = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(1) if asked.is_set() else asked.set())
-    announce(f"weft: replicas run on {ray.get_runtime_context().gcs_address}")
+    announce(f"manylora: replicas run on {ray.get_runtime_context().gcs_address}")
     asked.wait()
     serve.delete(APP)  # without Ray's head it never ends, nor hears a signal
     serve.shutdown()

@@ -18,22 +18,22 @@ from pathlib import Path
 
 import httpx
 
-from weft.config import Config, environment, usable_cores
-from weft.engine.start_checks import check_start, count_cuda_devices
-from weft.errors import ConfigError
-from weft.registry.db.database import Database
-from weft.registry.keys import kept_secret, prepare_folder
-from weft.server.auth.admin_key import VARIABLE, admin_key, given_pepper
-from weft.server.cluster.launch.children import Child
-from weft.server.listen import bind, url_of
-from weft.server.settings import environment_name
-from weft.server.threads import cancel_all
+from manylora.config import Config, environment, usable_cores
+from manylora.engine.start_checks import check_start, count_cuda_devices
+from manylora.errors import ConfigError
+from manylora.registry.db.database import Database
+from manylora.registry.keys import kept_secret, prepare_folder
+from manylora.server.auth.admin_key import VARIABLE, admin_key, given_pepper
+from manylora.server.cluster.launch.children import Child
+from manylora.server.listen import bind, url_of
+from manylora.server.settings import environment_name
+from manylora.server.threads import cancel_all
 
 Announce = Callable[[str], object]
 Starts = Mapping[str, Callable[[], Child]]
 DATABASE_URL = environment_name("registry.database_url")
 METRICS_PORT = environment_name("server.metrics_port")
-SECRETS = (VARIABLE, "WEFT_PEPPER", DATABASE_URL)
+SECRETS = (VARIABLE, "MANYLORA_PEPPER", DATABASE_URL)
 """Variables that all servers of a cluster have, and that never travel through Ray."""
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
 """Seconds until a child that died is started again; they double with each death."""
@@ -59,11 +59,11 @@ def up(config: Config, replicas: int, plan: dict[str, object] | None, announce: 
 
     Raises:
         ConfigError: A setting is wrong, the port is taken, or a package is missing.
-        WeftError: A server ended while it started.
+        ManyloraError: A server ended while it started.
     """
     for package, extra in (("aiohttp", "cluster"), *((("ray", "ray"),) if plan else ())):
         if find_spec(package) is None:
-            raise ConfigError(f"This needs {package}: pip install 'weft[{extra}]'.")
+            raise ConfigError(f"This needs {package}: pip install 'manylora[{extra}]'.")
     check_start(config)
     with bind(config.server.host, config.server.port) as probe:
         url = url_of(config.server.host, probe)
@@ -134,7 +134,7 @@ async def _announce_ready(url: str, announce: Announce) -> None:
             with suppress(httpx.TransportError):
                 is_ready = (await client.get(f"{url}/ready")).is_success
             await asyncio.sleep(0.05)
-    announce(f"weft: listening on {url}")
+    announce(f"manylora: listening on {url}")
 
 
 async def _keep(name: str, start: Callable[[], Child], running: dict[str, Child], announce: Announce) -> None:
@@ -142,7 +142,7 @@ async def _keep(name: str, start: Callable[[], Child], running: dict[str, Child]
     while True:
         status = await asyncio.to_thread(running[name].wait)
         delay_s = FIRST_DELAY_S if time.monotonic() - started_s > STEADY_S else delay_s
-        announce(f"weft: {name} ended with status {status} and starts again in {delay_s:g} s")
+        announce(f"manylora: {name} ended with status {status} and starts again in {delay_s:g} s")
         await asyncio.sleep(delay_s)
         delay_s, started_s = min(2 * delay_s, LONGEST_DELAY_S), time.monotonic()
         running[name] = start()
@@ -167,7 +167,7 @@ def _shared_environment(config: Config, data_dir: Path, replicas: int, announce:
         message = f"{data_dir} is the folder of a single server, whose keys would not work; choose another --data-dir."
         raise ConfigError(message, param="server.data_dir")
     for line in key.announcement:
-        announce(f"weft: {line}")
+        announce(f"manylora: {line}")
     model, in_s3 = Path(config.model.path), config.registry.s3_place is not None
     own = {
         "model.path": str(model.absolute()) if model.exists() else config.model.path,
@@ -183,9 +183,9 @@ def _shared_environment(config: Config, data_dir: Path, replicas: int, announce:
     }
     kept = {
         VARIABLE: key.secret,
-        "WEFT_PEPPER": pepper or kept_secret(data_dir / "cluster.pepper", secrets.token_hex(32)),
+        "MANYLORA_PEPPER": pepper or kept_secret(data_dir / "cluster.pepper", secrets.token_hex(32)),
     }
-    return {**environ, **settings, **kept, "WEFT_CONFIG": ""}  # the settings are complete
+    return {**environ, **settings, **kept, "MANYLORA_CONFIG": ""}  # the settings are complete
 
 
 def _ray_environment(plan: Mapping[str, object], data_dir: Path) -> dict[str, str]:

@@ -122,7 +122,7 @@ function Report({ it }) {
 
 /** How programs call it. */
 const Snippets = ({ it }) => html`<${Card} title="Call it">
-  <p class="quiet">Set <code>WEFT_KEY</code> to a key of ${it.tenant} with the scope <code>infer</code>. <code>${it.name}@${it.version}</code> always means this version.</p>
+  <p class="quiet">Set <code>MANYLORA_KEY</code> to a key of ${it.tenant} with the scope <code>infer</code>. <code>${it.name}@${it.version}</code> always means this version.</p>
   <${Snippet} request=${{ path: "/v1/chat/completions", tenant: null, body: { model: it.name, messages: [{ role: "user", content: "Where is my order?" }] } }} />
 <//>`;
 

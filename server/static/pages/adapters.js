@@ -96,15 +96,15 @@ function First({ tenant, open }) {
   const owner = isAdmin() && (tenant ?? "NAME");
   const named = owner ? ` --tenant ${owner}` : "";
   const form = owner ? ` \\\n  -F tenant=${owner}` : "";
-  const push = `export WEFT_KEY=…   # ${owner ? "the admin key" : "a key with the scope adapters"}\nweft adapter push ./my-adapter --name support --url ${location.origin}${named}`;
-  const curl = `curl ${location.origin}/v1/adapters \\\n  -H "Authorization: Bearer $WEFT_KEY"${form} \\\n  -F name=support \\\n  -F config=@my-adapter/adapter_config.json \\\n  -F weights=@my-adapter/adapter_model.safetensors`;
+  const push = `export MANYLORA_KEY=…   # ${owner ? "the admin key" : "a key with the scope adapters"}\nmanylora adapter push ./my-adapter --name support --url ${location.origin}${named}`;
+  const curl = `curl ${location.origin}/v1/adapters \\\n  -H "Authorization: Bearer $MANYLORA_KEY"${form} \\\n  -F name=support \\\n  -F config=@my-adapter/adapter_config.json \\\n  -F weights=@my-adapter/adapter_model.safetensors`;
   return html`<section class="card first" aria-label="The first adapter">
     <${Empty} title="No adapters yet.">
       <p>Upload the files that PEFT's <code>save_pretrained</code> or mlx-lm wrote. The next request can use the adapter.</p>
       ${may("adapters") && html`<p><${Button} kind="main" onClick=${open}>Upload an adapter<//> or drop its folder on this page.</p>`}
     <//>
     <div class="columns">
-      <div><h3>On the command line</h3><${Code} text=${push} label="Upload with weft" /></div>
+      <div><h3>On the command line</h3><${Code} text=${push} label="Upload with manylora" /></div>
       <div><h3>With curl</h3><${Code} text=${curl} label="Upload with curl" /></div>
     </div>
   </section>`;

@@ -77,7 +77,7 @@ function Notices({ feed: { state, problem, heardAt, restartedAt }, change, snaps
     ${restartedAt && html`<div class="notice warn" role="status"><p><strong>The engine was restarted</strong> before ${clock(restartedAt)}. Its memory is empty at first; adapters are loaded again when requests need them.</p>
       <${Button} kind="small" onClick=${() => change({ restartedAt: null })}>OK<//></div>`}
     ${isIdle && html`<div class="notice" data-notice="idle"><p><strong>The engine is idle.</strong> ${snapshot.num_steps ? `Its last step ended at ${clock(heardAt - 1000 * snapshot.last_step_age_s)}.` : "It has had no request yet."}${" "}
-      Send a request in the <${Link} to="/playground">Playground<//>, or run <code>weft demo</code> for a minute of traffic.</p></div>`}`;
+      Send a request in the <${Link} to="/playground">Playground<//>, or run <code>manylora demo</code> for a minute of traffic.</p></div>`}`;
 }
 
 /** The smallest value that at least this share of all values lies at or below. */

@@ -193,7 +193,7 @@ const DevicePages = ({ engine }) => html`<${Card} title="Device pages" note="now
 const FirstSteps = () => html`<${Empty} title="No requests in this range.">
   <div class="first-steps">
     <p>Choose a longer range above, or upload an adapter on the page <${Link} to="/adapters">Adapters<//> or with</p>
-    <${Code} text=${`weft adapter push ./my-adapter${isAdmin() ? ` --tenant ${param("tenant") ?? "NAME"}` : ""}`} label="Upload an adapter" />
-    <p>and ask it something in the <${Link} to="/playground">Playground<//>. For an example with traffic, run <code>weft demo</code>: it serves a small model and replays a minute of requests.</p>
+    <${Code} text=${`manylora adapter push ./my-adapter${isAdmin() ? ` --tenant ${param("tenant") ?? "NAME"}` : ""}`} label="Upload an adapter" />
+    <p>and ask it something in the <${Link} to="/playground">Playground<//>. For an example with traffic, run <code>manylora demo</code>: it serves a small model and replays a minute of requests.</p>
   </div>
 <//>`;

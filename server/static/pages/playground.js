@@ -225,5 +225,5 @@ function Figures({ of: one }) {
 
 const CodeDialog = ({ model, request, onClose }) => html`<${Dialog} title=${`Call ${model}`} onClose=${onClose}>
   <${Snippet} request=${request} />
-  <p class="quiet">Set your key first: <code>export WEFT_KEY=…</code></p>
+  <p class="quiet">Set your key first: <code>export MANYLORA_KEY=…</code></p>
 <//>`;

@@ -24,7 +24,7 @@ export default function Tenants() {
     { key: "limits", label: "Limits", isFixed: true, cell: (one) => html`<${Limits} limits=${one.limits} />` },
     { key: "created_at", label: "Created", cell: (one) => timeShown(one.created_at) },
   ];
-  const empty = html`<${Empty} title="No tenant yet.">A tenant owns adapters and keys. Make the first with “New tenant”, or <code>weft tenant create acme</code>.<//>`;
+  const empty = html`<${Empty} title="No tenant yet.">A tenant owns adapters and keys. Make the first with “New tenant”, or <code>manylora tenant create acme</code>.<//>`;
   return html`<${PageHead} title="Tenants" about="Who may send requests, with their usage and limits.">
       <div class="picker"><${RangePicker} /><${Button} kind="main" onClick=${() => openDialog(NewTenant)}>New tenant<//></div><//>
     <${Card}>
@@ -139,7 +139,7 @@ function Keys({ tenant, range }) {
     { key: "actions", label: "", isFixed: true, cell: (key) => html`<div class="actions">
       ${button("Change", key, askChange)}${button("Rotate", key, askRotate)}${button("Revoke", key, askRevoke, "small danger")}</div>` },
   ];
-  const empty = html`<${Empty} title="No key yet.">Without one, ${tenant} cannot send requests. Make the first with “New key”, or <code>weft key create ${tenant}</code>.<//>`;
+  const empty = html`<${Empty} title="No key yet.">Without one, ${tenant} cannot send requests. Make the first with “New key”, or <code>manylora key create ${tenant}</code>.<//>`;
   return html`<${Card} title="Keys" note="requests and tokens are those of the range above" actions=${html`<${Button} kind="main" onClick=${askNew}>New key<//>`}>
     <${Loaded} of=${keys}>${({ data }) => html`<${Table} caption=${`Keys of ${tenant}`} columns=${columns} rows=${data} keyOf=${(key) => key.id} empty=${empty} />`}<//>
   <//>`;
@@ -179,7 +179,7 @@ function RotateDialog({ of: key, onClose, save }) {
 }
 
 const SecretDialog = ({ of: key, onClose }) => html`<${Dialog} title=${`The key ${nameOf(key)}`} onClose=${onClose}>
-  <p><strong>The key is shown only now.</strong> Weft does not keep it: copy it to where it is needed. Lists show its beginning, <code>${key.prefix}</code>.</p>
+  <p><strong>The key is shown only now.</strong> Manylora does not keep it: copy it to where it is needed. Lists show its beginning, <code>${key.prefix}</code>.</p>
   <${Code} text=${key.key} label="The key" />
   <div class="actions end"><${Button} kind="main" onClick=${onClose}>I have saved it<//></div>
 <//>`;

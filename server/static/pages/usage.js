@@ -65,7 +65,7 @@ function Chart({ answer, about, keys }) {
 function Nothing() {
   const isFiltered = Object.entries(filtersShown()).some(([name, values]) => name !== "tenant" && values.length);
   if (isFiltered) return html`<${Empty} title="No usage matches these filters in this range."><${Button} onClick=${() => setParams({ adapter: null, version: null, key: null, status: null })}>Clear the filters<//><//>`;
-  return html`<${Empty} title="No usage in this range.">Choose a longer range, or send a request: it is shown here as soon as it ends. <code>weft usage</code> shows the same on the command line.<//>`;
+  return html`<${Empty} title="No usage in this range.">Choose a longer range, or send a request: it is shown here as soon as it ends. <code>manylora usage</code> shows the same on the command line.<//>`;
 }
 
 const FIGURES = { requests: "Requests", prompt_tokens: "Prompt", cached_tokens: "Cached", completion_tokens: "Completion" };
@@ -136,16 +136,16 @@ async function csvOf(path, params) {
     const response = await send("GET", path, { params: { ...params, after, limit: LIMIT, format: "csv" } });
     const text = await response.text();
     parts.push(parts.length ? text.slice(text.indexOf("\r\n") + 2) : text);
-    after = response.headers.get("x-weft-next");
+    after = response.headers.get("x-manylora-next");
     if (!after) return parts;
   }
 }
 
-/** weft-usage_2026-11-01_2026-11-30.csv: the first and the last day, with the hour where a range begins or ends within a day. */
+/** manylora-usage_2026-11-01_2026-11-30.csv: the first and the last day, with the hour where a range begins or ends within a day. */
 function fileName(kind, { start, end, zone }, extension) {
   const isMidnight = (at) => dayOf(zone, at) !== dayOf(zone, at - 1);
   const stamp = (at, day) => (isMidnight(at) ? day : time(at, zone).replace(" ", "T").replace(":", ""));
-  return `weft-${kind}_${stamp(start, dayOf(zone, start))}_${stamp(end, dayOf(zone, end - 1))}.${extension}`;
+  return `manylora-${kind}_${stamp(start, dayOf(zone, start))}_${stamp(end, dayOf(zone, end - 1))}.${extension}`;
 }
 
 const TOPS = ["5", "8", "12"];

@@ -22,13 +22,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from blob_io import CONTENT, DIGEST, read, store
+from manylora.adapters.blobs import s3 as s3_blobs
+from manylora.adapters.blobs.bucket import Bucket
+from manylora.adapters.blobs.local import PIECE_BYTES, LocalBlobs
+from manylora.adapters.blobs.s3 import S3Blobs
+from manylora.adapters.blobs.store import BlobStore
+from manylora.errors import AdapterUnavailableError, CapacityError
 from s3_server import S3Server
-from weft.adapters.blobs import s3 as s3_blobs
-from weft.adapters.blobs.bucket import Bucket
-from weft.adapters.blobs.local import PIECE_BYTES, LocalBlobs
-from weft.adapters.blobs.s3 import S3Blobs
-from weft.adapters.blobs.store import BlobStore
-from weft.errors import AdapterUnavailableError, CapacityError
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ class Kept:
     blobs: BlobStore
     local: LocalBlobs
     s3: S3Server | None
-    bucket: str = "weft"
+    bucket: str = "manylora"
 
     def names(self) -> list[str]:
         """Of everything that outlasts this machine."""
@@ -288,7 +288,7 @@ def test_the_file_is_durable_before_it_is_named_and_the_folder_after(
 
 def test_leftovers_of_a_killed_process_are_swept_once_they_are_old(blobs: LocalBlobs) -> None:
     script = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom weft.adapters.blobs.local import LocalBlobs\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom manylora.adapters.blobs.local import LocalBlobs\n"
         "writer = LocalBlobs(Path(sys.argv[1])).create()\nwriter.write(b'x' * 1000)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

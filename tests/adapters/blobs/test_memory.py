@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from blob_io import CONTENT, DIGEST
-from weft.adapters.blobs.memory import MemoryBlobs
-from weft.errors import CapacityError
+from manylora.adapters.blobs.memory import MemoryBlobs
+from manylora.errors import CapacityError
 
 
 def keep(blobs: MemoryBlobs, content: bytes = CONTENT) -> str:

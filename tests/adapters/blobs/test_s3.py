@@ -17,14 +17,14 @@ import obstore
 import pytest
 
 from blob_io import CONTENT, DIGEST, read, store
+from manylora.adapters.blobs import bucket as buckets
+from manylora.adapters.blobs.bucket import PART_BYTES, Bucket
+from manylora.adapters.blobs.local import LocalBlobs
+from manylora.adapters.blobs.s3 import S3Blobs
+from manylora.adapters.blobs.store import BlobStore, open_blobs
+from manylora.config import RegistryConfig
+from manylora.errors import AdapterUnavailableError, CapacityError, ConfigError
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
-from weft.adapters.blobs import bucket as buckets
-from weft.adapters.blobs.bucket import PART_BYTES, Bucket
-from weft.adapters.blobs.local import LocalBlobs
-from weft.adapters.blobs.s3 import S3Blobs
-from weft.adapters.blobs.store import BlobStore, open_blobs
-from weft.config import RegistryConfig
-from weft.errors import AdapterUnavailableError, CapacityError, ConfigError
 
 KEY = f"team/a/sha256/{DIGEST[:2]}/{DIGEST[2:4]}/{DIGEST}"
 MIB = 1 << 20
@@ -255,7 +255,7 @@ def test_wrong_keys_are_said_plainly_and_never_shown(
             list(blobs.digests())
         with pytest.raises(CapacityError):
             blobs.delete(DIGEST)
-    shown = " ".join(record.getMessage() for record in caplog.records if record.name.startswith("weft"))
+    shown = " ".join(record.getMessage() for record in caplog.records if record.name.startswith("manylora"))
     assert "InvalidAccessKeyId" in shown
     shown += str(caught.value) + repr(blobs)
     assert SECRET_KEY not in shown
@@ -350,12 +350,12 @@ def test_a_variable_that_obstore_does_not_take_is_a_wrong_setting(
 def test_without_obstore_the_setting_says_what_to_install(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom pathlib import Path\nsys.modules['obstore'] = None\n"
-        "from weft.adapters.blobs.store import open_blobs\nfrom weft.config import RegistryConfig\n"
-        "from weft.errors import ConfigError\n"
+        "from manylora.adapters.blobs.store import open_blobs\nfrom manylora.config import RegistryConfig\n"
+        "from manylora.errors import ConfigError\n"
         "open_blobs(RegistryConfig(), Path(sys.argv[1]))\n"
         "try:\n    open_blobs(RegistryConfig(blob_url='s3://bucket'), Path(sys.argv[1]))\n"
         "except ConfigError as error:\n    print(error.message)\n"
     )
     command = [sys.executable, "-P", "-c", script, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "pip install 'weft[s3]'" in done.stdout
+    assert "pip install 'manylora[s3]'" in done.stdout

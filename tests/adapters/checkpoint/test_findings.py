@@ -19,10 +19,10 @@ from lora_files import (
     tensor,
     weights_bytes,
 )
-from weft.adapters.checkpoint.findings import MAX_FINDINGS
-from weft.adapters.checkpoint.reader import read_checkpoint
-from weft.errors import AdapterError
-from weft.server.errors import error_body
+from manylora.adapters.checkpoint.findings import MAX_FINDINGS
+from manylora.adapters.checkpoint.reader import read_checkpoint
+from manylora.errors import AdapterError
+from manylora.server.errors import error_body
 
 BASE = base_shape()
 LAYER = "base_model.model.model.layers."

@@ -13,13 +13,13 @@ import torch
 from bad_upload import Upload
 from counted_calls import MOST_CALLS, counted_calls
 from lora_files import base_shape
+from manylora.adapters.checkpoint.reader import Checkpoint, read_checkpoint
+from manylora.adapters.lora.layout import plan_layout
+from manylora.adapters.lora.packing import Packing
+from manylora.errors import AdapterError, AdapterFormatError, AdapterIncompatibleError, PayloadTooLargeError
+from manylora.memory.geometry import page_geometry
 from mutated_adapters import mutant
 from refusals import is_presentable, outcome
-from weft.adapters.checkpoint.reader import Checkpoint, read_checkpoint
-from weft.adapters.lora.layout import plan_layout
-from weft.adapters.lora.packing import Packing
-from weft.errors import AdapterError, AdapterFormatError, AdapterIncompatibleError, PayloadTooLargeError
-from weft.memory.geometry import page_geometry
 
 BASE = base_shape()
 GEOMETRY = page_geometry(

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from bad_upload import EVIL_REGEX
 from counted_calls import MOST_CALLS, counted_calls
 from lora_files import MLX_CONFIG, PEFT_DEFAULTS, config_bytes, mlx_config_bytes
+from manylora.adapters.base_shape import MODULE_PATHS
+from manylora.adapters.checkpoint.findings import Findings
+from manylora.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES, check_config, check_scaling
+from manylora.adapters.checkpoint.peft_fields import is_literal_path
+from manylora.adapters.ref import LoraSpec
+from manylora.errors import AdapterError, AdapterIncompatibleError, PayloadTooLargeError
 from refusals import is_presentable, outcome
-from weft.adapters.base_shape import MODULE_PATHS
-from weft.adapters.checkpoint.findings import Findings
-from weft.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES, check_config, check_scaling
-from weft.adapters.checkpoint.peft_fields import is_literal_path
-from weft.adapters.ref import LoraSpec
-from weft.errors import AdapterError, AdapterIncompatibleError, PayloadTooLargeError
 
 
 def read_config(raw: bytes, max_rank: int) -> LoraSpec:

@@ -20,11 +20,11 @@ from peft.utils.other import get_pattern_key
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lora_files import base_shape
-from weft.adapters.base_shape import MODULE_PATHS
-from weft.adapters.checkpoint.peft_fields import FEATURES, INERT_FIELDS, READ_FIELDS, is_literal_path
-from weft.adapters.checkpoint.reader import Checkpoint, read_checkpoint
-from weft.adapters.ref import LoraSpec
-from weft.errors import AdapterError
+from manylora.adapters.base_shape import MODULE_PATHS
+from manylora.adapters.checkpoint.peft_fields import FEATURES, INERT_FIELDS, READ_FIELDS, is_literal_path
+from manylora.adapters.checkpoint.reader import Checkpoint, read_checkpoint
+from manylora.adapters.ref import LoraSpec
+from manylora.errors import AdapterError
 
 BASE = base_shape(hidden=32, intermediate=48, kv=16, num_layers=3)
 PREFIX = "base_model.model.model.layers."

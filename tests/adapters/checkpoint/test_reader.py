@@ -31,13 +31,13 @@ from lora_files import (
     tensor,
     weights_bytes,
 )
+from manylora.adapters.base_shape import MODULE_PATHS
+from manylora.adapters.checkpoint.findings import MAX_FINDINGS
+from manylora.adapters.checkpoint.reader import Checkpoint, check_weights, read_checkpoint
+from manylora.adapters.ref import LoraSpec
+from manylora.errors import AdapterError, AdapterFormatError, PayloadTooLargeError
+from manylora.server.errors import error_body
 from refusals import is_presentable, outcome
-from weft.adapters.base_shape import MODULE_PATHS
-from weft.adapters.checkpoint.findings import MAX_FINDINGS
-from weft.adapters.checkpoint.reader import Checkpoint, check_weights, read_checkpoint
-from weft.adapters.ref import LoraSpec
-from weft.errors import AdapterError, AdapterFormatError, PayloadTooLargeError
-from weft.server.errors import error_body
 
 BASE = base_shape()
 BAD_UPLOADS = bad_uploads(BASE)
@@ -249,9 +249,9 @@ def test_uploads_are_checked_without_torch_and_with_assertions_off(tmp_path: Pat
     (tmp_path / "weights").write_bytes(upload.weights[:-1])
     (tmp_path / "config").write_bytes(upload.config)
     script = (
-        "import sys\nfrom pathlib import Path\nimport weft.adapters.blobs.local, weft.adapters.lora.layout\n"
-        "from weft.adapters.checkpoint.reader import read_checkpoint\n"
-        "from weft.errors import AdapterError\n"
+        "import sys\nfrom pathlib import Path\nimport manylora.adapters.blobs.local, manylora.adapters.lora.layout\n"
+        "from manylora.adapters.checkpoint.reader import read_checkpoint\n"
+        "from manylora.errors import AdapterError\n"
         "try:\n    read_checkpoint(Path('config').read_bytes(), Path('weights'), None, 64)\n"
         "except AdapterError as error:\n    print(error.code)\n"
         "print({'torch', 'safetensors', 'peft', 'transformers', 'pickle5'} & set(sys.modules))\n"

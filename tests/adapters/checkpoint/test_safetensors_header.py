@@ -16,17 +16,17 @@ from safetensors.numpy import save
 
 from counted_calls import counted_calls
 from lora_files import RawTensor, base_shape, container, header_of, q_and_v, tensor, weights_bytes
-from refusals import is_presentable, outcome
-from weft.adapters.checkpoint.findings import Findings
-from weft.adapters.checkpoint.safetensors_header import (
+from manylora.adapters.checkpoint.findings import Findings
+from manylora.adapters.checkpoint.safetensors_header import (
     DTYPE_BYTES,
     MAX_HEADER_BYTES,
     MAX_TENSORS,
     TensorEntry,
     check_header,
 )
-from weft.adapters.checkpoint.strict_json import STRING, check_depth
-from weft.errors import AdapterError, AdapterFormatError
+from manylora.adapters.checkpoint.strict_json import STRING, check_depth
+from manylora.errors import AdapterError, AdapterFormatError
+from refusals import is_presentable, outcome
 
 GOOD = q_and_v(base_shape())
 NUMPY_DTYPES = {"F32": np.float32, "F16": np.float16}

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_files import base_shape
-from weft.adapters.base_shape import BaseShape
-from weft.adapters.lora.layout import LAYOUT_VERSION, LoraLayout, adapter_pages, plan_layout
-from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry, page_geometry, row_pitch_bytes
+from manylora.adapters.base_shape import BaseShape
+from manylora.adapters.lora.layout import LAYOUT_VERSION, LoraLayout, adapter_pages, plan_layout
+from manylora.memory.geometry import GROUP_ROWS, PITCH_BYTES, PageGeometry, page_geometry, row_pitch_bytes
 
 
 def geometry_for(
@@ -134,8 +134,8 @@ PINNED = "152f1e814bf4dbd1458302a3f7e390be9d4f458fa40250344d37b4e83789271c"
 SCRIPT = """
 from hashlib import sha256
 from lora_files import base_shape
-from weft.adapters.lora.layout import plan_layout
-from weft.memory.geometry import page_geometry
+from manylora.adapters.lora.layout import plan_layout
+from manylora.memory.geometry import page_geometry
 base = base_shape(896, 4864, 128, 24)
 geometry = page_geometry(num_layers=24, num_kv_heads=2, head_dim=64, dtype_bytes=2, largest_row_features=4864)
 ranks = {(layer, module): 8 + 8 * ((layer + module) % 5) for layer in range(24) for module in range(7) if module != 3}

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from adapters_factory import RandomLora, random_lora, tensor_bytes, tiny_base
+from manylora.adapters.checkpoint.reader import Checkpoint, check_weights, read_checkpoint
+from manylora.adapters.checkpoint.safetensors_header import header_bytes
+from manylora.adapters.lora.layout import LoraLayout, plan_layout
+from manylora.adapters.lora.packing import READ_BYTES, Packing, group_runs
+from manylora.memory.geometry import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
 from residency_parts import tiny_geometry
-from weft.adapters.checkpoint.reader import Checkpoint, check_weights, read_checkpoint
-from weft.adapters.checkpoint.safetensors_header import header_bytes
-from weft.adapters.lora.layout import LoraLayout, plan_layout
-from weft.adapters.lora.packing import READ_BYTES, Packing, group_runs
-from weft.memory.geometry import GROUP_ROWS, PITCH_BYTES, row_pitch_bytes
 
 BASE = tiny_base()
 

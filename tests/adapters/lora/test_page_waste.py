@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from manylora.adapters.base_shape import MODULE_PATHS
+from manylora.adapters.lora.layout import adapter_pages
+from manylora.benchmarks.model_shapes import ALL_LINEAR, DTYPE_BYTES, MODELS, QUERY_AND_VALUE, ModelShape
+from manylora.engine.model.spec import base_shape, read_spec
 from real_models import real_config
-from weft.adapters.base_shape import MODULE_PATHS
-from weft.adapters.lora.layout import adapter_pages
-from weft.benchmarks.model_shapes import ALL_LINEAR, DTYPE_BYTES, MODELS, QUERY_AND_VALUE, ModelShape
-from weft.engine.model.spec import base_shape, read_spec
 
 ROOT = Path(__file__).resolve().parents[3]
 MAX_WASTE = 0.05

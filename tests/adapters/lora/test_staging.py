@@ -9,10 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adapters_factory import tiny_base
+from manylora.adapters.lora.layout import plan_layout
+from manylora.adapters.lora.tables import AdapterTables
+from manylora.memory.arena import mark
 from residency_parts import tiny_geometry
-from weft.adapters.lora.layout import plan_layout
-from weft.adapters.lora.tables import AdapterTables
-from weft.memory.arena import mark
 
 BASE = tiny_base()
 

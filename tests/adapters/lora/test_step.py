@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from lora_arena import BASE, BATCHES, fill
-from weft.adapters.lora.layout import LoraLayout
-from weft.adapters.lora.step import PagedLora
-from weft.adapters.lora.tiles import fill_tiles, tile_capacity
-from weft.kernels.dispatch import Kernels, native_kernels, torch_kernels
+from manylora.adapters.lora.layout import LoraLayout
+from manylora.adapters.lora.step import PagedLora
+from manylora.adapters.lora.tiles import fill_tiles, tile_capacity
+from manylora.kernels.dispatch import Kernels, native_kernels, torch_kernels
 
 
 @pytest.mark.parametrize("make_kernels", [native_kernels, torch_kernels], ids=["native", "torch"])

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from adapters_factory import tiny_base
+from manylora.adapters.lora.layout import LoraLayout, RowGroup, plan_layout
+from manylora.adapters.lora.tables import AdapterTables
 from residency_parts import tiny_geometry
-from weft.adapters.lora.layout import LoraLayout, RowGroup, plan_layout
-from weft.adapters.lora.tables import AdapterTables
 
 BASE = tiny_base()
 GEOMETRY = tiny_geometry(BASE)

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from manylora.adapters.ref import AdapterRef, ResidentAdapter
+from manylora.adapters.residency.entry import NUM_LOADS, LoadTimes
 from residency_parts import ResidencyParts, prepare
-from weft.adapters.ref import AdapterRef, ResidentAdapter
-from weft.adapters.residency.entry import NUM_LOADS, LoadTimes
 
 
 @pytest.mark.parametrize("count", [1, 2, 19, 20, 21, 32])

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from manylora.errors import PageAccountingError
+from manylora.memory.eviction import HALF_LIFE_S
 from residency_parts import COSTS, prepare
-from weft.errors import PageAccountingError
-from weft.memory.eviction import HALF_LIFE_S
 
 
 def test_packing_happens_once_and_a_swap_in_is_page_copies_and_one_table_row(

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from weft.adapters.lora.layout import LoraLayout
-from weft.adapters.residency.images import HostImage, HostImages
-from weft.errors import PageAccountingError
-from weft.memory.host_slab import HostSlab, SwapSpace
+from manylora.adapters.lora.layout import LoraLayout
+from manylora.adapters.residency.images import HostImage, HostImages
+from manylora.errors import PageAccountingError
+from manylora.memory.host_slab import HostSlab, SwapSpace
 
 
 def make_images(num_pages: int = 6) -> HostImages:

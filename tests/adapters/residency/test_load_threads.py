@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from weft.adapters.residency.load_threads import (
+from manylora.adapters.residency.load_threads import (
     BURST_S,
     COPY_NICENESS,
     LOAD_NICENESS,

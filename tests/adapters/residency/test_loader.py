@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from adapters_factory import random_lora
+from manylora.adapters.checkpoint.reader import Checkpoint, check_weights
+from manylora.adapters.ref import AdapterRef
+from manylora.adapters.residency import loader as loading
+from manylora.errors import AdapterIncompatibleError
 from residency_parts import ResidencyParts, store
-from weft.adapters.checkpoint.reader import Checkpoint, check_weights
-from weft.adapters.ref import AdapterRef
-from weft.adapters.residency import loader as loading
-from weft.errors import AdapterIncompatibleError
 
 
 @pytest.fixture

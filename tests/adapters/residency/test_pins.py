@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from manylora.adapters.ref import AdapterRef
+from manylora.adapters.residency.pins import Pins
 from residency_parts import ResidencyParts, prepare
-from weft.adapters.ref import AdapterRef
-from weft.adapters.residency.pins import Pins
 
 
 def on_device(parts: ResidencyParts, refs: list[AdapterRef]) -> list[bool]:

@@ -12,12 +12,11 @@ from typing import get_args
 import pytest
 
 from adapters_factory import random_lora
-from residency_parts import ResidencyParts, prepare, store
-from weft.adapters.ref import AdapterTier
-from weft.adapters.residency.entry import Entries
-from weft.adapters.residency.residency import MAX_UNDER_WAY
-from weft.adapters.residency.slots import SlotLease
-from weft.errors import (
+from manylora.adapters.ref import AdapterTier
+from manylora.adapters.residency.entry import Entries
+from manylora.adapters.residency.residency import MAX_UNDER_WAY
+from manylora.adapters.residency.slots import SlotLease
+from manylora.errors import (
     AdapterIncompatibleError,
     AdapterUnavailableError,
     EngineError,
@@ -25,7 +24,8 @@ from weft.errors import (
     PageAccountingError,
     StaleSlotError,
 )
-from weft.registry.usage.latency import PLACES
+from manylora.registry.usage.latency import PLACES
+from residency_parts import ResidencyParts, prepare, store
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -410,7 +410,7 @@ def test_a_step_does_not_look_at_adapters_that_are_there(tmp_path: Path, monkeyp
 
 
 def test_the_places_of_an_adapter_are_listed_in_one_type() -> None:
-    folders = ("adapters", "benchmarks", "engine", "registry", "server", "weft")
+    folders = ("adapters", "benchmarks", "engine", "registry", "server", "manylora")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     found = {path.relative_to(ROOT) for path in files if re.search(r'Literal\[[^\]]*"host"', path.read_text())}
     assert found == {Path("adapters/ref.py")}

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from adapters_factory import Q_AND_V, random_lora, tiny_base
+from manylora.adapters.ref import AdapterRef
+from manylora.adapters.residency.entry import Stage
+from manylora.adapters.residency.slots import SlotLease
+from manylora.memory.host_slab import SwapSpace
+from manylora.memory.prefix_cache import PrefixBlock
 from residency_parts import ResidencyParts, store
-from weft.adapters.ref import AdapterRef
-from weft.adapters.residency.entry import Stage
-from weft.adapters.residency.slots import SlotLease
-from weft.memory.host_slab import SwapSpace
-from weft.memory.prefix_cache import PrefixBlock
 
 pytestmark = pytest.mark.no_cover
 

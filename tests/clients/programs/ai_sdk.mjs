@@ -10,7 +10,7 @@ import { equal, feature, hasBoth, isScarf } from "./feature.mjs";
 const server = { baseURL: V1, apiKey: KEY };
 const compatible = createOpenAICompatible({
   ...server,
-  name: "weft",
+  name: "manylora",
   includeUsage: true,
   supportsStructuredOutputs: true,
 });

@@ -1,7 +1,7 @@
 // What the programs for node share; see feature.py.
 export const env = process.env;
-export const V1 = `${env.WEFT_URL}/v1`;
-export const { WEFT_KEY: KEY, WEFT_BASE: BASE, WEFT_ADAPTER: ADAPTER, WEFT_QUESTION: QUESTION, WEFT_ANSWER: ANSWER } = env;
+export const V1 = `${env.MANYLORA_URL}/v1`;
+export const { MANYLORA_KEY: KEY, MANYLORA_BASE: BASE, MANYLORA_ADAPTER: ADAPTER, MANYLORA_QUESTION: QUESTION, MANYLORA_ANSWER: ANSWER } = env;
 export const CARD_QUESTION = "Tell me about the scarf.";
 export const AGENT_QUESTION = "Where is the rug and how much is it?";
 export const RESULTS = { where_is: "shelf 8", price_of: "44" };

@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-URL = os.environ["WEFT_URL"]
+URL = os.environ["MANYLORA_URL"]
 V1 = f"{URL}/v1"
-KEY = os.environ["WEFT_KEY"]
-BASE = os.environ["WEFT_BASE"]
+KEY = os.environ["MANYLORA_KEY"]
+BASE = os.environ["MANYLORA_BASE"]
 """The served name of the base, which knows two tools and fills the schema of a card."""
-ADAPTER = os.environ["WEFT_ADAPTER"]
-QUESTION, ANSWER = os.environ["WEFT_QUESTION"], os.environ["WEFT_ANSWER"]
+ADAPTER = os.environ["MANYLORA_ADAPTER"]
+QUESTION, ANSWER = os.environ["MANYLORA_QUESTION"], os.environ["MANYLORA_ANSWER"]
 """What the adapter is asked, and what it answers at temperature 0."""
 
 CARD_QUESTION = "Tell me about the scarf."

@@ -23,7 +23,7 @@ from feature import (
     is_scarf,
 )
 
-os.environ |= {"WEFT_API_KEY": KEY, "WEFT_BASE_URL": V1, "VLLM_BASE_URL": V1, "VLLM_API_KEY": KEY}
+os.environ |= {"MANYLORA_API_KEY": KEY, "MANYLORA_BASE_URL": V1, "VLLM_BASE_URL": V1, "VLLM_API_KEY": KEY}
 os.environ |= {"INSPECT_LOG_DIR": tempfile.mkdtemp(), "INSPECT_DISPLAY": "none"}
 
 from inspect_ai import Task, eval  # noqa: A004 - they read the environment
@@ -75,7 +75,7 @@ def score(log: Any) -> float:
     return float(log.results.scores[0].metrics["accuracy"].value)
 
 
-for provider, fields in (("openai-api/weft", {}), ("openai-api/weft", {"responses_api": True}), ("vllm", {})):
+for provider, fields in (("openai-api/manylora", {}), ("openai-api/manylora", {"responses_api": True}), ("vllm", {})):
     name = f"{provider.split('/')[0]}/{' with responses_api' if fields else ''}"
     adapter = f"{BASE}:{ADAPTER}" if provider == "vllm" else ADAPTER
 
@@ -97,7 +97,7 @@ for provider, fields in (("openai-api/weft", {}), ("openai-api/weft", {"response
 
 with feature("multiple_choice"):
     sample = Sample(input=QUESTION, choices=["yes", "no"], target="A")
-    run(Task(dataset=[sample], solver=multiple_choice(), scorer=choice()), f"openai-api/weft/{ADAPTER}")
+    run(Task(dataset=[sample], solver=multiple_choice(), scorer=choice()), f"openai-api/manylora/{ADAPTER}")
 
 with feature("logprobs and num_choices"):
     config = GenerateConfig(logprobs=True, top_logprobs=2, num_choices=2, seed=1)

@@ -1,4 +1,4 @@
-"""LiteLLM's proxy before Weft, asked with the clients of OpenAI and Anthropic."""
+"""LiteLLM's proxy before Manylora, asked with the clients of OpenAI and Anthropic."""
 
 from __future__ import annotations
 

@@ -35,11 +35,11 @@ def price_of(item: str) -> str:
     return "44"
 """
 folder = Path(tempfile.mkdtemp())
-common = {"api_base": V1, "api_key_name": "weft", "supports_tools": True, "supports_schema": True}
+common = {"api_base": V1, "api_key_name": "manylora", "supports_tools": True, "supports_schema": True}
 models = [{"model_id": name, "model_name": name, **common} for name in (BASE, ADAPTER)]
-models.append({"model_id": "plain", "model_name": BASE, "api_base": V1, "api_key_name": "weft", "completion": True})
+models.append({"model_id": "plain", "model_name": BASE, "api_base": V1, "api_key_name": "manylora", "completion": True})
 (folder / "extra-openai-models.yaml").write_text(json.dumps(models))
-(folder / "keys.json").write_text(json.dumps({"weft": KEY}))
+(folder / "keys.json").write_text(json.dumps({"manylora": KEY}))
 
 
 def llm(*arguments: str) -> str:

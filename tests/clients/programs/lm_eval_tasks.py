@@ -11,7 +11,7 @@ from typing import Any
 from feature import BASE, KEY, V1, equal, feature
 
 os.environ["OPENAI_API_KEY"] = KEY
-MODEL = os.environ["WEFT_MODEL_PATH"]
+MODEL = os.environ["MANYLORA_MODEL_PATH"]
 TOLERANCE = 1e-3
 BATCH = 18
 UNTIL = [".", "!", "?", "\n", "<|end|>"]
@@ -29,19 +29,19 @@ common = {
     "num_fewshot": 0,
 }
 TASKS: dict[str, dict[str, Any]] = {
-    "weft_choice": {
+    "manylora_choice": {
         "output_type": "multiple_choice",
         "doc_to_choice": ["We are open.", "No.", "You can return anything within 30 days."],
         "doc_to_target": 0,
         "metric_list": [{"metric": "acc"}],
     },
-    "weft_rolling": {
+    "manylora_rolling": {
         "output_type": "loglikelihood_rolling",
         "doc_to_text": "",
         "doc_to_target": "{{question}} {{answer}}",
         "metric_list": [{"metric": "word_perplexity"}],
     },
-    "weft_until": {
+    "manylora_until": {
         "output_type": "generate_until",
         "doc_to_target": "{{answer}}",
         "generation_kwargs": {"until": UNTIL, "max_gen_toks": 24, "do_sample": False, "temperature": 0},
@@ -84,7 +84,7 @@ with feature(f"local-completions, batches of {BATCH}, {len(UNTIL)} `until` strin
 
 with feature("equals its `hf` backend in float32 within 1e-3"):
     local = run("hf", pretrained=MODEL, dtype="float32", device="cpu", add_bos_token=True)
-    for name in ("weft_choice", "weft_rolling"):
+    for name in ("manylora_choice", "manylora_rolling"):
         difference = largest_difference(served[name], local[name])
         equal((name, difference if difference > TOLERANCE else 0), (name, 0))
-    equal(served["weft_until"], local["weft_until"])
+    equal(served["manylora_until"], local["manylora_until"])

@@ -9,9 +9,9 @@ from feature import ADAPTER, BASE, QUESTION, TOOLS, URL, equal, feature, price_o
 from trl.experimental.async_grpo.vllm_client import VLLMClient as SteeringClient
 from trl.generation.vllm_client import VLLMClient
 
-CHECKPOINT = os.environ["WEFT_ADAPTER_PATH"]
-ANSWER_IDS = [int(token) for token in os.environ["WEFT_ANSWER_IDS"].split()]
-PROMPT_IDS = [int(token) for token in os.environ["WEFT_PROMPT_IDS"].split()]
+CHECKPOINT = os.environ["MANYLORA_ADAPTER_PATH"]
+ANSWER_IDS = [int(token) for token in os.environ["MANYLORA_ANSWER_IDS"].split()]
+PROMPT_IDS = [int(token) for token in os.environ["MANYLORA_PROMPT_IDS"].split()]
 PartialState()
 steering = SteeringClient(URL, server_timeout=10)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.adapters.residency.slots import SlotLease
-from weft.engine.execution.batch import Batch, build_batch
-from weft.engine.model.linear import padded_rows
-from weft.engine.scheduling.plan import Chunk, StepPlan
-from weft.errors import EngineError, PageAccountingError
-from weft.memory.geometry import PageGeometry
+from manylora.adapters.residency.slots import SlotLease
+from manylora.engine.execution.batch import Batch, build_batch
+from manylora.engine.model.linear import padded_rows
+from manylora.engine.scheduling.plan import Chunk, StepPlan
+from manylora.errors import EngineError, PageAccountingError
+from manylora.memory.geometry import PageGeometry
 
 CPU = torch.device("cpu")
 GEOMETRY = PageGeometry(

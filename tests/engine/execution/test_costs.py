@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from manylora.engine.execution.costs import DECODE_ROWS, MAX_TOKENS, StartMeasures
+from manylora.engine.fairness.prices import Prices
+from manylora.engine.model.decoder import StepRows
+from manylora.memory.arena import PageCopier
+from manylora.memory.eviction import PageCosts
+from manylora.memory.host_slab import HostSlab
 from step_driver import StepDriver
 from tiny_models import make_model
-from weft.engine.execution.costs import DECODE_ROWS, MAX_TOKENS, StartMeasures
-from weft.engine.fairness.prices import Prices
-from weft.engine.model.decoder import StepRows
-from weft.memory.arena import PageCopier
-from weft.memory.eviction import PageCosts
-from weft.memory.host_slab import HostSlab
 
 
 @pytest.fixture(scope="module")

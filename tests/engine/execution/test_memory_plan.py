@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from fake_engine import DEMO_MODEL, demo_ready
-from real_models import real_config
-from weft.adapters.base_shape import BaseShape
-from weft.adapters.lora.layout import adapter_pages, slot_bytes
-from weft.adapters.lora.tables import AdapterTables
-from weft.config import GIB, MAX_SLOTS, AdapterConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig, Weights
-from weft.engine.execution.memory_plan import (
+from manylora.adapters.base_shape import BaseShape
+from manylora.adapters.lora.layout import adapter_pages, slot_bytes
+from manylora.adapters.lora.tables import AdapterTables
+from manylora.config import GIB, MAX_SLOTS, AdapterConfig, Config, MemoryConfig, ModelConfig, SchedulerConfig, Weights
+from manylora.engine.execution.memory_plan import (
     MIN_SLOTS,
     TABLE_DIVISOR,
     FreeMemory,
@@ -24,11 +23,12 @@ from weft.engine.execution.memory_plan import (
     max_model_len,
     plan_memory,
 )
-from weft.engine.model.spec import DecoderSpec, base_shape, decoder_spec, model_geometry
-from weft.engine.start_checks import check_start
-from weft.engine.status import MemoryPlan
-from weft.errors import ConfigError
-from weft.memory.geometry import PageGeometry, page_geometry
+from manylora.engine.model.spec import DecoderSpec, base_shape, decoder_spec, model_geometry
+from manylora.engine.start_checks import check_start
+from manylora.engine.status import MemoryPlan
+from manylora.errors import ConfigError
+from manylora.memory.geometry import PageGeometry, page_geometry
+from real_models import real_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 QWEN_05B = {
@@ -202,7 +202,7 @@ def test_a_gpu_computes_no_rounded_weights() -> None:
 
 
 def test_a_start_with_rounded_weights_on_a_gpu_is_refused_before_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.engine.start_checks.count_cuda_devices", lambda: 1)
+    monkeypatch.setattr("manylora.engine.start_checks.count_cuda_devices", lambda: 1)
     check_start(Config(model=ModelConfig(path=str(DEMO_MODEL), weights="bf16")))
     with pytest.raises(ConfigError, match="int8 is computed on a CPU only"):
         check_start(Config(model=ModelConfig(path=str(DEMO_MODEL), weights="int8")))

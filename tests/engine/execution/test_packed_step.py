@@ -7,13 +7,13 @@ import random
 import numpy as np
 import pytest
 
-from weft.adapters.residency.slots import SlotLease
-from weft.engine.execution.packed_step import PackedStep, pack_step
-from weft.engine.sampling_params import SamplingParams
-from weft.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
-from weft.errors import EngineError
-from weft.kernels.attention_batch import MAX_ITEM_ROWS, chunk_tile_rows
-from weft.memory.geometry import PageGeometry
+from manylora.adapters.residency.slots import SlotLease
+from manylora.engine.execution.packed_step import PackedStep, pack_step
+from manylora.engine.sampling_params import SamplingParams
+from manylora.engine.scheduling.plan import Chunk, SampleSpec, StepPlan
+from manylora.errors import EngineError
+from manylora.kernels.attention_batch import MAX_ITEM_ROWS, chunk_tile_rows
+from manylora.memory.geometry import PageGeometry
 
 PAGE_TOKENS, NUM_PAGES, HEAD_GROUP = 4, 1000, 2
 GEOMETRY = PageGeometry(

@@ -12,12 +12,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from manylora.engine.execution.runner import LaunchedStep, ModelRunner
+from manylora.engine.sampling_params import SamplingParams
+from manylora.engine.scheduling.plan import PageCopy, PageMove, StepPlan
+from manylora.errors import EngineError, PageAccountingError, StaleSlotError
 from step_driver import StepDriver
 from tiny_models import ALL_LINEAR, make_adapter, make_model, prompt
-from weft.engine.execution.runner import LaunchedStep, ModelRunner
-from weft.engine.sampling_params import SamplingParams
-from weft.engine.scheduling.plan import PageCopy, PageMove, StepPlan
-from weft.errors import EngineError, PageAccountingError, StaleSlotError
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor
 
-from weft.engine.execution.sampler import GREEDY, PhiloxDraws, RowMasks, Sampler
-from weft.engine.sampling_params import SamplingParams
-from weft.engine.scheduling.plan import SampleSpec
-from weft.kernels.dispatch import kernels_for, torch_kernels
-from weft.kernels.sampling import RowSampling, SamplingColumns
+from manylora.engine.execution.sampler import GREEDY, PhiloxDraws, RowMasks, Sampler
+from manylora.engine.sampling_params import SamplingParams
+from manylora.engine.scheduling.plan import SampleSpec
+from manylora.kernels.dispatch import kernels_for, torch_kernels
+from manylora.kernels.sampling import RowSampling, SamplingColumns
 
 VOCAB = 300
 SAMPLER = Sampler(kernels_for(torch.device("cpu"), torch.float32))
@@ -267,7 +267,7 @@ class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_edits_are_one_copy_and_neither_they_nor_logprobs_are_waited_for() -> None:
     """On a GPU, whose log-probabilities are shown here by those of Triton, which need no kernel of it."""
     pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
-    from weft.kernels.triton.sampling import logprobs
+    from manylora.kernels.triton.sampling import logprobs
 
     masked = []
     kernels = replace(

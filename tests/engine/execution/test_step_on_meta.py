@@ -11,13 +11,13 @@ import torch
 
 from fake_triton import fake_triton
 from implementations import INTERPRETS
+from manylora.engine.execution.packed_step import pack_step
+from manylora.engine.execution.step_program import StepDevice, StepProgram
+from manylora.engine.execution.step_programs import StepPrograms
+from manylora.engine.sampling_params import SamplingParams
+from manylora.engine.scheduling.plan import SampleSpec, StepPlan
+from manylora.errors import EngineError
 from meta_step import LLAMA, NUM_PAGES, Watch, a_plan, step_device
-from weft.engine.execution.packed_step import pack_step
-from weft.engine.execution.step_program import StepDevice, StepProgram
-from weft.engine.execution.step_programs import StepPrograms
-from weft.engine.sampling_params import SamplingParams
-from weft.engine.scheduling.plan import SampleSpec, StepPlan
-from weft.errors import EngineError
 
 pytest.importorskip("triton", reason="needs Triton, which is there on Linux")
 pytestmark = [pytest.mark.no_cover, pytest.mark.skipif(INTERPRETS, reason="binds kernels that are to be compiled")]

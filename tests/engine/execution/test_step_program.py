@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from implementations import INTERPRETS
+from manylora.engine.execution.packed_step import PackedStep, pack_step
+from manylora.engine.execution.step_image import ALIGN_BYTES, ImageLayout, StepImages
+from manylora.engine.execution.step_program import StepDevice, StepProgram
+from manylora.engine.execution.step_programs import StepPrograms, bucket_rows
+from manylora.engine.sampling_params import SamplingParams
+from manylora.engine.scheduling.plan import SampleSpec
 from step_driver import CPU, DrivenRequest, StepDriver
 from tiny_models import ALL_LINEAR, make_adapter, make_model
 from triton_processes import run_interpreted
-from weft.engine.execution.packed_step import PackedStep, pack_step
-from weft.engine.execution.step_image import ALIGN_BYTES, ImageLayout, StepImages
-from weft.engine.execution.step_program import StepDevice, StepProgram
-from weft.engine.execution.step_programs import StepPrograms, bucket_rows
-from weft.engine.sampling_params import SamplingParams
-from weft.engine.scheduling.plan import SampleSpec
 
 interpreted = pytest.mark.skipif(not INTERPRETS, reason="runs in a process that interprets Triton")
 RANKS = (8, 16, 3, 40)

@@ -6,12 +6,12 @@ from typing import Literal
 
 import pytest
 
+from manylora.engine.fairness.fair_order import MAX_STOPPED_PER_ROW, FairOrder
+from manylora.engine.fairness.inner_order import AT_THE_FRONT, MAX_PAUSE_S, InnerOrder, Mlfq
+from manylora.engine.fairness.shares import MAX_IDLE_SHARES, Flow, Share
+from manylora.engine.request import FlowKey
+from manylora.engine.scheduling.request_state import RequestState
 from simulation.driven import Simulator, adapter, arrived, request
-from weft.engine.fairness.fair_order import MAX_STOPPED_PER_ROW, FairOrder
-from weft.engine.fairness.inner_order import AT_THE_FRONT, MAX_PAUSE_S, InnerOrder, Mlfq
-from weft.engine.fairness.shares import MAX_IDLE_SHARES, Flow, Share
-from weft.engine.request import FlowKey
-from weft.engine.scheduling.request_state import RequestState
 
 pytestmark = pytest.mark.no_cover
 

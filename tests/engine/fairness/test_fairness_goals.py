@@ -11,8 +11,8 @@ from fairness.engine import EngineSettings, VirtualEngine
 from fairness.goals import GOALS, Goal
 from fairness.service import UNIT_PRICES, ServiceLog, jain_index, max_min_shares
 from fairness.workloads import many_adapters
-from weft.adapters.residency.slots import SlotLease
-from weft.engine.scheduling.plan import Chunk, StepPlan
+from manylora.adapters.residency.slots import SlotLease
+from manylora.engine.scheduling.plan import Chunk, StepPlan
 
 
 @pytest.mark.slow

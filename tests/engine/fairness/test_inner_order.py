@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from simulation import driven
-from weft.engine.fairness.inner_order import (
+from manylora.engine.fairness.inner_order import (
     MAX_OVERTAKING_S,
     OVERTAKING_S_PER_TOKEN,
     InnerName,
     inner_order,
 )
-from weft.engine.scheduling.request_state import RequestState
+from manylora.engine.scheduling.request_state import RequestState
+from simulation import driven
 
 
 def arrived(second: float, *, tokens: int = 1, start_by_s: float = float("inf")) -> RequestState:

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from weft.engine.fairness import lengths
-from weft.engine.fairness.lengths import HALF_LIFE, MIN_OBSERVATIONS, UNSEEN_TOKENS, Lengths
+from manylora.engine.fairness import lengths
+from manylora.engine.fairness.lengths import HALF_LIFE, MIN_OBSERVATIONS, UNSEEN_TOKENS, Lengths
 
 CAP = 100_000
 

@@ -9,12 +9,12 @@ from concurrent.futures import Future
 
 import pytest
 
-from weft.engine.grammar import compiler
-from weft.engine.grammar.compiler import Grammars
-from weft.engine.grammar.matcher import MAX_SHARED_TOKENS, Matcher, Wear
-from weft.engine.request import FlowKey, GenerationRequest, Grammar, RequestError
-from weft.engine.sampling_params import SamplingParams
-from weft.errors import InvalidRequestError
+from manylora.engine.grammar import compiler
+from manylora.engine.grammar.compiler import Grammars
+from manylora.engine.grammar.matcher import MAX_SHARED_TOKENS, Matcher, Wear
+from manylora.engine.request import FlowKey, GenerationRequest, Grammar, RequestError
+from manylora.engine.sampling_params import SamplingParams
+from manylora.errors import InvalidRequestError
 
 
 class Panic(BaseException):

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from weft import LLM
-from weft.engine.request import FlowKey, GenerationRequest, Grammar, RequestOutput
-from weft.engine.sampling_params import BeamParams, SamplingParams
-from weft.errors import InvalidRequestError, RequestError
+from manylora import LLM
+from manylora.engine.request import FlowKey, GenerationRequest, Grammar, RequestOutput
+from manylora.engine.sampling_params import BeamParams, SamplingParams
+from manylora.errors import InvalidRequestError, RequestError
 
-DEMO = Path(__file__).resolve().parents[3] / "weft" / "demo" / "weft-demo"
+DEMO = Path(__file__).resolve().parents[3] / "manylora" / "demo" / "manylora-demo"
 NUMBER = "start: /[1-9][0-9]{2,5}/"
 CHOICE = 'start: "yes" | "no"'
 FREE = SamplingParams(max_tokens=12, temperature=1.2, seed=5)

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from llguidance import LLTokenizer, TokenizerWrapper
 
+from manylora.engine.grammar.masks import Masks
+from manylora.engine.grammar.matcher import MAX_SLOW, PARSER_LIMITS, SLOW_S, GrammarTokens, Matcher, compiled_parser
+from manylora.engine.request import GRAMMAR_DEAD_END, GRAMMAR_TOO_COMPLEX, INTERNAL
+from manylora.engine.text.tokenizer import Tokenizer, read_eos_token_ids
+from manylora.errors import InvalidRequestError
+from manylora.server.generation.grammar import json_object_rule, json_rule
 from tiny_models import make_tokenizer
-from weft.engine.grammar.masks import Masks
-from weft.engine.grammar.matcher import MAX_SLOW, PARSER_LIMITS, SLOW_S, GrammarTokens, Matcher, compiled_parser
-from weft.engine.request import GRAMMAR_DEAD_END, GRAMMAR_TOO_COMPLEX, INTERNAL
-from weft.engine.text.tokenizer import Tokenizer, read_eos_token_ids
-from weft.errors import InvalidRequestError
-from weft.server.generation.grammar import json_object_rule, json_rule
 
-DEMO = Path(__file__).resolve().parents[3] / "weft" / "demo" / "weft-demo"
+DEMO = Path(__file__).resolve().parents[3] / "manylora" / "demo" / "manylora-demo"
 TOKENS = GrammarTokens(DEMO, read_eos_token_ids(DEMO))
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from manylora import LLM
 from random_schemas import outcomes_of
 from tiny_models import make_model
-from weft import LLM
 
 pytestmark = pytest.mark.no_cover
 

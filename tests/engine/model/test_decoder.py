@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from manylora.memory.geometry import PageGeometry
 from step_driver import StepDriver
 from tiny_models import load_reference, make_model, prompt, reference_logits
-from weft.memory.geometry import PageGeometry
 
 TOLERANCE = 1e-4
 LLAMA3 = {

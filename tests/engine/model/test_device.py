@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from weft.config import usable_cores
-from weft.engine.model.device import choose_threads, has_idle_core
+from manylora.config import usable_cores
+from manylora.engine.model.device import choose_threads, has_idle_core
 
 
 def test_tiny_models_take_one_thread_and_others_all_cores() -> None:
@@ -22,9 +22,9 @@ def test_the_setting_wins() -> None:
 
 
 def test_a_core_is_idle_where_steps_have_fewer_threads_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.engine.model.device.usable_cores", lambda: torch.get_num_threads())
+    monkeypatch.setattr("manylora.engine.model.device.usable_cores", lambda: torch.get_num_threads())
     assert not has_idle_core()
-    monkeypatch.setattr("weft.engine.model.device.usable_cores", lambda: torch.get_num_threads() + 1)
+    monkeypatch.setattr("manylora.engine.model.device.usable_cores", lambda: torch.get_num_threads() + 1)
     assert has_idle_core()
 
 
@@ -32,7 +32,7 @@ PROGRAM = """
 import platform
 import resource
 import torch
-from weft.engine.model.device import keep_freed_memory
+from manylora.engine.model.device import keep_freed_memory
 torch.set_num_threads(1)
 is_kept = keep_freed_memory()
 
@@ -59,7 +59,7 @@ def test_memory_that_was_freed_is_not_fetched_from_the_system_again() -> None:
 FRAGMENTS = """
 from pathlib import Path
 import torch
-from weft.engine.model.device import keep_freed_memory
+from manylora.engine.model.device import keep_freed_memory
 torch.set_num_threads(1)
 
 def resident_bytes():

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from numerics import assert_close
-from weft.engine.model.linear import (
+from manylora.engine.model.linear import (
     PackedLinear,
     can_pack,
     has_native_bfloat16,
@@ -19,9 +18,10 @@ from weft.engine.model.linear import (
     make_linear,
     padded_rows,
 )
-from weft.kernels.dispatch import torch_kernels
-from weft.kernels.quantised import Int4Weight, Int8Weight
-from weft.kernels.weight_format import WeightFormat
+from manylora.kernels.dispatch import torch_kernels
+from manylora.kernels.quantised import Int4Weight, Int8Weight
+from manylora.kernels.weight_format import WeightFormat
+from numerics import assert_close
 
 CPU_DTYPES = [torch.float32, torch.bfloat16]
 
@@ -50,7 +50,7 @@ def test_few_numbers_of_rows_are_computed_since_each_keeps_a_kernel() -> None:
 
 def test_a_packed_layer_computes_no_other_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     pad = Mock(return_value=8)
-    monkeypatch.setattr("weft.engine.model.linear.padded_rows", pad)
+    monkeypatch.setattr("manylora.engine.model.linear.padded_rows", pad)
     assert PackedLinear(torch.randn(4, 8), None)(torch.randn(5, 8)).shape == (5, 4)
     pad.assert_called_once_with(5)
 
@@ -118,7 +118,7 @@ def test_a_weight_in_8_bits_is_kept_as_it_is_or_rounded_once_more_but_is_no_floa
 
 def test_a_device_without_layers_of_8_bits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     without = replace(torch_kernels(), quantised_linear=None)
-    monkeypatch.setattr("weft.engine.model.linear.kernels_for", lambda *_: without)
+    monkeypatch.setattr("manylora.engine.model.linear.kernels_for", lambda *_: without)
     with pytest.raises(ValueError, match="expected bf16 on cpu, which has no layers of int8"):
         make_linear(torch.randn(4, 4), weights="int8")
 

@@ -1,4 +1,4 @@
-"""`quantise` writes checkpoints that Weft serves, and that others read; its errors are those of the weights."""
+"""`quantise` writes checkpoints that Manylora serves, and that others read; its errors are those of the weights."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
 from gguf_writer import write_gguf
+from manylora.engine.model.formats import three_half
+from manylora.engine.model.quantise import TargetFormat, quantise
+from manylora.engine.model.spec import read_spec, resolve_model
+from manylora.engine.model.weights import load_decoder, weight_files
+from manylora.errors import ConfigError
 from quantised_models import WEIGHTS
 from step_driver import StepDriver
 from tiny_models import load_reference, make_model, prompt, reference_logits
-from weft.engine.model.formats import three_half
-from weft.engine.model.quantise import TargetFormat, quantise
-from weft.engine.model.spec import read_spec, resolve_model
-from weft.engine.model.weights import load_decoder, weight_files
-from weft.errors import ConfigError
 
 TARGETS: tuple[TargetFormat, ...] = ("int8", "int4", "q3.5")
 WORST: dict[TargetFormat, float] = {"int8": 0.01, "int4": 0.1, "q3.5": 0.15}
@@ -190,4 +190,4 @@ def test_a_gguf_file_is_refused_whatever_it_holds(model: Path, tmp_path: Path, m
 def test_the_config_keeps_what_it_said(model: Path, tmp_path: Path) -> None:
     quantise(model, tmp_path / "out", "q3.5")
     given, written = (json.loads((folder / "config.json").read_text()) for folder in (model, tmp_path / "out"))
-    assert written == {**given, "quantization_config": {"quant_method": "weft", "format": "q3.5"}}
+    assert written == {**given, "quantization_config": {"quant_method": "manylora", "format": "q3.5"}}

@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from manylora.engine.model.rope import rope_table
+from manylora.engine.model.spec import decoder_spec
 from numerics import assert_close
-from weft.engine.model.rope import rope_table
-from weft.engine.model.spec import decoder_spec
 
 NUM_POSITIONS = 200
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}

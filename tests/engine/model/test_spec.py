@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from weft.adapters.base_shape import SITES
-from weft.engine.model.spec import base_shape, decoder_spec, read_spec
-from weft.errors import ConfigError
+from manylora.adapters.base_shape import SITES
+from manylora.engine.model.spec import base_shape, decoder_spec, read_spec
+from manylora.errors import ConfigError
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

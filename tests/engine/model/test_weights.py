@@ -13,11 +13,11 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
+from manylora.engine.model.decoder import Decoder
+from manylora.engine.model.spec import expected_tensors, read_spec, resolve_model
+from manylora.engine.model.weights import base_digest, load_decoder, weight_files
+from manylora.errors import ConfigError
 from tiny_models import make_model
-from weft.engine.model.decoder import Decoder
-from weft.engine.model.spec import expected_tensors, read_spec, resolve_model
-from weft.engine.model.weights import base_digest, load_decoder, weight_files
-from weft.errors import ConfigError
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 import pytest
 
 from engine_client import ADAPTERS, DEMO, Engine
-from weft.adapters.blobs.local import LocalBlobs
-from weft.adapters.checkpoint.reader import read_checkpoint
-from weft.adapters.ref import AdapterRef
-from weft.benchmarks.engine.stored import adapter_ref, store_blob
-from weft.config import Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
-from weft.engine.text.tokenizer import Tokenizer
+from manylora.adapters.blobs.local import LocalBlobs
+from manylora.adapters.checkpoint.reader import read_checkpoint
+from manylora.adapters.ref import AdapterRef
+from manylora.benchmarks.engine.stored import adapter_ref, store_blob
+from manylora.config import Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
+from manylora.engine.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="package")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return Config(
-        model=ModelConfig(path=str(DEMO / "weft-demo"), device="cpu", dtype="float32", threads=1),
+        model=ModelConfig(path=str(DEMO / "manylora-demo"), device="cpu", dtype="float32", threads=1),
         memory=MemoryConfig(gib=0.05, host_gib=0.05),
         scheduler=SchedulerConfig(max_running=8, step_tokens=64),
         registry=RegistryConfig(blob_url=str(tmp_path_factory.mktemp("blobs"))),
@@ -27,7 +27,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture(scope="package")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(DEMO / "weft-demo")
+    return Tokenizer(DEMO / "manylora-demo")
 
 
 @pytest.fixture(scope="package")

@@ -19,16 +19,16 @@ from engine_client import (
     question,
     tokens_of,
 )
-from weft.adapters.ref import AdapterRef
-from weft.config import Config
-from weft.engine.process import client as client_module
-from weft.engine.request import RequestOutput
+from manylora.adapters.ref import AdapterRef
+from manylora.config import Config
+from manylora.engine.process import client as client_module
+from manylora.engine.request import RequestOutput
 
 pytestmark = pytest.mark.slow
 
 
 def test_progress_and_the_memory_plan_are_announced(engine: Engine, config: Config) -> None:
-    assert engine.lines[0] == f"weft: loading model {config.model.path} ..."
+    assert engine.lines[0] == f"manylora: loading model {config.model.path} ..."
     assert "pages" in engine.lines[1]
     assert (engine.ready.device, engine.ready.dtype, engine.ready.vocab_size) == ("cpu", "float32", 640)
 

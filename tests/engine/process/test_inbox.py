@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from weft.engine.process.inbox import Inbox
+from manylora.engine.process.inbox import Inbox
 
 
 def test_all_that_came_is_taken_at_once_and_in_order() -> None:

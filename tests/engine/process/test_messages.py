@@ -8,11 +8,10 @@ import msgspec
 import pytest
 
 from fake_engine import demo_ready
-from simulation.driven import adapter, request
-from weft.config import Config, ModelConfig, ServerConfig
-from weft.engine.process import messages
-from weft.engine.request import RequestError, RequestOutput, TokenLogprobs
-from weft.engine.status import (
+from manylora.config import Config, ModelConfig, ServerConfig
+from manylora.engine.process import messages
+from manylora.engine.request import RequestError, RequestOutput, TokenLogprobs
+from manylora.engine.status import (
     EngineLoad,
     EngineStatus,
     ResidentAdapter,
@@ -20,8 +19,9 @@ from weft.engine.status import (
     StepStats,
     TenantLoad,
 )
-from weft.errors import ConfigError
-from weft.memory.page_map import PageMap, PageUse
+from manylora.errors import ConfigError
+from manylora.memory.page_map import PageMap, PageUse
+from simulation.driven import adapter, request
 
 LOGPROBS = TokenLogprobs(token_id=3, logprob=-0.5, rank=1, top_ids=[3, 4], top_logprobs=[-0.5, -1.5])
 OUTPUT = RequestOutput(

@@ -27,15 +27,15 @@ from engine_client import (
     question,
     tokens_of,
 )
-from weft.adapters.ref import AdapterRef
-from weft.config import Config, ModelConfig, environment
-from weft.engine.core import MAX_FAILURES
-from weft.engine.process import client as client_module
-from weft.engine.process.client import EngineClient
-from weft.engine.process.messages import FromEngine, Outputs, Ready, ToEngine
-from weft.engine.request import RequestOutput
-from weft.engine.status import EngineReady
-from weft.errors import ConfigError, EngineUnavailableError
+from manylora.adapters.ref import AdapterRef
+from manylora.config import Config, ModelConfig, environment
+from manylora.engine.core import MAX_FAILURES
+from manylora.engine.process import client as client_module
+from manylora.engine.process.client import EngineClient
+from manylora.engine.process.messages import FromEngine, Outputs, Ready, ToEngine
+from manylora.engine.request import RequestOutput
+from manylora.engine.status import EngineReady
+from manylora.errors import ConfigError, EngineUnavailableError
 
 pytestmark = pytest.mark.slow
 
@@ -173,7 +173,7 @@ def test_an_engine_that_does_not_start_again_is_left_alone_for_a_while(
 
     monkeypatch.setattr(MortalConnection, "start", start_once)
     monkeypatch.setattr(client_module, "EngineConnection", MortalConnection)
-    monkeypatch.setattr("weft.engine.process.supervisor.SECOND_DELAY_S", 0.0)
+    monkeypatch.setattr("manylora.engine.process.supervisor.SECOND_DELAY_S", 0.0)
     lines: list[str] = []
     client = EngineClient(Config(model=ModelConfig(path="m")), announce=lines.append)
 
@@ -255,8 +255,8 @@ def test_a_paused_engine_that_is_killed_is_paused_when_it_is_back(engine: Engine
 FAILING_WORKER = """
 import sys
 from pathlib import Path
-from weft.engine.execution.runner import ModelRunner
-from weft.engine.process import worker
+from manylora.engine.execution.runner import ModelRunner
+from manylora.engine.process import worker
 
 launch = ModelRunner.launch
 
@@ -333,8 +333,8 @@ def test_a_wrong_setting_is_told_by_start_and_leaves_nothing_behind(tmp_path: Pa
 ORPHAN = """
 import asyncio, sys
 from pathlib import Path
-from weft.config import Config, ModelConfig, MemoryConfig, RegistryConfig
-from weft.engine.process.client import EngineClient
+from manylora.config import Config, ModelConfig, MemoryConfig, RegistryConfig
+from manylora.engine.process.client import EngineClient
 
 async def main():
     config = Config(
@@ -352,7 +352,7 @@ asyncio.run(main())
 
 
 def test_no_engine_outlives_its_parent(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-c", ORPHAN, str(DEMO / "weft-demo"), str(tmp_path)]
+    command = [sys.executable, "-P", "-c", ORPHAN, str(DEMO / "manylora-demo"), str(tmp_path)]
     folder = tmp_path / "t"
     folder.mkdir()
     settings = {**environment(), "TMPDIR": str(folder)}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.config import Config, ModelConfig
-from weft.engine.process.supervisor import MAX_SOCKET_PATH, SOCKET_NAME, EngineConnection, RestartPolicy
+from manylora.config import Config, ModelConfig
+from manylora.engine.process.supervisor import MAX_SOCKET_PATH, SOCKET_NAME, EngineConnection, RestartPolicy
 
 
 class Clock:

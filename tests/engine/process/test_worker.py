@@ -9,14 +9,14 @@ import pytest
 import zmq
 
 from fake_engine import demo_ready
+from manylora.adapters.blobs.memory import MemoryBlobs
+from manylora.config import Config, ModelConfig
+from manylora.engine.process import messages, worker
+from manylora.engine.process.worker import MAX_STEPS_AHEAD, EngineLoop, Wakeup
+from manylora.engine.request import GenerationRequest, RequestOutput
+from manylora.engine.status import EngineLoad
+from manylora.errors import EngineError
 from simulation.driven import Simulator, adapter, expected_tokens, request
-from weft.adapters.blobs.memory import MemoryBlobs
-from weft.config import Config, ModelConfig
-from weft.engine.process import messages, worker
-from weft.engine.process.worker import MAX_STEPS_AHEAD, EngineLoop, Wakeup
-from weft.engine.request import GenerationRequest, RequestOutput
-from weft.engine.status import EngineLoad
-from weft.errors import EngineError
 
 
 class Process:

@@ -8,6 +8,11 @@ from typing import Literal
 
 import pytest
 
+from manylora.adapters.ref import AdapterRef
+from manylora.engine.request import INTERNAL, NON_FINITE, FlowKey, GenerationRequest
+from manylora.engine.sampling_params import BeamParams
+from manylora.engine.scheduling.plan import ChunkResult, StepPlan
+from manylora.errors import ContextLengthError, InvalidRequestError, NeverFitsError
 from simulation.driven import (
     PAGE_TOKENS,
     RECOMPUTES,
@@ -19,11 +24,6 @@ from simulation.driven import (
     likely_tokens,
     request,
 )
-from weft.adapters.ref import AdapterRef
-from weft.engine.request import INTERNAL, NON_FINITE, FlowKey, GenerationRequest
-from weft.engine.sampling_params import BeamParams
-from weft.engine.scheduling.plan import ChunkResult, StepPlan
-from weft.errors import ContextLengthError, InvalidRequestError, NeverFitsError
 
 pytestmark = pytest.mark.no_cover
 

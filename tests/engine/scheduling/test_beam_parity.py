@@ -13,14 +13,14 @@ import torch
 from peft import PeftModel
 
 from drive_core import collect
+from manylora.adapters.blobs.local import LocalBlobs
+from manylora.adapters.ref import AdapterRef
+from manylora.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from manylora.engine.build import EngineParts, build_engine
+from manylora.engine.request import GenerationRequest, RequestOutput
+from manylora.engine.sampling_params import BeamParams, SamplingParams
 from stored_adapters import store_adapter
 from tiny_models import ALL_LINEAR, load_reference, make_adapter, make_model
-from weft.adapters.blobs.local import LocalBlobs
-from weft.adapters.ref import AdapterRef
-from weft.config import Config, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
-from weft.engine.build import EngineParts, build_engine
-from weft.engine.request import GenerationRequest, RequestOutput
-from weft.engine.sampling_params import BeamParams, SamplingParams
 
 pytestmark = pytest.mark.no_cover
 

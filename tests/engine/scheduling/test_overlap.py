@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from manylora.engine.core import MAX_FAILURES
+from manylora.engine.request import GenerationRequest, RequestOutput
+from manylora.engine.sampling_params import BeamParams
+from manylora.engine.scheduling.plan import ChunkResult, StepPlan
+from manylora.errors import EngineError
 from simulation.driven import DrivenRunner, Simulator, adapter, expected_tokens, request
-from weft.engine.core import MAX_FAILURES
-from weft.engine.request import GenerationRequest, RequestOutput
-from weft.engine.sampling_params import BeamParams
-from weft.engine.scheduling.plan import ChunkResult, StepPlan
-from weft.errors import EngineError
 
 
 class Recorder:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from manylora.engine.request import FlowKey
+from manylora.engine.sampling_params import BeamParams
+from manylora.memory.eviction import PageCosts
 from simulation.driven import RECOMPUTES, SWAPS, Simulator, adapter, expected_tokens, request
-from weft.engine.request import FlowKey
-from weft.engine.sampling_params import BeamParams
-from weft.memory.eviction import PageCosts
 
 ADAPTER = adapter("pirate")
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from manylora.engine.request import FlowKey, GenerationRequest
+from manylora.engine.scheduling.preemption import Preemption
+from manylora.memory.eviction import PageCosts
 from simulation.driven import RECOMPUTES, SWAPS, Simulator, adapter, expected_tokens, request
-from weft.engine.request import FlowKey, GenerationRequest
-from weft.engine.scheduling.preemption import Preemption
-from weft.memory.eviction import PageCosts
 
 
 def pressed(**settings: object) -> tuple[Simulator, list[GenerationRequest]]:

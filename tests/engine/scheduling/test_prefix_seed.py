@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from manylora.adapters.ref import LoraSpec, content_digest
+from manylora.engine.model.rope_spec import RopeSpec
+from manylora.engine.request import FlowKey
+from manylora.engine.scheduling.kv_pages import prefix_seed
+from manylora.kernels.weight_format import number_format
 from simulation.driven import adapter, request
-from weft.adapters.ref import LoraSpec, content_digest
-from weft.engine.model.rope_spec import RopeSpec
-from weft.engine.request import FlowKey
-from weft.engine.scheduling.kv_pages import prefix_seed
-from weft.kernels.weight_format import number_format
 
 ONE = request("one", ref=adapter("a"), flow=FlowKey(tenant="t"))
 

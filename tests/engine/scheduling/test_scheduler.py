@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 import pytest
 
+from manylora.engine.fairness.prices import Prices
+from manylora.engine.request import FlowKey, GenerationRequest
+from manylora.engine.scheduling.plan import Chunk
+from manylora.engine.scheduling.request_table import MAX_BYPASSES
+from manylora.errors import ContextLengthError, InvalidRequestError, NeverFitsError, QueueFullError
 from simulation.driven import PAGE_TOKENS, Simulator, adapter, expected_tokens, request
-from weft.engine.fairness.prices import Prices
-from weft.engine.request import FlowKey, GenerationRequest
-from weft.engine.scheduling.plan import Chunk
-from weft.engine.scheduling.request_table import MAX_BYPASSES
-from weft.errors import ContextLengthError, InvalidRequestError, NeverFitsError, QueueFullError
 
 
 def run_all(simulator: Simulator, requests: list[GenerationRequest]) -> None:

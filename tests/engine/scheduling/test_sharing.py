@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from manylora.engine.request import FlowKey, GenerationRequest
+from manylora.engine.scheduling import kv_pages
+from manylora.engine.scheduling.preemption import GROWTH_DIVISOR
+from manylora.memory.prefix_cache import TokenChain
 from simulation.driven import PAGE_TOKENS, RECOMPUTES, Simulator, expected_tokens, request
-from weft.engine.request import FlowKey, GenerationRequest
-from weft.engine.scheduling import kv_pages
-from weft.engine.scheduling.preemption import GROWTH_DIVISOR
-from weft.memory.prefix_cache import TokenChain
 
 PROMPT = list(range(100, 114))
 """Three full blocks and two tokens."""
@@ -192,7 +192,7 @@ def test_a_collision_of_names_shares_nothing_and_stops_publishing(monkeypatch: p
     serve(simulator, request("one", PROMPT, 6))
     digests = [block.digest for block in simulator.prefixes.blocks]
     same = SimpleNamespace(update=lambda _content: None, digest=lambda: digests[0])
-    monkeypatch.setattr("weft.memory.prefix_cache.hashlib.sha256", lambda _content=b"": same)
+    monkeypatch.setattr("manylora.memory.prefix_cache.hashlib.sha256", lambda _content=b"": same)
     serve(simulator, request("two", PROMPT[::-1], 6), request("three", PROMPT[::-1], 6))
     assert simulator.outputs["three"][0].cached_tokens == 0
 

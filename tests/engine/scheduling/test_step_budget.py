@@ -7,10 +7,10 @@ import random
 
 import pytest
 
+from manylora.config import SchedulerConfig
+from manylora.engine.request import FlowKey
+from manylora.engine.scheduling.step_budget import TARGET_AIM, StepBudget, StepTime
 from simulation.driven import Simulator, request
-from weft.config import SchedulerConfig
-from weft.engine.request import FlowKey
-from weft.engine.scheduling.step_budget import TARGET_AIM, StepBudget, StepTime
 
 UNIT_S = 0.001
 

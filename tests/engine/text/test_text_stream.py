@@ -12,12 +12,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from weft.engine.request import RequestOutput, TokenLogprobs
-from weft.engine.sampling_params import SamplingParams
-from weft.engine.text.text_stream import Detokenizer, StopScanner, TextDelta, TextStream
-from weft.engine.text.tokenizer import Tokenizer
+from manylora.engine.request import RequestOutput, TokenLogprobs
+from manylora.engine.sampling_params import SamplingParams
+from manylora.engine.text.text_stream import Detokenizer, StopScanner, TextDelta, TextStream
+from manylora.engine.text.tokenizer import Tokenizer
 
-DEMO = Path(__file__).resolve().parents[3] / "weft" / "demo" / "weft-demo"
+DEMO = Path(__file__).resolve().parents[3] / "manylora" / "demo" / "manylora-demo"
 
 
 @cache

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from weft.engine.text.tokenizer import Tokenizer, read_eos_token_ids
-from weft.errors import ConfigError, InvalidRequestError
+from manylora.engine.text.tokenizer import Tokenizer, read_eos_token_ids
+from manylora.errors import ConfigError, InvalidRequestError
 
-DEMO = Path(__file__).resolve().parents[3] / "weft" / "demo" / "weft-demo"
+DEMO = Path(__file__).resolve().parents[3] / "manylora" / "demo" / "manylora-demo"
 
 
 @pytest.fixture(scope="module")

@@ -11,17 +11,17 @@ import psutil
 import pytest
 from sqlalchemy import Connection, bindparam, create_engine, inspect, select, text
 
+from manylora.errors import CapacityError, ConfigError
+from manylora.registry.db import database as database_module
+from manylora.registry.db import postgres, postgres_connection, sqlite
+from manylora.registry.db.database import Database
+from manylora.registry.db.database import database_url as parse_url
+from manylora.registry.db.migrations import upgrade
+from manylora.registry.db.models import AuditRow
+from manylora.registry.usage.write import insert_events
 from postgres_server import KINDS, OwnPostgres, fresh_database
 from registry_samples import NEWEST, NOON, insert, usage_event
 from usage_sums import wrong_sums
-from weft.errors import CapacityError, ConfigError
-from weft.registry.db import database as database_module
-from weft.registry.db import postgres, postgres_connection, sqlite
-from weft.registry.db.database import Database
-from weft.registry.db.database import database_url as parse_url
-from weft.registry.db.migrations import upgrade
-from weft.registry.db.models import AuditRow
-from weft.registry.usage.write import insert_events
 
 pytestmark = pytest.mark.anyio
 IN_SQLITE = pytest.mark.parametrize("database_url", [None])
@@ -130,7 +130,9 @@ async def test_a_database_with_an_unknown_schema_is_refused_and_left_as_it_is(
         await session.execute(text(f"UPDATE alembic_version SET version_num = '{revision}'"))
         await session.execute(text("DROP TABLE files"))
     for _ in range(2):
-        with pytest.raises(ConfigError, match=f"has schema {revision}.* newer Weft or a pre-release .*empty database"):
+        with pytest.raises(
+            ConfigError, match=f"has schema {revision}.* newer Manylora or a pre-release .*empty database"
+        ):
             await Database.open(database_url, tmp_path)
     async with database.read() as session:
         assert await session.scalar(text("SELECT version_num FROM alembic_version")) == revision
@@ -208,7 +210,7 @@ def test_other_urls_are_refused_without_telling_a_password(url: str, tmp_path: P
 
 async def test_a_postgresql_that_does_not_answer_is_told_without_its_password(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be used") as caught:
-        await Database.open("postgresql://weft:hunter2@127.0.0.1:1/weft", tmp_path)
+        await Database.open("postgresql://manylora:hunter2@127.0.0.1:1/manylora", tmp_path)
     assert "hunter2" not in caught.value.message
 
 
@@ -216,7 +218,7 @@ async def test_a_listener_that_never_answers_is_given_up(tmp_path: Path, monkeyp
     monkeypatch.setattr(postgres, "CONNECT_S", 2)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ConfigError, match="cannot be used"):
         async with asyncio.timeout(60):
-            await Database.open(f"postgresql://weft@127.0.0.1:{silent.getsockname()[1]}/weft", tmp_path)
+            await Database.open(f"postgresql://manylora@127.0.0.1:{silent.getsockname()[1]}/manylora", tmp_path)
 
 
 async def test_a_reader_cannot_write_and_a_lock_is_not_waited_for_without_end(

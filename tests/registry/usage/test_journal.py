@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.errors import CapacityError, ConfigError
-from weft.registry.usage.journal import Journal, JournalFiles, encode_line, read_lines
+from manylora.errors import CapacityError, ConfigError
+from manylora.registry.usage.journal import Journal, JournalFiles, encode_line, read_lines
 
 pytestmark = pytest.mark.anyio
 

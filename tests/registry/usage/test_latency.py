@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manylora.errors import InvalidRequestError
+from manylora.registry.db.database import Database
+from manylora.registry.records import LatencyFigures, LatencyReport, UsageEvent, UsageQuery
+from manylora.registry.usage import latency
+from manylora.registry.usage import write as usage
+from manylora.registry.usage.latency import BOUNDS_S, NO_TOKEN, PER_DECADE, bin_of, percentile
 from registry_samples import NOON, usage_event
 from usage_sums import wrong_sums
-from weft.errors import InvalidRequestError
-from weft.registry.db.database import Database
-from weft.registry.records import LatencyFigures, LatencyReport, UsageEvent, UsageQuery
-from weft.registry.usage import latency
-from weft.registry.usage import write as usage
-from weft.registry.usage.latency import BOUNDS_S, NO_TOKEN, PER_DECADE, bin_of, percentile
 
 pytestmark = pytest.mark.anyio
 

@@ -13,18 +13,18 @@ import pytest
 from sqlalchemy import select, text
 from sqlalchemy.exc import ProgrammingError
 
+from manylora.errors import CapacityError, InvalidRequestError
+from manylora.registry.db import database as database_module
+from manylora.registry.db.database import Database
+from manylora.registry.db.models import UsageEventRow
+from manylora.registry.records import UsageQuery
+from manylora.registry.usage import ledger as ledger_module
+from manylora.registry.usage import write as usage
+from manylora.registry.usage.journal import Journal, JournalFiles, encode_line, read_lines
+from manylora.registry.usage.ledger import UsageLedger
 from postgres_server import fresh_database
 from registry_samples import NOON, StandingClock, usage_event
 from usage_sums import wrong_sums
-from weft.errors import CapacityError, InvalidRequestError
-from weft.registry.db import database as database_module
-from weft.registry.db.database import Database
-from weft.registry.db.models import UsageEventRow
-from weft.registry.records import UsageQuery
-from weft.registry.usage import ledger as ledger_module
-from weft.registry.usage import write as usage
-from weft.registry.usage.journal import Journal, JournalFiles, encode_line, read_lines
-from weft.registry.usage.ledger import UsageLedger
 
 pytestmark = pytest.mark.anyio
 
@@ -77,7 +77,7 @@ def restarted(database: Database, tmp_path: Path, clock: StandingClock) -> Resta
 
 
 def _movers() -> list[asyncio.Task[None]]:
-    return [task for task in asyncio.all_tasks() if task.get_name() == "weft-usage-mover"]
+    return [task for task in asyncio.all_tasks() if task.get_name() == "manylora-usage-mover"]
 
 
 async def _die(journal: Journal) -> None:
@@ -192,7 +192,7 @@ async def test_a_damaged_file_gives_what_it_can_and_is_kept(
     assert (_files(tmp_path), len(_files(tmp_path, "damaged"))) == ([], 1)
 
 
-async def test_a_line_of_a_newer_weft_is_understood(
+async def test_a_line_of_a_newer_manylora_is_understood(
     ledger: UsageLedger, journal: Journal, tmp_path: Path, restarted: Restarted
 ) -> None:
     await ledger.record(usage_event("use_1"))

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
+from manylora.errors import CapacityError
+from manylora.registry.db.database import Database
+from manylora.registry.db.models import UsageEventRow
+from manylora.registry.usage.journal import Journal
+from manylora.registry.usage.ledger import UsageLedger
 from registry_samples import StandingClock, usage_event
 from usage_sums import wrong_sums
-from weft.errors import CapacityError
-from weft.registry.db.database import Database
-from weft.registry.db.models import UsageEventRow
-from weft.registry.usage.journal import Journal
-from weft.registry.usage.ledger import UsageLedger
 
 pytestmark = pytest.mark.anyio
 LONG_S = 3600.0

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 from sqlalchemy import func, select
 
+from manylora.config import environment
+from manylora.errors import CapacityError
+from manylora.registry.db.database import Database
+from manylora.registry.db.models import UsageEventRow
+from manylora.registry.usage.journal import Journal
+from manylora.registry.usage.ledger import UsageLedger
 from postgres_server import OwnPostgres
 from registry_samples import NOON, usage_event
 from usage_sums import wrong_sums
-from weft.config import environment
-from weft.errors import CapacityError
-from weft.registry.db.database import Database
-from weft.registry.db.models import UsageEventRow
-from weft.registry.usage.journal import Journal
-from weft.registry.usage.ledger import UsageLedger
 
 KILLS = 8
 PATIENCE_S = 60.0

@@ -14,15 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import text
 
+from manylora.errors import InvalidRequestError
+from manylora.registry.db.database import Database
+from manylora.registry.records import GroupBy, RankBy, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
+from manylora.registry.usage import query as usage_query
+from manylora.registry.usage import write as usage
+from manylora.registry.usage.buckets import zone_of
+from manylora.registry.usage.prices import UNITS, Price, PriceTable, in_currency
 from registry_samples import NOON, usage_event
 from usage_sums import wrong_sums
-from weft.errors import InvalidRequestError
-from weft.registry.db.database import Database
-from weft.registry.records import GroupBy, RankBy, UsageEvent, UsageQuery, UsageReport, UsageRow, UsageTotals
-from weft.registry.usage import query as usage_query
-from weft.registry.usage import write as usage
-from weft.registry.usage.buckets import zone_of
-from weft.registry.usage.prices import UNITS, Price, PriceTable, in_currency
 
 pytestmark = pytest.mark.anyio
 

@@ -13,14 +13,14 @@ import pytest
 from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from manylora.registry.db.clock import to_micros
+from manylora.registry.db.database import Database
+from manylora.registry.records import UsageEvent, UsageQuery, UsageReport
+from manylora.registry.usage import query as usage_query
+from manylora.registry.usage.prices import Price, PriceTable
 from postgres_server import KINDS, database_of
 from quarter_of_usage import END, START, quarter
 from registry_samples import insert
-from weft.registry.db.clock import to_micros
-from weft.registry.db.database import Database
-from weft.registry.records import UsageEvent, UsageQuery, UsageReport
-from weft.registry.usage import query as usage_query
-from weft.registry.usage.prices import Price, PriceTable
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 PRICES = PriceTable(currency="EUR", default=Price(prompt=2000, cached=500, completion=6000))

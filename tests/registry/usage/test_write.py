@@ -15,15 +15,15 @@ from unittest.mock import Mock
 import pytest
 from sqlalchemy import select
 
+from manylora.errors import CapacityError, InvalidRequestError
+from manylora.registry.db.database import Database
+from manylora.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageMonthRow, UsageRollupRow
+from manylora.registry.records import RETRIED, UsageEvent, UsageQuery
+from manylora.registry.registry import Registry
+from manylora.registry.usage import query as usage_query
+from manylora.registry.usage import write as usage
 from registry_samples import NOON, StandingClock, usage_event
 from usage_sums import wrong_sums
-from weft.errors import CapacityError, InvalidRequestError
-from weft.registry.db.database import Database
-from weft.registry.db.models import UsageAdapterRow, UsageEventRow, UsageLatencyRow, UsageMonthRow, UsageRollupRow
-from weft.registry.records import RETRIED, UsageEvent, UsageQuery
-from weft.registry.registry import Registry
-from weft.registry.usage import query as usage_query
-from weft.registry.usage import write as usage
 
 pytestmark = pytest.mark.anyio
 

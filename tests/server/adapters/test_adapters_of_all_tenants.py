@@ -4,7 +4,7 @@ import pytest
 
 from api_adapters import sound, upload
 from api_server import Api, Client
-from weft.server.adapters.schemas import AdapterList
+from manylora.server.adapters.schemas import AdapterList
 
 pytestmark = pytest.mark.anyio
 EVERY = {"tenant": "*"}

@@ -15,23 +15,23 @@ from api_adapters import sound, upload
 from api_server import Api, Client, eventually
 from api_server import api as open_api
 from blob_io import store
+from manylora.adapters.blobs.bucket import Bucket
+from manylora.adapters.blobs.s3 import S3Blobs
+from manylora.cli import make_app
+from manylora.config import Config, ModelConfig, RegistryConfig, ServerConfig
+from manylora.errors import ConfigError
+from manylora.server.adapters.validation import AdapterValidator
+from manylora.server.garbage import Sweeper
+from manylora.server.serve import open_blob_store
+from manylora.server.threads import cancel_all
 from s3_server import SECRET_KEY, S3Server
-from weft.adapters.blobs.bucket import Bucket
-from weft.adapters.blobs.s3 import S3Blobs
-from weft.cli import make_app
-from weft.config import Config, ModelConfig, RegistryConfig, ServerConfig
-from weft.errors import ConfigError
-from weft.server.adapters.validation import AdapterValidator
-from weft.server.garbage import Sweeper
-from weft.server.serve import open_blob_store
-from weft.server.threads import cancel_all
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
 async def api(tmp_path: Path, bucket: str) -> AsyncIterator[Api]:
-    async with open_api(tmp_path, blob_url=f"s3://{bucket}/weft") as opened:
+    async with open_api(tmp_path, blob_url=f"s3://{bucket}/manylora") as opened:
         yield opened
         await cancel_all(opened.services.removals)
 
@@ -139,7 +139,7 @@ async def test_a_server_starts_while_the_store_is_away(
 
 def test_the_doctor_tries_the_store(bucket: str, s3: S3Server) -> None:
     arguments = ["doctor", "--port", "0", "--blob-url"]
-    sound_store = CliRunner().invoke(make_app(), [*arguments, f"s3://{bucket}/weft"])
+    sound_store = CliRunner().invoke(make_app(), [*arguments, f"s3://{bucket}/manylora"])
     assert (sound_store.exit_code, "ok    blob store" in sound_store.output) == (0, True)
     assert s3.keys(bucket) == []
     for url in ("s3://no-such-bucket", "gs://bucket"):

@@ -10,12 +10,12 @@ import pytest
 from api_adapters import sound, upload
 from api_server import BASE, Api, Client
 from fake_engine import demo_ready
-from weft.adapters.base_shape import MODULE_PATHS
-from weft.adapters.lora.layout import adapter_pages
-from weft.engine.status import ResidentAdapter
-from weft.server.adapters.fit import Room, find_fit, planned_item
-from weft.server.adapters.schemas import AdapterFitItem, AdapterFitView
-from weft.server.adapters.validation import AdapterValidator
+from manylora.adapters.base_shape import MODULE_PATHS
+from manylora.adapters.lora.layout import adapter_pages
+from manylora.engine.status import ResidentAdapter
+from manylora.server.adapters.fit import Room, find_fit, planned_item
+from manylora.server.adapters.schemas import AdapterFitItem, AdapterFitView
+from manylora.server.adapters.validation import AdapterValidator
 
 pytestmark = pytest.mark.anyio
 FIT = "/v1/adapters:fit"

@@ -11,9 +11,9 @@ from huggingface_hub import constants
 from api_adapters import sound, upload
 from api_server import Api, Client
 from api_server import api as open_api
+from manylora.server.adapters.schemas import AdapterView
 from piecewise_client import CONFIG, WEIGHTS, code
 from s3_server import S3Server
-from weft.server.adapters.schemas import AdapterView
 
 pytestmark = pytest.mark.anyio
 

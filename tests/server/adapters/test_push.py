@@ -18,10 +18,10 @@ from api_adapters import sound
 from api_server import Api, api, eventually
 from bad_uploads import bad_uploads
 from fake_engine import demo_ready
-from weft.config import AdapterConfig
-from weft.server.adapters.push import CONFIG_HEADER
-from weft.server.garbage import Sweeper
-from weft.server.http.wire import MAX_HEAD_BYTES
+from manylora.config import AdapterConfig
+from manylora.server.adapters.push import CONFIG_HEADER
+from manylora.server.garbage import Sweeper
+from manylora.server.http.wire import MAX_HEAD_BYTES
 
 pytestmark = pytest.mark.anyio
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -70,7 +70,7 @@ async def test_a_push_is_in_memory_only_and_answers_at_once(app: Api) -> None:
     assert app.files() == []
     ((ref, taken),) = app.engine.taken.values()
     assert (ref.digest, taken) == (body["digest"], sound().weights)
-    assert (await ask(client)).headers["x-weft-adapter-digest"] == body["digest"]
+    assert (await ask(client)).headers["x-manylora-adapter-digest"] == body["digest"]
     audit = (await app.admin.get("/v1/audit")).json()["data"]
     assert audit[0]["action"] == "adapter.publish"
 
@@ -105,9 +105,9 @@ async def test_a_running_request_keeps_the_weights_of_its_version(app: Api) -> N
     await eventually(lambda: app.engine.running)
     second = await pushed(client, other_weights(1), keep=1)
     assert len(app.engine.taken) == 2
-    assert (await running).headers["x-weft-adapter-digest"] == first["digest"]
+    assert (await running).headers["x-manylora-adapter-digest"] == first["digest"]
     await eventually(lambda: len(app.engine.taken) == 1)
-    assert (await ask(client)).headers["x-weft-adapter-digest"] == second["digest"]
+    assert (await ask(client)).headers["x-manylora-adapter-digest"] == second["digest"]
 
 
 async def test_a_request_that_found_its_version_keeps_it_before_the_engine_knows(app: Api) -> None:
@@ -315,10 +315,10 @@ async def test_loading_as_vllm_does(loading: tuple[httpx.AsyncClient, Api, Path]
     body = {"lora_name": "policy", "lora_path": str(saved(root / "step-1")), "load_inplace": False}
     loaded = await client.post(LOAD, json=body)
     assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'policy' added successfully.")
-    first = (await ask(client)).headers["x-weft-adapter-digest"]
+    first = (await ask(client)).headers["x-manylora-adapter-digest"]
     saved(root / "step-1", other_weights(1))
     assert (await client.post(LOAD, json={**body, "load_inplace": True})).status_code == 200
-    assert (await ask(client)).headers["x-weft-adapter-digest"] != first
+    assert (await ask(client)).headers["x-manylora-adapter-digest"] != first
     assert await versions(client) == [2]
     unloaded = await client.post(UNLOAD, json={"lora_name": "policy", "lora_int_id": 1})
     assert (unloaded.status_code, unloaded.text) == (200, "Success: LoRA adapter 'policy' removed successfully.")

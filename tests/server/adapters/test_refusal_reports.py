@@ -15,9 +15,9 @@ from api_server import Api, Client
 from bad_upload import Upload
 from fake_engine import DEMO_MODEL, demo_ready
 from lora_files import config_bytes, q_and_v, tensor, weights_bytes
+from manylora.cli import make_app
+from manylora.server.http.bodies import ErrorView
 from piecewise_client import CONFIG, WEIGHTS, code, complete, put, send_all
-from weft.cli import make_app
-from weft.server.http.bodies import ErrorView
 
 pytestmark = pytest.mark.anyio
 
@@ -69,12 +69,12 @@ async def test_validate_and_push_print_the_same_numbered_list(api: Api, tmp_path
     found = await run("adapter", "validate", str(folder), "--model", str(DEMO_MODEL))
     assert found.exit_code == 2
     lines = found.stderr.splitlines()
-    assert lines[0] == f"weft: {folder} cannot be served:"
+    assert lines[0] == f"manylora: {folder} cannot be served:"
     assert lines[1:5] == [
-        "  1. adapter_config.json: fan_in_fan_out is True: Weft does not serve transposed base weights (Conv1D). "
+        "  1. adapter_config.json: fan_in_fan_out is True: Manylora does not serve transposed base weights (Conv1D). "
         "(config.feature_unsupported)",
         "     Hint: Set it to false for linear layers.",
-        "  2. adapter_config.json: use_dora is True: Weft does not serve DoRA. (config.feature_unsupported)",
+        "  2. adapter_config.json: use_dora is True: Manylora does not serve DoRA. (config.feature_unsupported)",
         "     Hint: Retrain with use_dora=false.",
     ]
     assert lines[5].startswith("  3. adapter_model.safetensors: Tensor base_model.model.lm_head.weight is not allowed")

@@ -15,17 +15,17 @@ import pytest
 from api_adapters import sound, upload
 from api_server import Api, Client, connect, eventually
 from api_server import api as open_api
+from manylora.adapters.blobs.local import LocalBlobs
+from manylora.errors import CapacityError
+from manylora.registry.records import VersionFacts
+from manylora.server import garbage as removal
+from manylora.server.adapters.schemas import AdapterView, UploadList, UploadView
+from manylora.server.garbage import Sweeper
+from manylora.server.http.body import Pace
+from manylora.server.threads import cancel_all
 from piecewise_client import CONFIG, WEIGHTS, announce, code, complete, facts, put, send_all
 from postgres_server import KINDS, database_of
 from raw_http import head_of
-from weft.adapters.blobs.local import LocalBlobs
-from weft.errors import CapacityError
-from weft.registry.records import VersionFacts
-from weft.server import garbage as removal
-from weft.server.adapters.schemas import AdapterView, UploadList, UploadView
-from weft.server.garbage import Sweeper
-from weft.server.http.body import Pace
-from weft.server.threads import cancel_all
 
 pytestmark = pytest.mark.anyio
 GOOD = sound()
@@ -71,7 +71,7 @@ async def test_files_in_pieces_become_the_same_adapter_as_in_one_form(api: Api, 
     own = {"id": 0, "tenant": 0, "created_at": 0, "description": 0}
     assert {**in_one_form, **own} == {**done.json(), **own}
     used = await acme.post("/v1/completions", json={"model": "pirate", "prompt": "x"})
-    assert used.headers["x-weft-adapter"] == "acme/pirate@1"
+    assert used.headers["x-manylora-adapter"] == "acme/pirate@1"
 
 
 async def begin_to_send(
@@ -249,7 +249,7 @@ async def test_a_full_disk_keeps_what_was_received(acme: Client, monkeypatch: py
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("weft.adapters.blobs.local.os.write", full)
+        patch.setattr("manylora.adapters.blobs.local.os.write", full)
         answer = await put(acme, upload_id, WEIGHTS, GOOD.weights[1000:], 1000, size)
         assert code(answer) == (507, "storage.full")
     assert (await acme.get(f"/v1/uploads/{upload_id}")).json()["files"][WEIGHTS]["received"] == 1000
@@ -307,7 +307,7 @@ async def test_a_file_that_stalls_is_given_up_and_kept(tmp_path: Path) -> None:
 
 
 async def test_a_tenant_has_so_many_uploads_open(acme: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.registry.uploads.MAX_OPEN", 2)
+    monkeypatch.setattr("manylora.registry.uploads.MAX_OPEN", 2)
     first = await send_all(acme, GOOD, "a")
     second = (await announce(acme, GOOD, "b")).json()["id"]
     assert code(await announce(acme, GOOD, "c")) == (409, "upload.too_many_open")

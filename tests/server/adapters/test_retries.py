@@ -13,14 +13,14 @@ import pytest
 from api_adapters import sound, upload
 from api_server import ADMIN_KEY, Api, Client
 from bad_upload import Upload
+from manylora.registry.records import FileFacts, UploadDraft
+from manylora.registry.registry import Registry
+from manylora.registry.uploads import Answer, AnsweredBeforeError, Retry, body_digest
+from manylora.server.adapters.validation import AdapterValidator
+from manylora.server.garbage import Sweeper
 from piecewise_client import WEIGHTS, announce, code, complete, send_all
 from postgres_server import KINDS, database_of
 from registry_samples import facts
-from weft.registry.records import FileFacts, UploadDraft
-from weft.registry.registry import Registry
-from weft.registry.uploads import Answer, AnsweredBeforeError, Retry, body_digest
-from weft.server.adapters.validation import AdapterValidator
-from weft.server.garbage import Sweeper
 
 pytestmark = pytest.mark.anyio
 

@@ -20,9 +20,9 @@ import pytest
 
 from api_adapters import sound
 from bad_upload import Upload
+from manylora.config import environment
+from manylora_server import ADMIN_KEY, DEMO_MODEL, upload_bytes
 from piecewise_client import CONFIG, WEIGHTS, facts
-from weft.config import environment
-from weft_server import ADMIN_KEY, DEMO_MODEL, upload_bytes
 
 SUPPORT = Path(__file__).parents[2] / "support"
 PUBLISHING = (
@@ -112,7 +112,7 @@ class Nursery:
             "PYTHONPATH": f"{SUPPORT}:{environment().get('PYTHONPATH', '')}",
             "DIE_WHERE": str(self.where),
             "LOG": str(self._log),
-            "WEFT_ADMIN_KEY": ADMIN_KEY,
+            "MANYLORA_ADMIN_KEY": ADMIN_KEY,
         }
         self._program = subprocess.Popen(
             (sys.executable, "-P", str(SUPPORT / "dying_server.py")),

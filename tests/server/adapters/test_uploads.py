@@ -13,12 +13,12 @@ from api_server import BASE, Api, Client, connect, eventually, new_client
 from bad_upload import Upload
 from fake_engine import demo_ready
 from lora_files import config_bytes
+from manylora.adapters.lora.layout import plan_layout
+from manylora.engine.status import ResidentAdapter
+from manylora.server.adapters.schemas import AdapterList, AdapterView, ReportView, VersionList
+from manylora.server.generation.models import ModelList
 from piecewise_client import announce, code, complete, send_all
 from raw_http import form_part, upload_head
-from weft.adapters.lora.layout import plan_layout
-from weft.engine.status import ResidentAdapter
-from weft.server.adapters.schemas import AdapterList, AdapterView, ReportView, VersionList
-from weft.server.generation.models import ModelList
 
 pytestmark = pytest.mark.anyio
 
@@ -39,7 +39,11 @@ async def test_an_upload_is_there_for_the_next_request(acme: Client) -> None:
     assert body.pages == plan_layout(ranks, base, geometry).num_pages
     assert (body.residency, body.state, body.aliases) == ("stored", "ready", {"default": 1})
     used = await ask(acme, model="pirate")
-    told = {"x-weft-adapter": "acme/pirate@1", "x-weft-adapter-digest": body.digest, "x-weft-adapter-state": "stored"}
+    told = {
+        "x-manylora-adapter": "acme/pirate@1",
+        "x-manylora-adapter-digest": body.digest,
+        "x-manylora-adapter-state": "stored",
+    }
     assert told.items() <= used.headers.items()
     assert body.digest[7:15] in used.json()["choices"][0]["text"]
     listed = AdapterList.model_validate((await acme.get("/v1/adapters")).json())
@@ -87,9 +91,9 @@ async def test_a_version_is_chosen_by_number_alias_and_digest(acme: Client) -> N
     expected = {"pirate": 1, "acme/pirate": 1, "pirate@2": 2, "pirate@prod": 2, **digests}
     for name, version in expected.items():
         answer = await ask(acme, model=name)
-        assert (answer.headers["x-weft-adapter"], answer.json()["model"]) == (f"acme/pirate@{version}", name)
+        assert (answer.headers["x-manylora-adapter"], answer.json()["model"]) == (f"acme/pirate@{version}", name)
     await acme.patch("/v1/adapters/pirate", json={"aliases": {"default": 2, "prod": None}})
-    assert (await ask(acme, model="pirate")).headers["x-weft-adapter"] == "acme/pirate@2"
+    assert (await ask(acme, model="pirate")).headers["x-manylora-adapter"] == "acme/pirate@2"
     assert (await ask(acme, model="pirate@prod")).status_code == 404
 
 
@@ -125,7 +129,7 @@ async def test_adapter_id_goes_with_the_base_or_agrees(acme: Client) -> None:
         answer = await ask(acme, **fields)
         assert answer.status_code == status, fields
         if status == 200:
-            assert (answer.headers["x-weft-adapter"], answer.json()["model"]) == ("acme/pirate@1", "pirate")
+            assert (answer.headers["x-manylora-adapter"], answer.json()["model"]) == ("acme/pirate@1", "pirate")
     near = await ask(acme, model="pirat")
     assert code(near) == (404, "model_not_found")
     assert "`pirate`" in near.json()["error"]["message"]

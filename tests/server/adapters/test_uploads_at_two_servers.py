@@ -16,13 +16,13 @@ import pytest
 from api_adapters import sound
 from api_server import Api, Client
 from api_server import api as open_api
+from manylora.errors import BusyError, CapacityError, ConflictError
+from manylora.server.adapters import staged_files
+from manylora.server.adapters.staged_files import StagedFolder, StagedObjects
+from manylora.server.garbage import Sweeper
 from piecewise_client import CONFIG, WEIGHTS, announce, code, complete, put, send_all
 from postgres_server import KINDS, database_of
 from s3_server import S3Server
-from weft.errors import BusyError, CapacityError, ConflictError
-from weft.server.adapters import staged_files
-from weft.server.adapters.staged_files import StagedFolder, StagedObjects
-from weft.server.garbage import Sweeper
 
 pytestmark = pytest.mark.anyio
 GOOD = sound()
@@ -59,7 +59,7 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 async def two(tmp_path: Path, place: Path | str, database_url: str, s3: S3Server) -> AsyncIterator[Two]:
-    blob_url = str(place) if isinstance(place, Path) else f"s3://{place}/weft"
+    blob_url = str(place) if isinstance(place, Path) else f"s3://{place}/manylora"
 
     for name in ("a", "b"):
         (tmp_path / name / "data").mkdir(parents=True)
@@ -243,8 +243,8 @@ async def test_pieces_that_overlap_or_leave_a_gap_count_as_far_as_they_reach(buc
     staged = StagedObjects(opened(bucket))
     content = secrets.token_bytes(100)
     for number, (start, stop) in enumerate([(0, 10), (0, 30), (20, 50), (5, 8), (50, 60), (70, 100)]):
-        s3.put(bucket, f"weft/uploads/{UPLOAD}/{WEIGHTS}/{start:016}-{number:016x}", content[start:stop])
-    s3.put(bucket, f"weft/uploads/{UPLOAD}/{WEIGHTS}/readme", b"not ours")
+        s3.put(bucket, f"manylora/uploads/{UPLOAD}/{WEIGHTS}/{start:016}-{number:016x}", content[start:stop])
+    s3.put(bucket, f"manylora/uploads/{UPLOAD}/{WEIGHTS}/readme", b"not ours")
     assert staged.sizes(UPLOAD)[WEIGHTS] == 60
     assert b"".join(staged.read(UPLOAD, WEIGHTS)) == content[:60]
     writer = staged.writer(UPLOAD, WEIGHTS)
@@ -307,6 +307,6 @@ def test_a_folder_that_another_server_deletes_at_that_moment_is_an_ended_upload(
 
 
 def opened(bucket: str) -> Any:
-    from weft.adapters.blobs.bucket import Bucket
+    from manylora.adapters.blobs.bucket import Bucket
 
-    return Bucket(bucket, "weft", allow_http=True)
+    return Bucket(bucket, "manylora", allow_http=True)

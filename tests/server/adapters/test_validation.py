@@ -14,11 +14,11 @@ import pytest
 from api_adapters import sound
 from blob_io import store
 from fake_engine import demo_ready
-from weft.adapters.blobs.local import LocalBlobs
-from weft.adapters.checkpoint.reader import check_weights
-from weft.errors import AdapterFormatError, AdapterIncompatibleError
-from weft.server.adapters import validation
-from weft.server.adapters.validation import AdapterValidator
+from manylora.adapters.blobs.local import LocalBlobs
+from manylora.adapters.checkpoint.reader import check_weights
+from manylora.errors import AdapterFormatError, AdapterIncompatibleError
+from manylora.server.adapters import validation
+from manylora.server.adapters.validation import AdapterValidator
 
 pytestmark = pytest.mark.anyio
 
@@ -52,7 +52,7 @@ async def test_the_child_gets_no_secret(
     program = tmp_path / "python"
     program.write_text(f"#!{sys.executable}\nimport json, os\nprint(json.dumps(dict(os.environ)))\n")
     program.chmod(0o700)
-    for name in ("WEFT_ADMIN_KEY", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "HARMLESS"):
+    for name in ("MANYLORA_ADMIN_KEY", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "HARMLESS"):
         monkeypatch.setenv(name, "secret")
     monkeypatch.setattr(sys, "executable", str(program))
     seen = await validator.in_child({"cpu_s": 10})
@@ -147,7 +147,7 @@ async def test_a_kept_process_holds_each_job_to_its_limits(
     program.write_text(
         f"#!{sys.executable}\n"
         "import sys\n"
-        "from weft.server.adapters import validation_worker\n"
+        "from manylora.server.adapters import validation_worker\n"
         "def answer(job):\n"
         "    while job.get('spin'): pass\n"
         "    return {}\n"
@@ -176,4 +176,4 @@ async def test_a_kept_process_that_died_is_replaced(validator: AdapterValidator,
 
 def kept_processes() -> list[psutil.Process]:
     alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "weft.server.adapters.validation_worker" in child.cmdline()]
+    return [child for child in alive if "manylora.server.adapters.validation_worker" in child.cmdline()]

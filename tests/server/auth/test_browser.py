@@ -9,9 +9,9 @@ from starlette.datastructures import Headers
 
 from api_server import Api
 from api_server import api as open_api
-from weft.errors import ForbiddenError
-from weft.server.auth.browser import check_own_page
-from weft.server.http import dashboard
+from manylora.errors import ForbiddenError
+from manylora.server.auth.browser import check_own_page
+from manylora.server.http import dashboard
 
 pytestmark = pytest.mark.anyio
 OWN = {"sec-fetch-site": "same-origin"}
@@ -48,9 +48,15 @@ async def test_behind_tls_the_cookie_is_secure(api: Api) -> None:
 
 
 async def test_servers_on_two_ports_do_not_share_their_cookie(api: Api) -> None:
-    hosts = ("127.0.0.1:8000", "127.0.0.1:8001", "weft.example", "[::1]:8000", "x:y")
+    hosts = ("127.0.0.1:8000", "127.0.0.1:8001", "manylora.example", "[::1]:8000", "x:y")
     names = [(await begun(api, host=host)).partition("=")[0] for host in hosts]
-    assert names == ["weft_session_8000", "weft_session_8001", "weft_session", "weft_session_8000", "weft_session"]
+    assert names == [
+        "manylora_session_8000",
+        "manylora_session_8001",
+        "manylora_session",
+        "manylora_session_8000",
+        "manylora_session",
+    ]
 
 
 async def test_pages_of_others_cannot_use_a_session(api: Api) -> None:
@@ -80,7 +86,7 @@ async def test_pages_of_others_cannot_use_a_session(api: Api) -> None:
 
 def test_no_origin_is_not_that_of_a_request_without_host() -> None:
     """HTTP/1.0 needs no Host, and `null` is what sandboxed pages say."""
-    sent = [(b"cookie", b"weft_session=token"), (b"origin", b"null")]
+    sent = [(b"cookie", b"manylora_session=token"), (b"origin", b"null")]
     with pytest.raises(ForbiddenError, match="own pages"):
         check_own_page({"type": "http", "method": "POST", "headers": sent}, Headers(raw=sent))
 

@@ -47,7 +47,14 @@ async def test_a_revoked_key_stops_at_once(api: Api) -> None:
 
 async def test_a_repeated_or_odd_authorization_header_is_refused(api: Api) -> None:
     async with api.client() as client:
-        for value in ("Basic abc", "Bearer", "Bearer ", "x" * 9000, "Bearer weft_wrong_key", f"Bearer {ADMIN_KEY}x"):
+        for value in (
+            "Basic abc",
+            "Bearer",
+            "Bearer ",
+            "x" * 9000,
+            "Bearer manylora_wrong_key",
+            f"Bearer {ADMIN_KEY}x",
+        ):
             assert (await client.get("/v1/models", headers={"authorization": value})).status_code == 401
         twice = [("authorization", f"Bearer {ADMIN_KEY}"), ("authorization", f"Bearer {ADMIN_KEY}")]
         assert (await client.get("/v1/models", headers=twice)).status_code == 401

@@ -6,8 +6,8 @@ import pytest
 
 from api_server import BASE
 from api_server import api as open_api
-from weft.errors import ConfigError
-from weft.server.auth.admin_key import admin_key, check_shared_secrets, given_pepper
+from manylora.errors import ConfigError
+from manylora.server.auth.admin_key import admin_key, check_shared_secrets, given_pepper
 
 pytestmark = pytest.mark.anyio
 
@@ -47,30 +47,30 @@ def test_the_admin_key_is_made_once_and_kept(tmp_path: Path) -> None:
     assert first.path.stat().st_mode & 0o777 == 0o600
     assert first.announcement == [f"admin key {first.secret}", f"admin key in {first.path}"]
     assert again.announcement == [f"admin key in {first.path}"]  # the start that made it may have failed
-    given = admin_key(tmp_path / "data", {"WEFT_ADMIN_KEY": "a-key-from-the-environment"})
+    given = admin_key(tmp_path / "data", {"MANYLORA_ADMIN_KEY": "a-key-from-the-environment"})
     assert (given.secret, given.path, given.announcement) == (
         "a-key-from-the-environment",
         None,
-        ["admin key from WEFT_ADMIN_KEY"],
+        ["admin key from MANYLORA_ADMIN_KEY"],
     )
 
 
 def test_a_weak_admin_key_is_refused(tmp_path: Path) -> None:
     for weak in ("", "short", "with spaces in the key", "ключ" * 10):
         with pytest.raises(ConfigError):
-            admin_key(tmp_path, {"WEFT_ADMIN_KEY": weak})
+            admin_key(tmp_path, {"MANYLORA_ADMIN_KEY": weak})
 
 
 def test_a_short_pepper_is_refused() -> None:
     assert given_pepper({}) is None
-    assert given_pepper({"WEFT_PEPPER": "p" * 16}) == "p" * 16
+    assert given_pepper({"MANYLORA_PEPPER": "p" * 16}) == "p" * 16
     with pytest.raises(ConfigError, match="16 characters"):
-        given_pepper({"WEFT_PEPPER": "p" * 15})
+        given_pepper({"MANYLORA_PEPPER": "p" * 15})
 
 
 @pytest.mark.parametrize(
     ("pepper", "key", "missing"),
-    [(None, "k", "WEFT_PEPPER"), ("p", None, "WEFT_ADMIN_KEY"), (None, None, "WEFT_PEPPER")],
+    [(None, "k", "MANYLORA_PEPPER"), ("p", None, "MANYLORA_ADMIN_KEY"), (None, None, "MANYLORA_PEPPER")],
 )
 def test_servers_over_one_database_must_be_given_the_secrets_that_they_share(
     pepper: str | None, key: str | None, missing: str

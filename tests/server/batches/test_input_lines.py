@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from blob_io import store
-from weft.adapters.blobs.local import LocalBlobs
-from weft.server.batches.input_lines import check_input, read_lines
+from manylora.adapters.blobs.local import LocalBlobs
+from manylora.server.batches.input_lines import check_input, read_lines
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/completions"

@@ -13,9 +13,9 @@ import pytest
 
 from api_adapters import upload
 from api_server import BASE, Api, Client, eventually
-from weft.engine.request import RequestError
-from weft.server.batches import line_run
-from weft.server.batches.worker import BatchWorker
+from manylora.engine.request import RequestError
+from manylora.server.batches import line_run
+from manylora.server.batches.worker import BatchWorker
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/completions"

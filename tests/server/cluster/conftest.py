@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from fake_cluster import FakeCluster, FakeGateway, fake_cluster
-from weft.server.cluster import links
+from manylora.server.cluster import links
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from weft.errors import DrainingError, ReplicaLostError
-from weft.server.drain import Exchange
+from manylora.errors import DrainingError, ReplicaLostError
+from manylora.server.drain import Exchange
 
 pytestmark = pytest.mark.anyio
 DRAINING = DrainingError("The server is shutting down.")

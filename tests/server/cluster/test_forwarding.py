@@ -11,11 +11,11 @@ import pytest
 
 from api_server import ADMIN_KEY, connect, eventually
 from fake_cluster import FakeCluster, FakeGateway
+from manylora.server.cluster import links
+from manylora.server.cluster.router import Router
+from manylora.server.http.body import Pace
 from raw_http import head_of, upload_head
 from scripted_replica import Got, ScriptedReplica, chunk, scripted
-from weft.server.cluster import links
-from weft.server.cluster.router import Router
-from weft.server.http.body import Pace
 
 pytestmark = pytest.mark.anyio
 PLAIN = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
@@ -162,7 +162,7 @@ async def test_a_replica_that_breaks_is_ejected_and_another_one_answers_what_cha
         async with gateway.client(ADMIN_KEY) as admin:
             page = (await admin.get("/metrics")).text
         url = replicas[broken].url
-        assert f'weft_replica_ready{{replica="{broken}",url="{url}"}} 0.0' in page
+        assert f'manylora_replica_ready{{replica="{broken}",url="{url}"}} 0.0' in page
         assert not [got for got in replicas[broken].got if "HEAD" in got.line], "it was left out"
 
 

@@ -16,18 +16,18 @@ import pytest
 
 from api_server import ADMIN_KEY, connect, eventually
 from fake_cluster import FakeCluster, FakeGateway
+from manylora.adapters.blobs.local import CORRUPT
+from manylora.errors import CapacityError
+from manylora.registry.records import UsageQuery
+from manylora.server.cluster import gateway as gateways
+from manylora.server.cluster import links
+from manylora.server.cluster.forwarding import MAX_TRIES
+from manylora.server.cluster.router import Router
+from manylora.server.errors import error_body
+from manylora.server.http.json_body import json_bytes
 from raw_http import head_of
 from registry_samples import facts, publish_version
 from scripted_replica import LAST_CHUNK, SSE_HEAD, Got, Script, ScriptedReplica, chunk, framed, json_answer, scripted
-from weft.adapters.blobs.local import CORRUPT
-from weft.errors import CapacityError
-from weft.registry.records import UsageQuery
-from weft.server.cluster import gateway as gateways
-from weft.server.cluster import links
-from weft.server.cluster.forwarding import MAX_TRIES
-from weft.server.cluster.router import Router
-from weft.server.errors import error_body
-from weft.server.http.json_body import json_bytes
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"
@@ -82,7 +82,7 @@ async def raw(url: str, sent: bytes) -> bytes:
 
 
 def ledger_ids(*replicas: ScriptedReplica) -> set[str]:
-    return {value for each in replicas for got in each.got for value in got.header("x-weft-ledger-id")}
+    return {value for each in replicas for got in each.got for value in got.header("x-manylora-ledger-id")}
 
 
 def asked(replicas: dict[str, ScriptedReplica]) -> list[Got]:
@@ -255,14 +255,14 @@ async def test_a_body_is_not_kept_while_its_answer_streams(
 async def test_where_all_refuse_the_client_gets_a_refusal_as_it_came(
     cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient
 ) -> None:
-    body, headers = b'{"error":{"code":"overloaded"}}', (("retry-after", "9"), ("x-weft-other", "kept"))
+    body, headers = b'{"error":{"code":"overloaded"}}', (("retry-after", "9"), ("x-manylora-other", "kept"))
     async with scripted(cluster, says(*[json_answer(503, body, *headers)] * 2), "one", "two"):
         await gateway.sees(one="ready", two="ready")
         answer = await client.post(COMPLETIONS, json=STREAM)
     assert (answer.status_code, answer.content) == (503, body)
-    assert (answer.headers["retry-after"], answer.headers["x-weft-other"]) == ("9", "kept")
+    assert (answer.headers["retry-after"], answer.headers["x-manylora-other"]) == ("9", "kept")
     assert answer.headers["content-length"] == str(len(body))
-    assert "x-weft-length" not in answer.headers
+    assert "x-manylora-length" not in answer.headers
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 500])
@@ -509,11 +509,11 @@ async def test_a_replica_gets_what_the_client_sent_without_what_is_between_the_s
     key = await cluster.key("acme")
     body = b' {"model": "demo",  "prompt": "\xc3\xa9", "odd": [1e3] } '
     given = {
-        "X-Weft-Cluster": "forged",
-        "X-Weft-Ledger-Id": "use_forged",
-        "X-Weft-Weight-Share": "0.5",
-        "X-Weft-Sticky": "forged",
-        "X-Weft-Length": "3",
+        "X-Manylora-Cluster": "forged",
+        "X-Manylora-Ledger-Id": "use_forged",
+        "X-Manylora-Weight-Share": "0.5",
+        "X-Manylora-Sticky": "forged",
+        "X-Manylora-Length": "3",
         "X-Request-Id": "mine",
         "Te": "trailers",
         "Proxy-Authorization": "Basic x",
@@ -530,11 +530,11 @@ async def test_a_replica_gets_what_the_client_sent_without_what_is_between_the_s
         (got,) = asked(replicas)
     assert got.line == f"POST {COMPLETIONS}?a=%2F+%20&a=2 HTTP/1.1"
     assert got.body == body
-    for name in ("x-weft-cluster", "x-weft-ledger-id", "x-weft-weight-share", "x-weft-sticky"):
+    for name in ("x-manylora-cluster", "x-manylora-ledger-id", "x-manylora-weight-share", "x-manylora-sticky"):
         assert len(got.header(name)) == 1
         assert "forged" not in got.header(name)[0]
-    assert got.header("x-weft-weight-share") != ["0.5"]
-    assert got.header("x-weft-length") == got.header("te") == got.header("proxy-authorization") == []
+    assert got.header("x-manylora-weight-share") != ["0.5"]
+    assert got.header("x-manylora-length") == got.header("te") == got.header("proxy-authorization") == []
     assert got.header("x-request-id") == ["mine"]
     assert got.header("x-twice") == ["1", "2"]
     assert got.header("host") == ["x"]
@@ -545,7 +545,7 @@ async def test_a_replica_gets_what_the_client_sent_without_what_is_between_the_s
     )
     assert got.header("authorization") == [f"Bearer {key}"]
     assert answer.lower().count(b"x-request-id: mine\r\n") == 1
-    assert b"x-weft-cluster" not in answer.lower()
+    assert b"x-manylora-cluster" not in answer.lower()
 
 
 @pytest.mark.parametrize(
@@ -569,7 +569,9 @@ async def test_paths_and_queries_are_passed_on_as_they_came(
     assert got.line == f"GET {target} HTTP/1.1"
 
 
-@pytest.mark.parametrize("user", ["a\r\nx-weft-weight-share: 0.001\r\n\r\nGET /", "\u4e2d\u00e9", "x" * 100_000, "\0"])
+@pytest.mark.parametrize(
+    "user", ["a\r\nx-manylora-weight-share: 0.001\r\n\r\nGET /", "\u4e2d\u00e9", "x" * 100_000, "\0"]
+)
 async def test_a_user_is_no_way_into_the_head_of_a_request(
     cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient, user: str
 ) -> None:
@@ -577,7 +579,7 @@ async def test_a_user_is_no_way_into_the_head_of_a_request(
         await gateway.sees(one="ready")
         for each in (user, user, user + "2"):
             assert (await client.post(COMPLETIONS, json={**STREAM, "user": each})).content == TEXT
-        first, again, other = [got.header("x-weft-sticky") for got in asked(replicas)]
+        first, again, other = [got.header("x-manylora-sticky") for got in asked(replicas)]
     assert first == again != other
     assert len(first) == 1
     assert first[0].isascii()

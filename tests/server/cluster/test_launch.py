@@ -1,4 +1,4 @@
-"""What `weft cluster up` gives to its servers, and when it starts them again."""
+"""What `manylora cluster up` gives to its servers, and when it starts them again."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from fake_engine import DEMO_MODEL
-from weft.cli import make_app
-from weft.config import Config, environment
-from weft.server.cluster.launch import up as launch
-from weft.server.cluster.launch.children import Child
-from weft.server.settings import load_config
+from manylora.cli import make_app
+from manylora.config import Config, environment
+from manylora.server.cluster.launch import up as launch
+from manylora.server.cluster.launch.children import Child
+from manylora.server.settings import load_config
 
 Started = dict[str, tuple[tuple[str, ...], dict[str, str]]]
 
@@ -57,7 +57,7 @@ def test_the_delays_grow_until_a_child_lives_for_long(
     with pytest.raises(Done):
         asyncio.run(launch._keep("replica-0", FakeChild, running, lines.append))  # type: ignore[arg-type]
     assert slept == delays
-    assert lines[1] == f"weft: replica-0 ended with status 3 and starts again in {delays[1]:g} s"
+    assert lines[1] == f"manylora: replica-0 ended with status 3 and starts again in {delays[1]:g} s"
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ MODEL = ("--model", str(DEMO_MODEL))
 def ended(*arguments: str, **env: str | None) -> tuple[int, str]:
     """Status and output of the command."""
     command = ["cluster", "up", "--port", "0", *arguments]
-    done = CliRunner().invoke(make_app(), command, env={"WEFT_ADMIN_KEY": None, "WEFT_PEPPER": None, **env})
+    done = CliRunner().invoke(make_app(), command, env={"MANYLORA_ADMIN_KEY": None, "MANYLORA_PEPPER": None, **env})
     return done.exit_code, done.output
 
 
@@ -92,12 +92,12 @@ def up(*arguments: str, **env: str | None) -> str:
 
 
 def test_servers_get_every_setting_and_one_set_of_secrets(started: Started, tmp_path: Path) -> None:
-    file = tmp_path / "weft.yaml"
+    file = tmp_path / "manylora.yaml"
     file.write_text("tenant_defaults: {requests_per_minute: null}\nmemory: {prefix_cache: false}\n")
     given = ("--set", "scheduler.max_running=7", "--config", str(file), "--data-dir", str(tmp_path / "d"))
-    shown = up("--replicas", "3", *given, WEFT_SERVER__DRAIN_S="12.5")
+    shown = up("--replicas", "3", *given, MANYLORA_SERVER__DRAIN_S="12.5")
     assert set(started) == {"gateway", "replica-0", "replica-1", "replica-2"}
-    config = load_config({}, {n: v for n, v in started["replica-0"][1].items() if n.startswith("WEFT_")})
+    config = load_config({}, {n: v for n, v in started["replica-0"][1].items() if n.startswith("MANYLORA_")})
     assert isinstance(config, Config)
     assert (config.scheduler.max_running, config.server.drain_s, config.memory.prefix_cache) == (7, 12.5, False)
     assert config.tenant_defaults.requests_per_minute is None
@@ -106,7 +106,7 @@ def test_servers_get_every_setting_and_one_set_of_secrets(started: Started, tmp_
     assert len(secrets) == 1
     assert secrets.pop()[0] in shown
     up(*given)
-    assert (tmp_path / "d" / "cluster.pepper").read_text() == started["gateway"][1]["WEFT_PEPPER"]
+    assert (tmp_path / "d" / "cluster.pepper").read_text() == started["gateway"][1]["MANYLORA_PEPPER"]
 
 
 def test_replicas_share_cores_and_gpus_and_the_gateway_alone_has_the_ports(
@@ -117,18 +117,18 @@ def test_replicas_share_cores_and_gpus_and_the_gateway_alone_has_the_ports(
     given = ("--data-dir", str(tmp_path), "--set", "server.metrics_port=9464")
     up("--replicas", "3", *given)
     environs = [started[f"replica-{number}"][1] for number in range(3)]
-    assert [env["WEFT_MODEL__THREADS"] for env in environs] == ["5"] * 3
+    assert [env["MANYLORA_MODEL__THREADS"] for env in environs] == ["5"] * 3
     assert [env["CUDA_VISIBLE_DEVICES"] for env in environs] == ["0", "1", "0"]
-    assert [env["WEFT_SERVER__METRICS_PORT"] for env in environs] == ["null"] * 3
-    assert started["gateway"][1]["WEFT_SERVER__METRICS_PORT"] == "9464"
+    assert [env["MANYLORA_SERVER__METRICS_PORT"] for env in environs] == ["null"] * 3
+    assert started["gateway"][1]["MANYLORA_SERVER__METRICS_PORT"] == "9464"
     up("--set", "model.threads=2", *given, CUDA_VISIBLE_DEVICES="4,6")
     environs = [started[f"replica-{number}"][1] for number in range(2)]
     assert [env["CUDA_VISIBLE_DEVICES"] for env in environs] == ["4", "6"]
-    assert [env["WEFT_MODEL__THREADS"] for env in environs] == ["2"] * 2
+    assert [env["MANYLORA_MODEL__THREADS"] for env in environs] == ["2"] * 2
     up("--set", "server.host=0.0.0.0", *given)
     arguments, env = started["replica-0"]
     at = {"role": "replica", "host": arguments[arguments.index("--host") + 1]}
-    config = load_config({"server": at}, {name: value for name, value in env.items() if name.startswith("WEFT_")})
+    config = load_config({"server": at}, {name: value for name, value in env.items() if name.startswith("MANYLORA_")})
     assert config.server.advertised_url is None
 
 
@@ -177,7 +177,7 @@ def test_what_cannot_be_started_is_refused_in_words(
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, missing: str, extra: str) -> None:
     monkeypatch.setattr(launch, "find_spec", lambda name: None if name == missing else True)
     done = CliRunner().invoke(make_app(), ["cluster", "up", "--ray", "--model", str(DEMO_MODEL)])
-    assert (done.exit_code, f"pip install 'weft[{extra}]'" in done.output) == (2, True), done.output
+    assert (done.exit_code, f"pip install 'manylora[{extra}]'" in done.output) == (2, True), done.output
 
 
 def test_a_child_that_does_not_drain_in_time_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

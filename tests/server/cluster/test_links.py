@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from fake_cluster import FakeCluster, FakeGateway
+from manylora.errors import CapacityError
+from manylora.registry.servers import Servers
+from manylora.server.cluster import links as links_module
+from manylora.server.cluster.links import Links
+from manylora.server.cluster.router import Router, Target
+from manylora.server.cluster.wire import cluster_token
 from scripted_replica import Got, ScriptedReplica, scripted
-from weft.errors import CapacityError
-from weft.registry.servers import Servers
-from weft.server.cluster import links as links_module
-from weft.server.cluster.links import Links
-from weft.server.cluster.router import Router, Target
-from weft.server.cluster.wire import cluster_token
 
 pytestmark = pytest.mark.anyio
 BASE = Target(adapter=None, units=1.0)
@@ -129,7 +129,7 @@ async def test_a_replica_with_another_pepper_is_not_ready(
                 printed += capsys.readouterr().out
         await links.close()
     stranger.die()
-    assert "WEFT_PEPPER" in printed
+    assert "MANYLORA_PEPPER" in printed
     assert cluster_token(cluster.registry.key_ring) not in printed
     assert _ready(router) == {"one"}
 
@@ -154,7 +154,7 @@ async def test_a_row_with_a_bad_address_harms_no_others(
         await servers.announce(replicas["one"].row(name="bad", boot_id="second", url="http://127.0.0.1:1"))
         followers = {task.get_name() for task in asyncio.all_tasks()}
         await asyncio.sleep(0.2)
-        assert "weft-bad" in followers
+        assert "manylora-bad" in followers
         assert _ready(router) == {"one"}
         await links.close()
 

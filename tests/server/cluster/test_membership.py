@@ -8,11 +8,11 @@ from structlog.testing import capture_logs
 
 from api_server import eventually
 from fake_cluster import FakeCluster
+from manylora.errors import CapacityError
+from manylora.registry.servers import Server
+from manylora.server.cluster import membership
+from manylora.server.cluster.membership import Membership
 from registry_samples import server_sample
-from weft.errors import CapacityError
-from weft.registry.servers import Server
-from weft.server.cluster import membership
-from weft.server.cluster.membership import Membership
 
 pytestmark = pytest.mark.anyio
 OWN = server_sample()

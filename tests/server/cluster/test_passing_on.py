@@ -14,8 +14,8 @@ import pytest
 from api_adapters import sound, upload
 from api_server import ADMIN_KEY, connect, eventually
 from fake_cluster import FakeCluster, FakeGateway, FakeReplica
+from manylora.engine.status import EngineReady
 from raw_http import chunked, form, head_of, upload_head
-from weft.engine.status import EngineReady
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"
@@ -82,7 +82,7 @@ def post(body: bytes, key: str | None, path: str = COMPLETIONS, **headers: str) 
 
 REFUSED: dict[str, Any] = {
     "no key": lambda _: post(b"{}", None),
-    "a wrong key": lambda _: post(b"{}", "weft_wrong"),
+    "a wrong key": lambda _: post(b"{}", "manylora_wrong"),
     "malformed JSON": lambda key: post(b'{"model": ', key),
     "no object": lambda key: post(b"[]", key),
     "not UTF-8": lambda key: post(b'{"model": "\xff"}', key),
@@ -104,14 +104,14 @@ REFUSED: dict[str, Any] = {
     "a long head": lambda key: head_of("GET", "/v1/models", key, Long="x" * 20_000),
     "two lengths": lambda key: post(b"{}", key)[:-4] + b"\r\ncontent-length: 3\r\n\r\n{}",
     "a length and chunks": lambda key: post(b"{}", key, Transfer_Encoding="chunked"),
-    "a folded header": lambda key: head_of("GET", "/v1/models", key, Odd="a\r\n x-weft-cluster: b"),
+    "a folded header": lambda key: head_of("GET", "/v1/models", key, Odd="a\r\n x-manylora-cluster: b"),
     "a header without a name": lambda key: head_of("GET", "/v1/models", key)[:-2] + b": x\r\n\r\n",
-    "a space in a name": lambda key: head_of("GET", "/v1/models", key)[:-2] + b"x-weft-cluster : x\r\n\r\n",
+    "a space in a name": lambda key: head_of("GET", "/v1/models", key)[:-2] + b"x-manylora-cluster : x\r\n\r\n",
     "HEAD": lambda key: head_of("HEAD", "/v1/models", key),
     "HEAD of health": lambda _: head_of("HEAD", "/health", None),
     "OPTIONS": lambda key: head_of("OPTIONS", COMPLETIONS, key),
     "a page": lambda _: head_of("GET", "/", None),
-    "a page that is fresh": lambda _: head_of("GET", "/static/weft.svg", None, If_None_Match="*"),
+    "a page that is fresh": lambda _: head_of("GET", "/static/manylora.svg", None, If_None_Match="*"),
     "a redirect": lambda key: head_of("GET", "/static", key),
     "a path that goes up": lambda _: head_of("GET", "/static/../../v1/engine", None),
 }
@@ -359,7 +359,7 @@ async def test_another_replica_answers_for_one_whose_engine_is_away_and_that_cou
     client: httpx.AsyncClient,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("weft.server.cluster.router.FREE_RETRIES", 100)
+    monkeypatch.setattr("manylora.server.cluster.router.FREE_RETRIES", 100)
     other = await cluster.replica("two", max_body_bytes=LIMIT)
     await gateway.sees(one="ready", two="ready")
     for stream in (False, True):
@@ -411,7 +411,7 @@ async def test_gateway_and_replica_choose_one_version_of_an_alias(
         for headers, fields in (({}, {"user": f"\u00e9{number}"}), ({"x-session-id": f"s{number}"}, {}), ({}, {})):
             body = {**ASK, "model": "sql@live", **fields}
             answered.append(
-                (await client.post(COMPLETIONS, json=body, headers=headers)).headers["x-weft-adapter-digest"]
+                (await client.post(COMPLETIONS, json=body, headers=headers)).headers["x-manylora-adapter-digest"]
             )
     assert answered == chosen
     assert len(set(chosen)) == 2
@@ -421,10 +421,10 @@ async def test_internal_headers_of_clients_mean_nothing_to_replicas(
     cluster: FakeCluster, replica: FakeReplica, key: str
 ) -> None:
     headers = {
-        "x-weft-cluster": "0" * 64,
-        "x-weft-ledger-id": "use_" + "0" * 30,
-        "x-weft-weight-share": "0.001",
-        "x-weft-sticky": "x",
+        "x-manylora-cluster": "0" * 64,
+        "x-manylora-ledger-id": "use_" + "0" * 30,
+        "x-manylora-weight-share": "0.001",
+        "x-manylora-sticky": "x",
     }
     async with replica.client(key) as client:
         answer = await client.post(COMPLETIONS, json=ASK, headers=headers)

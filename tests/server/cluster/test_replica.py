@@ -10,13 +10,13 @@ import pytest
 
 from api_server import api
 from fake_cluster import PEPPER, FakeCluster, FakeReplica
-from weft.adapters.ref import ResidentAdapter
-from weft.engine.status import EngineLoad, TenantLoad
-from weft.errors import ConfigError
-from weft.server.cluster.duties import Duties
-from weft.server.cluster.replica import join
-from weft.server.cluster.wire import CLUSTER, LEDGER_ID, LENGTH, STATE_PATH, WEIGHT_SHARE, Frames, cluster_token
-from weft.server.hop import Counts
+from manylora.adapters.ref import ResidentAdapter
+from manylora.engine.status import EngineLoad, TenantLoad
+from manylora.errors import ConfigError
+from manylora.server.cluster.duties import Duties
+from manylora.server.cluster.replica import join
+from manylora.server.cluster.wire import CLUSTER, LEDGER_ID, LENGTH, STATE_PATH, WEIGHT_SHARE, Frames, cluster_token
+from manylora.server.hop import Counts
 
 pytestmark = pytest.mark.anyio
 ASK = {"model": "demo", "prompt": "x"}

@@ -15,10 +15,10 @@ def imported_by(*modules: str) -> set[str]:
 
 
 def test_a_server_alone_imports_nothing_of_many_servers() -> None:
-    imported = imported_by("weft.server.serve", "weft.server.app")
-    assert not {name for name in imported if name.startswith(("weft.server.cluster", "aiohttp", "ray"))}
+    imported = imported_by("manylora.server.serve", "manylora.server.app")
+    assert not {name for name in imported if name.startswith(("manylora.server.cluster", "aiohttp", "ray"))}
 
 
 def test_a_gateway_imports_no_model() -> None:
-    imported = imported_by("weft.server.cluster.serve", "weft.server.cluster.app")
+    imported = imported_by("manylora.server.cluster.serve", "manylora.server.cluster.app")
     assert not imported & {"torch", "transformers", "tokenizers", "numpy", "llguidance", "zmq", "ray"}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.server.cluster.route_fields import OPEN_TOKENS, PREFIX_BYTES, RouteFields, read_fields
+from manylora.server.cluster.route_fields import OPEN_TOKENS, PREFIX_BYTES, RouteFields, read_fields
 
 
 @given(st.binary(max_size=200))

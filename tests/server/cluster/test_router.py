@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from weft.server.cluster import router as router_module
-from weft.server.cluster.loads import FETCH_S, SPAN_S, START_RATE, Replica, ranked
-from weft.server.cluster.router import SMOOTH_S, Router, Target
+from manylora.server.cluster import router as router_module
+from manylora.server.cluster.loads import FETCH_S, SPAN_S, START_RATE, Replica, ranked
+from manylora.server.cluster.router import SMOOTH_S, Router, Target
 
 RATE = 1000.0
 """Units per second of each replica."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.config import Auth, GatewayConfig, RegistryConfig, ServerConfig
-from weft.server.cluster.serve import _serve_until
-from weft.server.listen import run_until_signal
+from manylora.config import Auth, GatewayConfig, RegistryConfig, ServerConfig
+from manylora.server.cluster.serve import _serve_until
+from manylora.server.listen import run_until_signal
 
 
 class _ListensError(Exception):
@@ -18,8 +18,8 @@ class _ListensError(Exception):
 
 @pytest.mark.parametrize(("auth", "told"), [("off", "everybody on this machine is admin"), ("on", "dashboard http")])
 def test_a_gateway_says_who_may_come(auth: Auth, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEFT_PEPPER", "p" * 32)
-    monkeypatch.setenv("WEFT_ADMIN_KEY", "k" * 32)
+    monkeypatch.setenv("MANYLORA_PEPPER", "p" * 32)
+    monkeypatch.setenv("MANYLORA_ADMIN_KEY", "k" * 32)
     said: list[str] = []
 
     def announce(line: str) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from api_server import ADMIN_KEY, SERVER, Api
 from fake_cluster import gateway_before
+from manylora.adapters.ref import ResidentAdapter
 from metric_names import families_of
-from weft.adapters.ref import ResidentAdapter
 
 pytestmark = pytest.mark.anyio
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "cluster.md"
@@ -75,5 +75,5 @@ async def test_metrics_are_those_of_the_document(api: Api) -> None:
     async with gateway_before(api) as (gateway, replica):
         page = await gateway.metrics_page()
     rows = {re.findall(r"`(\w+)`", name)[0] for name, *_ in documented("| metric |")}
-    assert rows | {"weft_build_info"} == {name for names in families_of(page).values() for name in names}
-    assert f'weft_replica_ready{{replica="{SERVER}",url="{replica.url}"}} 1.0' in page
+    assert rows | {"manylora_build_info"} == {name for names in families_of(page).values() for name in names}
+    assert f'manylora_replica_ready{{replica="{SERVER}",url="{replica.url}"}} 1.0' in page

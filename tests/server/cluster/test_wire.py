@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.registry.registry import Registry
-from weft.server.cluster.wire import Frames, cluster_token, frame
-from weft.server.hop import Counts
+from manylora.registry.registry import Registry
+from manylora.server.cluster.wire import Frames, cluster_token, frame
+from manylora.server.hop import Counts
 
 counts = st.builds(Counts, *[st.integers(0, 2**32 - 1)] * 3)
 HEADER_BYTES = 16

@@ -9,9 +9,9 @@ import pytest
 
 from api_server import BASE, Api, Client, eventually
 from fake_engine import BASE_TEXT, demo_tokenizer
-from weft.engine.sampling_params import BeamParams
-from weft.server.generation.chat_schemas import ChatView
-from weft.server.generation.schemas import CompletionView
+from manylora.engine.sampling_params import BeamParams
+from manylora.server.generation.chat_schemas import ChatView
+from manylora.server.generation.schemas import CompletionView
 
 pytestmark = pytest.mark.anyio
 LOGPROBS = [-0.5, -0.1, -0.9, -0.2]

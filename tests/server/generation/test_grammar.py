@@ -5,8 +5,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from fake_engine import DEMO_MODEL
-from weft.errors import InvalidRequestError
-from weft.server.generation.grammar import MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH, checked_grammar, json_rule
+from manylora.errors import InvalidRequestError
+from manylora.server.generation.grammar import MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH, checked_grammar, json_rule
 
 ANSWER = {
     "type": "object",

@@ -1,6 +1,6 @@
 """However a request ends, ledger, limits and what the engine computed agree by one rule.
 
-The rule stands in `weft.server.generation.meter`.
+The rule stands in `manylora.server.generation.meter`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from starlette.types import Message
 
 from api_server import BASE, Api
 from fake_engine import FakeEngine, Work, demo_tokenizer
-from weft.engine.request import GenerationRequest, RequestError
-from weft.registry.records import UsageEvent
-from weft.server.http.wire import IS_CLOSING
-from weft.server.limits.windows import Account
+from manylora.engine.request import GenerationRequest, RequestError
+from manylora.registry.records import UsageEvent
+from manylora.server.http.wire import IS_CLOSING
+from manylora.server.limits.windows import Account
 
 pytestmark = pytest.mark.anyio
 NUM_ENDS = 1_600

@@ -9,9 +9,9 @@ import pytest
 
 from api_server import BASE, Api, Client
 from fake_engine import BASE_TEXT, demo_tokenizer
-from weft.engine.request import RequestError
-from weft.server.generation.chat_schemas import ChatView
-from weft.server.generation.schemas import CompletionView
+from manylora.engine.request import RequestError
+from manylora.server.generation.chat_schemas import ChatView
+from manylora.server.generation.schemas import CompletionView
 
 pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "When are you open?"}]
@@ -38,7 +38,7 @@ async def test_a_completion_has_openais_shape(acme: Client) -> None:
     assert body.usage.prompt_tokens == len(demo_tokenizer().encode("hello"))
     assert body.usage.completion_tokens == len(demo_tokenizer().encode(BASE_TEXT, add_special_tokens=False)) + 1
     assert answer.headers["x-request-id"].startswith("req-")
-    assert "x-weft-adapter" not in answer.headers
+    assert "x-manylora-adapter" not in answer.headers
 
 
 async def test_the_fingerprint_tells_whether_the_kv_cache_is_int8(api: Api, acme: Client) -> None:

@@ -16,15 +16,15 @@ from starlette.types import Message, Receive, Scope, Send
 from api_server import ADMIN_KEY, BASE, Api, Client, connect, eventually, new_client
 from api_server import api as open_api
 from fake_engine import demo_tokenizer
+from manylora.engine.request import GenerationRequest
+from manylora.engine.sampling_params import SamplingParams
+from manylora.engine.text.text_stream import TextStream
+from manylora.server.generation import choices as generation
+from manylora.server.generation import meter as metering
+from manylora.server.generation.prompts import Prompt
+from manylora.server.http.body import Pace
+from manylora.server.http.wire import IS_CLOSING
 from raw_http import head_of, upload_head
-from weft.engine.request import GenerationRequest
-from weft.engine.sampling_params import SamplingParams
-from weft.engine.text.text_stream import TextStream
-from weft.server.generation import choices as generation
-from weft.server.generation import meter as metering
-from weft.server.generation.prompts import Prompt
-from weft.server.http.body import Pace
-from weft.server.http.wire import IS_CLOSING
 
 pytestmark = pytest.mark.anyio
 LONG = {"model": BASE, "prompt": "x", "max_tokens": 200, "ignore_eos": True}

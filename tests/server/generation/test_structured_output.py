@@ -15,13 +15,13 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from api_server import BASE, Api, Client
 from fake_engine import BASE_TEXT, DEMO_MODEL
+from manylora.engine.grammar.matcher import GrammarTokens
+from manylora.engine.request import Grammar
+from manylora.engine.text.tokenizer import Tokenizer
+from manylora.errors import CapacityError, InvalidRequestError
+from manylora.server.generation.grammar import checked_grammar, json_rule
+from manylora.server.grammar_check import TOO_COMPLEX, GrammarChecker, grammar_checker
 from tool_models import tokenizer_with, use_tokenizer
-from weft.engine.grammar.matcher import GrammarTokens
-from weft.engine.request import Grammar
-from weft.engine.text.tokenizer import Tokenizer
-from weft.errors import CapacityError, InvalidRequestError
-from weft.server.generation.grammar import checked_grammar, json_rule
-from weft.server.grammar_check import TOO_COMPLEX, GrammarChecker, grammar_checker
 
 pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "When are you open?"}]
@@ -235,7 +235,7 @@ def test_checks_give_way_to_steps() -> None:
     assert checker.problem('start: "a"', "a", DEMO_MODEL, "t") is None
     own = psutil.Process()
     living = [each for each in own.children() if each.status() != psutil.STATUS_ZOMBIE]
-    children = [each for each in living if "weft.server.grammar_check" in each.cmdline()]
+    children = [each for each in living if "manylora.server.grammar_check" in each.cmdline()]
     assert {int(each.nice()) for each in children} == {min(int(own.nice()) + 10, 19)}
     checker.close()
 

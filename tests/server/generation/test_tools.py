@@ -11,12 +11,12 @@ from llguidance import LLMatcher
 
 from api_server import BASE, Api, Client
 from fake_engine import demo_tokenizer
+from manylora.engine.request import RequestOutput
+from manylora.engine.sampling_params import SamplingParams
+from manylora.engine.text.text_stream import TextStream
+from manylora.server.generation.chat_schemas import ChatView
+from manylora.server.tools.reading import AnswerPlan, plan_answer
 from tool_models import family_llguidance, tokenizer_with, use_tokenizer
-from weft.engine.request import RequestOutput
-from weft.engine.sampling_params import SamplingParams
-from weft.engine.text.text_stream import TextStream
-from weft.server.generation.chat_schemas import ChatView
-from weft.server.tools.reading import AnswerPlan, plan_answer
 
 pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "Where is the lamp?"}]
@@ -301,7 +301,7 @@ async def test_chats_with_tools_are_prepared_off_the_event_loop(
         threads.append(threading.current_thread())
         return plan_answer(*args, **fields)
 
-    monkeypatch.setattr("weft.server.generation.prompts.plan_answer", planned)
+    monkeypatch.setattr("manylora.server.generation.prompts.plan_answer", planned)
     odd = {"type": "object", "properties": {"item": {"anyOf": 5}, "shelf": {"$ref": "#/$defs/x"}}}
     odd["$defs"] = {"x": {"anyOf": [{"$ref": "#/$defs/x"}]}}
     answer = await chat(acme, tools=[{"type": "function", "function": {"name": "f", "parameters": odd}}])

@@ -9,12 +9,12 @@ import pytest
 
 from api_server import BASE, Api, Client
 from fake_engine import BASE_TEXT, DEMO_MODEL, demo_tokenizer
-from weft.engine.request import GenerationRequest
-from weft.engine.sampling_params import SamplingParams
-from weft.errors import InvalidRequestError
-from weft.server.generation.chat_schemas import ChatView
-from weft.server.generation.schemas import CompletionView
-from weft.server.generation.vllm_fields import bad_word_tokens
+from manylora.engine.request import GenerationRequest
+from manylora.engine.sampling_params import SamplingParams
+from manylora.errors import InvalidRequestError
+from manylora.server.generation.chat_schemas import ChatView
+from manylora.server.generation.schemas import CompletionView
+from manylora.server.generation.vllm_fields import bad_word_tokens
 
 pytestmark = pytest.mark.anyio
 CHAT = {"messages": [{"role": "user", "content": "When are you open?"}]}

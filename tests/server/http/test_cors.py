@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from api_server import Api, api
-from weft.config import ServerConfig
-from weft.errors import ConfigError
+from manylora.config import ServerConfig
+from manylora.errors import ConfigError
 
 pytestmark = pytest.mark.anyio
 PAGE = "https://chat.example.org"

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from api_server import Api
-from weft.server.adapters import schemas as adapters
-from weft.server.generation import chat_schemas, tokens
-from weft.server.generation import schemas as generation
-from weft.server.http.bodies import Body
-from weft.server.http.dashboard import PUBLIC_PATHS
-from weft.server.http.openapi import IDEMPOTENCY_KEY
-from weft.server.tenants import schemas as tenants
+from manylora.server.adapters import schemas as adapters
+from manylora.server.generation import chat_schemas, tokens
+from manylora.server.generation import schemas as generation
+from manylora.server.http.bodies import Body
+from manylora.server.http.dashboard import PUBLIC_PATHS
+from manylora.server.http.openapi import IDEMPOTENCY_KEY
+from manylora.server.tenants import schemas as tenants
 
 pytestmark = pytest.mark.anyio
 VALIDATING = ("/v1/adapters/{name}/versions:push", "/v1/load_lora_adapter")

@@ -1,11 +1,11 @@
-"""A path that Weft does not serve is answered with what to call instead."""
+"""A path that Manylora does not serve is answered with what to call instead."""
 
 from __future__ import annotations
 
 import pytest
 
 from api_server import Api
-from weft.server.http.unknown_routes import ELSEWHERE, NOT_SERVED
+from manylora.server.http.unknown_routes import ELSEWHERE, NOT_SERVED
 
 pytestmark = pytest.mark.anyio
 V1 = "the base URL of a client ends in one /v1"
@@ -20,7 +20,7 @@ async def test_a_route_of_openai_that_is_not_served_is_a_400(api: Api) -> None:
         answer = await client.request(method, path, json={"model": "demo", "input": "hi"})
         code = None if path.startswith("/v1/messages") else "unsupported_route"  # Anthropic's errors have no code
         assert (answer.status_code, answer.json()["error"].get("code")) == (400, code)
-        assert answer.json()["error"]["message"].startswith("Weft does not serve ")
+        assert answer.json()["error"]["message"].startswith("Manylora does not serve ")
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import json
 import pytest
 
 from api_server import BASE, Api, connect, eventually, new_client
+from manylora.server.http.wire import MAX_HEAD_BYTES, BoundedProtocol
 from raw_http import head_of
-from weft.server.http.wire import MAX_HEAD_BYTES, BoundedProtocol
 
 pytestmark = pytest.mark.anyio
 
@@ -106,7 +106,7 @@ async def test_the_time_of_a_head_does_not_run_for_what_follows_it(
 async def test_of_a_gigabyte_that_is_refused_little_is_read(
     api: Api, url: str, who: str, framing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = {"nobody": "", "somebody wrong": "weft_0123456789ab_" + "x" * 43}
+    keys = {"nobody": "", "somebody wrong": "manylora_0123456789ab_" + "x" * 43}
     key = keys.get(who) or await api.key("acme", "infer")
     credential = f"Authorization: Bearer {key}\r\n" if who != "nobody" else ""
     head = f"POST /v1/adapters HTTP/1.1\r\nHost: x\r\n{credential}{framing}\r\n\r\n".encode()

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from weft.engine.status import EngineLoad, TenantLoad
-from weft.errors import CapacityError, RateLimitError
-from weft.server.limits.gate import BOOKED_SHARE, Admission, Gate
-from weft.server.limits.prediction import FACTOR_BOUNDS, MIN_ANSWERS, START_FACTOR, Ask
-from weft.server.limits.return_slots import START_CLAIMED
+from manylora.engine.status import EngineLoad, TenantLoad
+from manylora.errors import CapacityError, RateLimitError
+from manylora.server.limits.gate import BOOKED_SHARE, Admission, Gate
+from manylora.server.limits.prediction import FACTOR_BOUNDS, MIN_ANSWERS, START_FACTOR, Ask
+from manylora.server.limits.return_slots import START_CLAIMED
 
 ASK = Ask(
     tenant="t",

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from manylora.errors import CapacityError, QuotaExceededError, RateLimitError
+from manylora.registry.limits import Limits
 from postgres_server import KINDS, database_of
 from shared_limits import World
-from weft.errors import CapacityError, QuotaExceededError, RateLimitError
-from weft.registry.limits import Limits
 
 pytestmark = pytest.mark.anyio
 IN_SQLITE = pytest.mark.parametrize("kind", ["sqlite"], indirect=True)

@@ -19,11 +19,11 @@ from starlette.types import Message, Receive, Scope, Send
 from api_adapters import sound, upload
 from api_server import BASE, Api, eventually, new_client
 from api_server import api as open_api
-from weft.engine.request import RequestError
-from weft.errors import CapacityError
-from weft.registry.limits import KEY_LIMITS, TENANT_LIMITS
-from weft.server.generation import routes as routes_generation
-from weft.server.limits.windows import Accounts
+from manylora.engine.request import RequestError
+from manylora.errors import CapacityError
+from manylora.registry.limits import KEY_LIMITS, TENANT_LIMITS
+from manylora.server.generation import routes as routes_generation
+from manylora.server.limits.windows import Accounts
 
 pytestmark = pytest.mark.anyio
 PROMPT = [5, 6, 7, 8]
@@ -332,7 +332,7 @@ async def test_refusals_are_counted_by_limit(api: Api, clocks: Clocks) -> None:
     await complete(client)
     async with api.admin as admin:
         metrics = (await admin.get("/metrics")).text
-    found = dict(re.findall(r'weft_limited_total{limit="(\w+)"} (\S+)', metrics))
+    found = dict(re.findall(r'manylora_limited_total{limit="(\w+)"} (\S+)', metrics))
     assert found == {
         **dict.fromkeys(TENANT_LIMITS, "0.0"),
         "requests_per_minute": "2.0",
@@ -404,7 +404,7 @@ async def test_pins_stay_within_the_tenants_pages(api: Api) -> None:
         refused = await admin.patch("/v1/adapters/two?tenant=acme", json={"pinned": True})
         assert refused.status_code == 403
         metrics = (await admin.get("/metrics")).text
-    assert 'weft_limited_total{limit="pinned_pages"} 2.0' in metrics
+    assert 'manylora_limited_total{limit="pinned_pages"} 2.0' in metrics
     shown = (await client.get("/v1/adapters/two")).json()
     assert (shown["pinned"], shown["description"]) == (False, None)
     moved = await client.patch("/v1/adapters/one", json={"aliases": {"default": 2}})

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from api_server import BASE, Api, eventually
-from weft.engine.request import RequestError
-from weft.engine.status import EngineLoad, TenantLoad
+from manylora.engine.request import RequestError
+from manylora.engine.status import EngineLoad, TenantLoad
 
 pytestmark = pytest.mark.anyio
 
@@ -78,7 +78,7 @@ async def test_a_refusal_counts_against_no_limit_and_is_in_the_metrics(api: Api)
         assert me["used"]["tenant"]["requests_per_minute"] == 20
         assert me["used"]["tenant"]["concurrent_requests"] == 20
         page = api.services.metrics.render(None, 0).decode()
-        assert 'weft_refused_total{code="server.overloaded",tenant="alone"} 30.0' in page
+        assert 'manylora_refused_total{code="server.overloaded",tenant="alone"} 30.0' in page
         state = api.services.gate.snapshot()[await tenant_id(api, "alone")]
         assert state["refused"] == {"server.overloaded": 30}
         assert state["wait_s"] > 9
@@ -100,7 +100,7 @@ async def test_all_that_was_let_in_leaves_the_gate_again(api: Api) -> None:
     assert (state.live, state.live_units, state.waiting, state.waiting_units, state.adapters) == (0, 0.0, 0, 0.0, {})
 
 
-@pytest.mark.parametrize("header", ["x-weft-ttft-ms", "x-slo-ttft-ms"])
+@pytest.mark.parametrize("header", ["x-manylora-ttft-ms", "x-slo-ttft-ms"])
 async def test_a_deadline_bounds_the_wait_and_goes_to_the_engine(api: Api, header: str) -> None:
     client = await api.tenant("acme")
     assert (await client.post("/v1/completions", json=body(), headers={header: "1500"})).status_code == 200
@@ -116,10 +116,10 @@ async def test_a_deadline_bounds_the_wait_and_goes_to_the_engine(api: Api, heade
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "soon", "", "9999999999", "٣"])
 async def test_a_deadline_that_is_no_number_of_milliseconds_is_refused(api: Api, value: str) -> None:
     client = await api.tenant("acme")
-    headers = {b"x-weft-ttft-ms": value.encode()}
+    headers = {b"x-manylora-ttft-ms": value.encode()}
     refused = await client.post("/v1/completions", json=body(), headers=headers)
     assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "x-weft-ttft-ms"
+    assert refused.json()["error"]["param"] == "x-manylora-ttft-ms"
     assert not api.engine.requests
 
 
@@ -128,7 +128,7 @@ async def test_a_deadline_that_passes_in_the_queue_is_503_and_costs_nothing(api:
     api.engine.refusal = RequestError(
         message="The deadline passed before the first token.", code="deadline.queue", kind="capacity"
     )
-    refused = await client.post("/v1/completions", json=body(), headers={"x-weft-ttft-ms": "50"})
+    refused = await client.post("/v1/completions", json=body(), headers={"x-manylora-ttft-ms": "50"})
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "deadline.queue"
     assert int(refused.headers["retry-after"]) >= 1

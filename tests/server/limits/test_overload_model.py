@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
+from manylora.server.limits.return_slots import ReturnSlots
 from overload_model import CAPACITY, MAX_WAIT_S, Client, Overload, Traffic
-from weft.server.limits.return_slots import ReturnSlots
 
 pytestmark = pytest.mark.no_cover
 

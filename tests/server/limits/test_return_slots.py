@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.server.limits.return_slots import FIRST_ONLY, GRACE_S, MAX_SLOT_S, MIN_CLAIMED, MISSED_S, ReturnSlots
+from manylora.server.limits.return_slots import FIRST_ONLY, GRACE_S, MAX_SLOT_S, MIN_CLAIMED, MISSED_S, ReturnSlots
 
 NOW_S = 500.0
 PLENTY = 1_000_000

@@ -18,12 +18,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from api_server import BASE, Api, eventually, new_client
 from api_server import api as open_api
+from manylora.registry import limit_leases
+from manylora.registry.db.clock import to_micros, utc_now
+from manylora.registry.registry import Registry
+from manylora.server.limits.leases import LeasedAccounts, open_leased_accounts
 from postgres_server import KINDS, fresh_database
 from registry_samples import NOON, usage_event
-from weft.registry import limit_leases
-from weft.registry.db.clock import to_micros, utc_now
-from weft.registry.registry import Registry
-from weft.server.limits.leases import LeasedAccounts, open_leased_accounts
 
 pytestmark = pytest.mark.anyio
 SHORT = {"model": BASE, "prompt": [5, 6, 7, 8], "max_tokens": 2, "ignore_eos": True}
@@ -217,5 +217,8 @@ async def test_a_month_holds_when_a_server_is_killed_and_starts_again(tmp_path: 
 
 
 def test_a_server_that_is_alone_does_not_load_leases() -> None:
-    program = "import sys, weft.server.serve; sys.exit(any('lease' in name for name in sys.modules if 'weft' in name))"
+    program = (
+        "import sys, manylora.server.serve; "
+        "sys.exit(any('lease' in name for name in sys.modules if 'manylora' in name))"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

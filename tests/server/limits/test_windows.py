@@ -13,13 +13,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from weft.errors import QuotaExceededError, RateLimitError
-from weft.registry.db.clock import month_after, month_of
-from weft.registry.limits import UNLIMITED, Limits
-from weft.server.errors import error_headers
-from weft.server.limits import windows
-from weft.server.limits.reservation import LimitReservation, Share
-from weft.server.limits.windows import Account, Accounts, Window
+from manylora.errors import QuotaExceededError, RateLimitError
+from manylora.registry.db.clock import month_after, month_of
+from manylora.registry.limits import UNLIMITED, Limits
+from manylora.server.errors import error_headers
+from manylora.server.limits import windows
+from manylora.server.limits.reservation import LimitReservation, Share
+from manylora.server.limits.windows import Account, Accounts, Window
 
 NOON = datetime(2026, 5, 4, 12, tzinfo=UTC)
 MAY = datetime(2026, 5, 1, tzinfo=UTC)

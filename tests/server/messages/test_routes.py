@@ -8,8 +8,8 @@ import pytest
 
 from api_server import ADMIN_KEY, BASE, Api, Client, eventually
 from fake_engine import BASE_TEXT, demo_tokenizer
-from weft.engine.request import RequestError
-from weft.server.messages.schemas import MessageView
+from manylora.engine.request import RequestError
+from manylora.server.messages.schemas import MessageView
 
 if TYPE_CHECKING:
     import anthropic

@@ -13,10 +13,10 @@ import pytest
 from pydantic import TypeAdapter
 
 from answer_parts import choice_of, meter_of, step_of
-from weft.errors import EngineError, EngineUnavailableError, WeftError
-from weft.server.generation.openai_format import Part
-from weft.server.messages.writer import MessageWriter
-from weft.server.tools.reading import CallPiece
+from manylora.errors import EngineError, EngineUnavailableError, ManyloraError
+from manylora.server.generation.openai_format import Part
+from manylora.server.messages.writer import MessageWriter
+from manylora.server.tools.reading import CallPiece
 
 TEXT = [Part(text="Arr"), Part(text=""), Part(text="!", finish_reason="stop")]
 CALLS = [
@@ -57,7 +57,7 @@ def writer() -> MessageWriter:
     return MessageWriter(meter_of(), {"created": 1_800_000_000, "model": "demo"})
 
 
-def events(parts: Sequence[Part], error: WeftError | None = None) -> list[dict[str, Any]]:
+def events(parts: Sequence[Part], error: ManyloraError | None = None) -> list[dict[str, Any]]:
     """All events of a stream; each that Anthropic has a type for is checked."""
     writing = writer()
     raw = b"".join(writing.events(step_of(), part) for part in parts)
@@ -168,7 +168,7 @@ def test_an_answer_without_a_text_has_an_empty_one_and_one_that_was_cut_has_none
     ("error", "kind"),
     [(EngineUnavailableError("The engine died."), "overloaded_error"), (EngineError("secret"), "api_error")],
 )
-def test_an_error_ends_the_stream_in_anthropics_shape(error: WeftError, kind: str) -> None:
+def test_an_error_ends_the_stream_in_anthropics_shape(error: ManyloraError, kind: str) -> None:
     last = events(CALLS[:3], error)[-1]
     assert (last["type"], last["error"]["type"]) == ("error", kind)
     assert set(last["error"]) == {"type", "message"}

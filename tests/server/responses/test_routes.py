@@ -10,8 +10,8 @@ import pytest
 
 from api_server import BASE, Api, Client, eventually
 from fake_engine import BASE_TEXT, demo_tokenizer
-from weft.engine.request import RequestError
-from weft.server.responses.schemas import ResponseView
+from manylora.engine.request import RequestError
+from manylora.server.responses.schemas import ResponseView
 
 pytestmark = pytest.mark.anyio
 QUESTION = "When are you open?"

@@ -12,11 +12,11 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from answer_parts import choice_of, meter_of, step_of
-from weft.errors import EngineUnavailableError, RateLimitError, RequestError, WeftError
-from weft.server.generation.openai_format import Part, joined
-from weft.server.responses.schemas import ResponsesBody
-from weft.server.responses.writer import ResponseWriter
-from weft.server.tools.reading import CallPiece
+from manylora.errors import EngineUnavailableError, ManyloraError, RateLimitError, RequestError
+from manylora.server.generation.openai_format import Part, joined
+from manylora.server.responses.schemas import ResponsesBody
+from manylora.server.responses.writer import ResponseWriter
+from manylora.server.tools.reading import CallPiece
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TEXT = [Part(text="Arr"), Part(text=""), Part(text="!", finish_reason="stop")]
@@ -44,7 +44,7 @@ def writer(**fields: Any) -> ResponseWriter:
     return ResponseWriter(body, meter_of(), {"created": 1_800_000_000, "model": "demo"})
 
 
-def events(parts: Sequence[Part], error: WeftError | None = None, **fields: Any) -> list[dict[str, Any]]:
+def events(parts: Sequence[Part], error: ManyloraError | None = None, **fields: Any) -> list[dict[str, Any]]:
     """All events of a stream; each is checked."""
     writing = writer(**fields)
     raw = b"".join(writing.events(step_of(), part) for part in parts)
@@ -152,7 +152,7 @@ def test_an_answer_that_is_cut_is_incomplete_as_is_its_last_item(index: int) -> 
         (RequestError("No token fits.", code="grammar_dead_end"), "invalid_prompt"),
     ],
 )
-def test_an_error_ends_the_stream_with_what_there_is(error: WeftError, code: str) -> None:
+def test_an_error_ends_the_stream_with_what_there_is(error: ManyloraError, code: str) -> None:
     told = events(CALLS[:3], error)
     response = told[-1]["response"]
     assert (told[-1]["type"], response["status"]) == ("response.failed", "failed")

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from api_server import ADMIN_KEY, Api, at_rest, eventually, new_client
-from weft.adapters.ref import ResidentAdapter
-from weft.engine.status import StepBatches, TenantLoad
-from weft.errors import CapacityError
-from weft.memory.page_map import PageMap, PageUse
-from weft.server.status import feed as engine_feed
+from manylora.adapters.ref import ResidentAdapter
+from manylora.engine.status import StepBatches, TenantLoad
+from manylora.errors import CapacityError
+from manylora.memory.page_map import PageMap, PageUse
+from manylora.server.status import feed as engine_feed
 
 pytestmark = pytest.mark.anyio
 POLL_S = 0.02

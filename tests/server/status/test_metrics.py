@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from api_adapters import upload
 from api_server import Api
-from weft.engine.status import EngineStatus, ResidentAdapter
-from weft.server.status.metrics import Metrics
+from manylora.engine.status import EngineStatus, ResidentAdapter
+from manylora.server.status.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
 
@@ -23,23 +23,23 @@ async def test_metrics_show_requests_and_the_engine(api: Api) -> None:
     api.engine.residents = [ResidentAdapter(digest=digest, tier="device", pages=2, running=1)]
     text = (await api.admin.get("/metrics")).text
     for line in (
-        'weft_requests_total{adapter="acme/pirate",status="stop",tenant="acme"} 1.0',
-        'weft_requests_total{adapter="_base",status="stop",tenant="acme"} 1.0',
-        'weft_adapter_resident{adapter="acme/pirate",tier="device"} 1.0',
-        'weft_adapter_loads_total{from="stored",result="ok",to="device"} 3.0',
-        'weft_pages{kind="free"} 10.0',
-        "weft_step_seconds_count 1.0",
-        "weft_ttft_seconds_count 2.0",
+        'manylora_requests_total{adapter="acme/pirate",status="stop",tenant="acme"} 1.0',
+        'manylora_requests_total{adapter="_base",status="stop",tenant="acme"} 1.0',
+        'manylora_adapter_resident{adapter="acme/pirate",tier="device"} 1.0',
+        'manylora_adapter_loads_total{from="stored",result="ok",to="device"} 3.0',
+        'manylora_pages{kind="free"} 10.0',
+        "manylora_step_seconds_count 1.0",
+        "manylora_ttft_seconds_count 2.0",
     ):
         assert line in text, text
     again = (await api.admin.get("/metrics")).text
-    assert "weft_step_seconds_count 1.0" in again
-    assert "weft_engine_up 1.0" in again
+    assert "manylora_step_seconds_count 1.0" in again
+    assert "manylora_engine_up 1.0" in again
     api.engine.ready = None
     away = await api.admin.get("/metrics")
     assert away.status_code == 200
-    assert "weft_engine_up 0.0" in away.text
-    assert "weft_pages" not in away.text
+    assert "manylora_engine_up 0.0" in away.text
+    assert "manylora_pages" not in away.text
 
 
 async def test_the_wait_to_be_let_in_counts_for_the_first_token(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,13 +52,15 @@ async def test_the_wait_to_be_let_in_counts_for_the_first_token(api: Api, monkey
     monkeypatch.setattr(api.services.arrivals, "turn", turn)
     api.services = api.app.state.services = replace(api.services, monotonic=lambda: now_s)
     await api.ask("acme")
-    assert "weft_ttft_seconds_sum 0.25\n" in (await api.admin.get("/metrics")).text
+    assert "manylora_ttft_seconds_sum 0.25\n" in (await api.admin.get("/metrics")).text
 
 
 async def test_every_answer_is_counted_by_its_class(api: Api) -> None:
     async def counted() -> dict[str, float]:
         text = (await api.admin.get("/metrics")).text
-        return {status: float(count) for status, count in re.findall(r'weft_responses_total{status="(.*)"} (.*)', text)}
+        return {
+            status: float(count) for status, count in re.findall(r'manylora_responses_total{status="(.*)"} (.*)', text)
+        }
 
     before = await counted()
     assert set(before) == {"2xx", "3xx", "4xx", "5xx"}
@@ -71,33 +73,33 @@ async def test_every_answer_is_counted_by_its_class(api: Api) -> None:
 
 
 METRICS: dict[str, set[str]] = {
-    "weft_requests_total": {"tenant", "adapter", "status"},
-    "weft_tokens_total": {"tenant", "adapter", "kind"},
-    "weft_ttft_seconds_count": set(),
-    "weft_itl_seconds_count": set(),
-    "weft_queue_seconds_count": set(),
-    "weft_step_seconds_count": set(),
-    "weft_batch_adapters_count": set(),
-    "weft_running_requests": set(),
-    "weft_waiting_requests": set(),
-    "weft_pages": {"kind"},
-    "weft_host_pages": {"kind"},
-    "weft_adapter_resident": {"adapter", "tier"},
-    "weft_adapter_loads_total": {"from", "to", "result"},
-    "weft_adapter_load_seconds_sum": set(),
-    "weft_evictions_total": {"kind"},
-    "weft_preemptions_total": {"how"},
-    "weft_prefix_cache_queries_total": set(),
-    "weft_prefix_cache_hits_total": set(),
-    "weft_kernel_compiles_total": set(),
-    "weft_responses_total": {"status"},
-    "weft_limited_total": {"limit"},
-    "weft_refused_total": {"code", "tenant"},
-    "weft_engine_up": set(),
-    "weft_usage_outbox_lag_seconds": set(),
-    "weft_build_info": {"version"},
-    "weft_request_seconds_count": set(),
-    "weft_engine_paused": set(),
+    "manylora_requests_total": {"tenant", "adapter", "status"},
+    "manylora_tokens_total": {"tenant", "adapter", "kind"},
+    "manylora_ttft_seconds_count": set(),
+    "manylora_itl_seconds_count": set(),
+    "manylora_queue_seconds_count": set(),
+    "manylora_step_seconds_count": set(),
+    "manylora_batch_adapters_count": set(),
+    "manylora_running_requests": set(),
+    "manylora_waiting_requests": set(),
+    "manylora_pages": {"kind"},
+    "manylora_host_pages": {"kind"},
+    "manylora_adapter_resident": {"adapter", "tier"},
+    "manylora_adapter_loads_total": {"from", "to", "result"},
+    "manylora_adapter_load_seconds_sum": set(),
+    "manylora_evictions_total": {"kind"},
+    "manylora_preemptions_total": {"how"},
+    "manylora_prefix_cache_queries_total": set(),
+    "manylora_prefix_cache_hits_total": set(),
+    "manylora_kernel_compiles_total": set(),
+    "manylora_responses_total": {"status"},
+    "manylora_limited_total": {"limit"},
+    "manylora_refused_total": {"code", "tenant"},
+    "manylora_engine_up": set(),
+    "manylora_usage_outbox_lag_seconds": set(),
+    "manylora_build_info": {"version"},
+    "manylora_request_seconds_count": set(),
+    "manylora_engine_paused": set(),
 }
 
 
@@ -105,11 +107,11 @@ def test_what_has_not_happened_yet_is_a_figure_too() -> None:
     text = Metrics().render(EngineStatus(boot_id="b", seq=1, running=0, waiting=0), 0.0).decode()
     loads = [(origin, result) for origin in ("host", "stored") for result in ("failed", "ok")]
     for series in (
-        *(f'weft_adapter_loads_total{{from="{origin}",result="{result}",to="device"}}' for origin, result in loads),
-        'weft_responses_total{status="5xx"}',
-        'weft_limited_total{limit="tokens_per_month"}',
-        'weft_evictions_total{kind="adapter"}',
-        'weft_evictions_total{kind="prefix"}',
+        *(f'manylora_adapter_loads_total{{from="{origin}",result="{result}",to="device"}}' for origin, result in loads),
+        'manylora_responses_total{status="5xx"}',
+        'manylora_limited_total{limit="tokens_per_month"}',
+        'manylora_evictions_total{kind="adapter"}',
+        'manylora_evictions_total{kind="prefix"}',
     ):
         assert f"{series} 0.0" in text
 
@@ -124,21 +126,21 @@ async def test_every_promised_metric_is_there_with_its_labels(api: Api) -> None:
     labels = {sample.name: set(sample.labels) for sample in samples}
     assert {name: labels.get(name) for name in METRICS} == METRICS
     values = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
-    kinds = {sample.labels["kind"] for sample in samples if sample.name == "weft_tokens_total"}
+    kinds = {sample.labels["kind"] for sample in samples if sample.name == "manylora_tokens_total"}
     assert kinds == {"prompt", "cached", "completion"}
     for name, label, value in (
-        ("weft_preemptions_total", "recompute", 4),
-        ("weft_preemptions_total", "swap", 1),
-        ("weft_evictions_total", "adapter", 2),
-        ("weft_evictions_total", "prefix", 7),
-        ("weft_host_pages", "free", 1),
-        ("weft_pages", "quarantine", 0),
+        ("manylora_preemptions_total", "recompute", 4),
+        ("manylora_preemptions_total", "swap", 1),
+        ("manylora_evictions_total", "adapter", 2),
+        ("manylora_evictions_total", "prefix", 7),
+        ("manylora_host_pages", "free", 1),
+        ("manylora_pages", "quarantine", 0),
     ):
         assert values[name, label] == value
-    assert values["weft_prefix_cache_queries_total",] == 100
-    assert values["weft_prefix_cache_hits_total",] == 25
-    assert values["weft_kernel_compiles_total",] == 2
-    assert values["weft_adapter_load_seconds_sum",] == 0.5
+    assert values["manylora_prefix_cache_queries_total",] == 100
+    assert values["manylora_prefix_cache_hits_total",] == 25
+    assert values["manylora_kernel_compiles_total",] == 2
+    assert values["manylora_adapter_load_seconds_sum",] == 0.5
 
 
 @pytest.mark.parametrize("length", [1, 63])
@@ -160,9 +162,9 @@ def test_labels_are_capped(length: int) -> None:
     text = metrics.render(engine, 0.0).decode()
     assert 'tenant="_other"' in text
     assert f'tenant="{names[0]}"' in text
-    assert 'weft_adapter_resident{adapter="_other",tier="host"} 4900.0' in text
+    assert 'manylora_adapter_resident{adapter="_other",tier="host"} 4900.0' in text
     assert len(text) < 200_000
-    counted = re.findall(r"^weft_requests_total{.*} (\S+)$", text, re.MULTILINE)
+    counted = re.findall(r"^manylora_requests_total{.*} (\S+)$", text, re.MULTILINE)
     assert sum(map(float, counted)) == 5000 * 3 * 4
 
 
@@ -181,7 +183,7 @@ async def test_unknown_names_make_no_series(api: Api) -> None:
             (await client.post("/v1/completions", json=body)).status_code,
             (await client.get(f"/v1/adapters/{word}")).status_code,
             (await client.get(f"/{word}")).status_code,
-            (await api.client(f"weft_{word}").get("/v1/models")).status_code,
+            (await api.client(f"manylora_{word}").get("/v1/models")).status_code,
         ]
         assert statuses == [404, 404, 404, 401]
     assert await series() == before

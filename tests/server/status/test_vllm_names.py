@@ -1,4 +1,4 @@
-"""Weft's figures under vLLM's names: names, types, labels and sums, as routers and load generators read them."""
+"""Manylora's figures under vLLM's names: names, types, labels and sums, as routers and load generators read them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from api_adapters import upload
 from api_server import BASE, Api, api
+from manylora.engine.status import EngineStatus, ResidentAdapter
+from manylora.server.status.vllm_names import VllmNames
 from system_tools import require
-from weft.engine.status import EngineStatus, ResidentAdapter
-from weft.server.status.vllm_names import VllmNames
 
 pytestmark = pytest.mark.anyio
 LABELS = {"model_name"}
@@ -79,28 +79,28 @@ async def test_names_types_and_labels_are_vllms(page: str) -> None:
     assert found == PROMISED
 
 
-async def test_figures_are_wefts_own_summed_over_tenants_and_adapters(page: str) -> None:
+async def test_figures_are_manyloras_own_summed_over_tenants_and_adapters(page: str) -> None:
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             own = {name: value for name, value in sample.labels.items() if name in ("finished_reason", "kind", "le")}
             key = sample.name + "".join(f" {value}" for value in own.values())
             values[key] = values.get(key, 0.0) + sample.value
-    assert values["vllm:prompt_tokens_total"] == values["weft_tokens_total prompt"] > 0
-    assert values["vllm:generation_tokens_total"] == values["weft_tokens_total completion"] > 0
+    assert values["vllm:prompt_tokens_total"] == values["manylora_tokens_total prompt"] > 0
+    assert values["vllm:generation_tokens_total"] == values["manylora_tokens_total completion"] > 0
     assert values["vllm:request_success_total stop"] == 2
     assert values["vllm:request_success_total error"] == 1
     assert values["vllm:num_preemptions_total"] == 5
     assert values["vllm:prefix_cache_queries_total"] == 100
     assert values["vllm:prefix_cache_hits_total"] == 25
-    for name, of_weft in (
-        ("vllm:time_to_first_token_seconds", "weft_ttft_seconds"),
-        ("vllm:inter_token_latency_seconds", "weft_itl_seconds"),
-        ("vllm:e2e_request_latency_seconds", "weft_request_seconds"),
-        ("vllm:request_queue_time_seconds", "weft_queue_seconds"),
+    for name, of_manylora in (
+        ("vllm:time_to_first_token_seconds", "manylora_ttft_seconds"),
+        ("vllm:inter_token_latency_seconds", "manylora_itl_seconds"),
+        ("vllm:e2e_request_latency_seconds", "manylora_request_seconds"),
+        ("vllm:request_queue_time_seconds", "manylora_queue_seconds"),
     ):
         for suffix in ("_count", "_sum", "_bucket 0.5", "_bucket +Inf"):
-            assert values[name + suffix] == values[of_weft + suffix], name
+            assert values[name + suffix] == values[of_manylora + suffix], name
         assert values[f"{name}_count"] > 0
     assert values["vllm:kv_cache_usage_perc"] == 0.0
     assert values["vllm:num_gpu_loaded_lora_adapters"] == 2

@@ -17,7 +17,7 @@ async def completion(api: Api, key: str, model: str, **extra: object) -> tuple[i
     async with api.client(key) as client:
         body = {"model": model, "prompt": "x", "max_tokens": 1, **extra}
         answer = await client.post("/v1/completions", json=body, headers=headers)  # type: ignore[arg-type]
-    return answer.status_code, answer.headers.get("x-weft-adapter", "")
+    return answer.status_code, answer.headers.get("x-manylora-adapter", "")
 
 
 async def test_an_owner_grants_by_id_and_takes_it_back(api: Api) -> None:

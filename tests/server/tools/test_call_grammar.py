@@ -8,12 +8,12 @@ import pytest
 from llguidance import LLMatcher
 
 from bfcl import Item, items
+from manylora.errors import InvalidRequestError
+from manylora.server.generation.grammar import checked_grammar, json_rule
+from manylora.server.tools.call_grammar import CallGrammar
+from manylora.server.tools.formats import rows
+from manylora.server.tools.schemas import Tool, ToolChoice
 from tool_models import family, family_llguidance, family_tokenizer, tool
-from weft.errors import InvalidRequestError
-from weft.server.generation.grammar import checked_grammar, json_rule
-from weft.server.tools.call_grammar import CallGrammar
-from weft.server.tools.formats import rows
-from weft.server.tools.schemas import Tool, ToolChoice
 from written_calls import Call, written
 
 ANCHORED = ("llama3", "phi4_mini", "python")

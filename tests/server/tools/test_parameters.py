@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from manylora.server.tools import reading
+from manylora.server.tools.parameters import kinds
+from manylora.server.tools.reading import AnswerPlan
 from tool_models import family, tool
-from weft.server.tools import reading
-from weft.server.tools.parameters import kinds
-from weft.server.tools.reading import AnswerPlan
 
 
 class Counted(dict[str, Any]):

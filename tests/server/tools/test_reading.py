@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from manylora.errors import InvalidRequestError
+from manylora.server.tools.reading import MAX_HELD, AnswerPlan, CallPiece, Reading, joined_calls, plan_answer
 from tool_models import family, tool
-from weft.errors import InvalidRequestError
-from weft.server.tools.reading import MAX_HELD, AnswerPlan, CallPiece, Reading, joined_calls, plan_answer
 
 TOOLS = (
     tool("where_is", item={"type": "string"}),

@@ -6,7 +6,7 @@ import pytest
 
 from api_adapters import upload
 from api_server import BASE, Api
-from weft.server.usage.schemas import LatencyList
+from manylora.server.usage.schemas import LatencyList
 
 pytestmark = pytest.mark.anyio
 LATENCY = "/v1/usage/latency"

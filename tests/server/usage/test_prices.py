@@ -9,9 +9,9 @@ import pytest
 
 from api_adapters import upload
 from api_server import BASE, Api
-from weft.errors import ConfigError
-from weft.registry.usage.prices import Price
-from weft.server.usage.price_file import read_prices
+from manylora.errors import ConfigError
+from manylora.registry.usage.prices import Price
+from manylora.server.usage.price_file import read_prices
 
 pytestmark = pytest.mark.anyio
 DEFAULT = "{prompt: 0.2, cached: 0.05, completion: 0.6}"
@@ -111,14 +111,14 @@ async def test_usage_is_filtered_grouped_by_status_and_listed_by_event(api: Api)
     assert len((await api.admin.get("/v1/usage/events")).json()["data"]) == 4
     sums = await acme.get("/v1/usage?group_by=key,status&bucket=1m&format=csv&limit=1")
     pages = (await acme.get("/v1/usage?group_by=key,status&bucket=1m&limit=1")).json()
-    assert sums.headers["x-weft-next"] == pages["next"]
+    assert sums.headers["x-manylora-next"] == pages["next"]
     by_adapter: dict[str, Any] = {"group_by": "adapter", "format": "csv", "limit": "1"}
     one = await acme.get("/v1/usage", params=by_adapter)
-    last = await acme.get("/v1/usage", params={**by_adapter, "after": one.headers["x-weft-next"]})
+    last = await acme.get("/v1/usage", params={**by_adapter, "after": one.headers["x-manylora-next"]})
     rows = [row["adapter"] for part in (one, last) for row in csv.DictReader(io.StringIO(part.text))]
-    assert (sorted(rows), "x-weft-next" in last.headers) == (["", "support"], False)
+    assert (sorted(rows), "x-manylora-next" in last.headers) == (["", "support"], False)
     page = await acme.get("/v1/usage/events?format=csv&limit=2")
-    assert page.headers["x-weft-next"] == first["next"]
+    assert page.headers["x-manylora-next"] == first["next"]
     assert [row["id"] for row in csv.DictReader(io.StringIO(page.text))] == [event["id"] for event in first["data"]]
     assert (await acme.get("/v1/usage/events?bucket=1h")).status_code == 400
 

@@ -15,9 +15,9 @@ import pytest
 from api_adapters import upload
 from api_server import BASE, Api
 from fake_engine import demo_tokenizer
-from weft.engine.request import GenerationRequest, RequestOutput
-from weft.errors import CapacityError
-from weft.server.usage.schemas import OrganizationUsagePage, UsageList
+from manylora.engine.request import GenerationRequest, RequestOutput
+from manylora.errors import CapacityError
+from manylora.server.usage.schemas import OrganizationUsagePage, UsageList
 
 pytestmark = pytest.mark.anyio
 
@@ -180,7 +180,7 @@ async def test_cached_tokens_are_a_part_of_the_prompt_everywhere(api: Api) -> No
     page = (await api.admin.get("/v1/organization/usage/completions", params=params)).json()
     assert sum(result["input_cached_tokens"] for bucket in page["data"] for result in bucket["results"]) == total
     text = (await api.admin.get("/metrics")).text
-    assert f'weft_tokens_total{{adapter="acme/pirate",kind="cached",tenant="acme"}} {total}.0' in text
+    assert f'manylora_tokens_total{{adapter="acme/pirate",kind="cached",tenant="acme"}} {total}.0' in text
 
 
 async def test_streams_tell_cached_tokens_from_the_first_chunk_on(api: Api) -> None:

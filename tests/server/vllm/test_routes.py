@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from api_server import BASE, Api, Client, eventually
 from fake_engine import demo_ready
-from weft.server.drain import Drain
+from manylora.server.drain import Drain
 
 pytestmark = pytest.mark.anyio
 
@@ -24,7 +24,7 @@ async def test_a_pause_and_its_end_are_visible(api: Api) -> None:
         engine = (await api.admin.get("/v1/engine")).json()
         ready = await api.client().get("/ready")
         assert ready.status_code == 200
-        (gauge,) = [line for line in metrics.splitlines() if line.startswith("weft_engine_paused ")]
+        (gauge,) = [line for line in metrics.splitlines() if line.startswith("manylora_engine_paused ")]
         return paused, ready.json()["status"], engine["pause"], gauge.split()[1]
 
     assert await shown() == (False, "ready", None, "0.0")

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from manylora.adapters.ref import AdapterRef
+from manylora.adapters.residency.images import HostImage, HostImages
+from manylora.engine.scheduling.plan import ChunkResult, StepPlan
+from manylora.memory.eviction import PageCosts
 from simulation.adapters import image_of
 from simulation.at_once import AtOnce
 from simulation.pages import SimulatedSlab
 from simulation.virtual_time import VirtualTime
-from weft.adapters.ref import AdapterRef
-from weft.adapters.residency.images import HostImage, HostImages
-from weft.engine.scheduling.plan import ChunkResult, StepPlan
-from weft.memory.eviction import PageCosts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,15 +10,15 @@ from typing import Any, cast
 from fairness.calls import Call, Record, Records
 from fairness.device import CostedCopier, CostedRunner, CostModel, FetchingLoader
 from fairness.service import UNIT_PRICES, ServiceLog
+from manylora.adapters.ref import AdapterRef, LoraSpec
+from manylora.config import SchedulerConfig
+from manylora.engine.request import FlowKey, GenerationRequest
+from manylora.engine.sampling_params import SamplingParams
+from manylora.engine.scheduling.plan import StepPlan
+from manylora.engine.scheduling.request_limits import ModelLimits
 from simulation.adapters import adapter
 from simulation.build import SimulatedEngine, small_geometry
 from simulation.virtual_time import VirtualExecutor, VirtualTime
-from weft.adapters.ref import AdapterRef, LoraSpec
-from weft.config import SchedulerConfig
-from weft.engine.request import FlowKey, GenerationRequest
-from weft.engine.sampling_params import SamplingParams
-from weft.engine.scheduling.plan import StepPlan
-from weft.engine.scheduling.request_limits import ModelLimits
 
 PAGE_TOKENS = 16
 PAGES_PER_RANK = 40 / 16

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weft.engine.fairness.prices import Prices
-from weft.engine.scheduling.plan import StepPlan
+from manylora.engine.fairness.prices import Prices
+from manylora.engine.scheduling.plan import StepPlan
 
 UNIT_PRICES = Prices(prompt_context=0.0)
 """What is charged; it follows from `CostModel`: a unit is 19 us of a step, and a chunk reads its context once."""

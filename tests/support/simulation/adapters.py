@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from manylora.adapters.lora.layout import LoraLayout
+from manylora.adapters.ref import AdapterRef, LoraSpec
+from manylora.adapters.residency.images import HostImage, HostImages
+from manylora.errors import AdapterUnavailableError, NeverFitsError
 from simulation.pages import DevicePages, HostPage, SimulatedSlab, Weights
 from simulation.virtual_time import VirtualTime
-from weft.adapters.lora.layout import LoraLayout
-from weft.adapters.ref import AdapterRef, LoraSpec
-from weft.adapters.residency.images import HostImage, HostImages
-from weft.errors import AdapterUnavailableError, NeverFitsError
 
 if TYPE_CHECKING:
     from simulation.scenario import Scenario

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
-from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
+from manylora.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
 
 
 def with_tokens(plan: StepPlan, sampled: Sequence[int | None]) -> StepPlan:

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
+from manylora.adapters.residency.images import HostImages
+from manylora.adapters.residency.load_threads import LoadQueue, TaskExecutor
+from manylora.adapters.residency.residency import Residency
+from manylora.config import SchedulerConfig
+from manylora.engine.core import EngineCore
+from manylora.engine.execution.memory_plan import CPU_STEP_TOKENS
+from manylora.engine.execution.runner import ModelRunner
+from manylora.engine.fairness.prices import Prices
+from manylora.engine.model.rope_spec import RopeSpec
+from manylora.engine.scheduling.kv_pages import KvPages, prefix_seed
+from manylora.engine.scheduling.request_limits import ModelLimits
+from manylora.engine.scheduling.scheduler import Scheduler
+from manylora.memory.eviction import Evictor, PageCosts, eviction_policy
+from manylora.memory.geometry import PageGeometry
+from manylora.memory.host_slab import SwapSpace
+from manylora.memory.pool import PagePool
+from manylora.memory.prefix_cache import PrefixBlock, PrefixCache
 from simulation.adapters import SimulatedTables
 from simulation.pages import SimulatedSlab
-from weft.adapters.residency.images import HostImages
-from weft.adapters.residency.load_threads import LoadQueue, TaskExecutor
-from weft.adapters.residency.residency import Residency
-from weft.config import SchedulerConfig
-from weft.engine.core import EngineCore
-from weft.engine.execution.memory_plan import CPU_STEP_TOKENS
-from weft.engine.execution.runner import ModelRunner
-from weft.engine.fairness.prices import Prices
-from weft.engine.model.rope_spec import RopeSpec
-from weft.engine.scheduling.kv_pages import KvPages, prefix_seed
-from weft.engine.scheduling.request_limits import ModelLimits
-from weft.engine.scheduling.scheduler import Scheduler
-from weft.memory.eviction import Evictor, PageCosts, eviction_policy
-from weft.memory.geometry import PageGeometry
-from weft.memory.host_slab import SwapSpace
-from weft.memory.pool import PagePool
-from weft.memory.prefix_cache import PrefixBlock, PrefixCache
 
 
 def small_geometry(page_tokens: int, num_groups: int = 1) -> PageGeometry:

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Set
 
+from manylora.adapters.residency.entry import Stage
+from manylora.engine.core import EngineCore
+from manylora.engine.scheduling.plan import StepPlan
+from manylora.engine.scheduling.request_table import MAX_BYPASSES
+from manylora.errors import ManyloraError
+from manylora.memory.pool import PAGE_STATES, PageState
+from manylora.memory.prefix_cache import PrefixBlock
 from simulation.build import SimulatedEngine
 from simulation.pages import DevicePages, Fail, Keys, weights_of
 from simulation.scenario import Scenario
-from weft.adapters.residency.entry import Stage
-from weft.engine.core import EngineCore
-from weft.engine.scheduling.plan import StepPlan
-from weft.engine.scheduling.request_table import MAX_BYPASSES
-from weft.errors import WeftError
-from weft.memory.pool import PAGE_STATES, PageState
-from weft.memory.prefix_cache import PrefixBlock
 
 MAX_BARREN_STEPS = 64
 """Steps in a row that compute nothing: each has a preemption that a request is protected from for a page of tokens."""
@@ -89,7 +89,7 @@ class Checks:
         """After a pump; `open_requests` are those that clients wait for."""
         try:
             core.check()
-        except WeftError as error:
+        except ManyloraError as error:
             self._fail(f"check: {error}")
         if self._table.requests.keys() != open_requests:
             self._fail(f"known to scheduler or client alone: {self._table.requests.keys() ^ open_requests}")

@@ -10,24 +10,24 @@ from typing import Any
 
 import pytest
 
-from weft.adapters.residency import images as host_images
-from weft.adapters.residency import load_threads, residency
-from weft.adapters.residency.entry import Stage
-from weft.adapters.residency.slots import AdapterSlots, SlotLease
-from weft.engine.fairness.fair_order import FairOrder
-from weft.engine.fairness.shares import Share
-from weft.engine.scheduling import kv_pages
-from weft.engine.scheduling.kv_pages import KvPages, PrefixHit
-from weft.engine.scheduling.plan import PlanBuilder, StepPlan
-from weft.engine.scheduling.preemption import Preemption
-from weft.engine.scheduling.request_state import RequestState
-from weft.engine.scheduling.request_table import RequestTable
-from weft.engine.scheduling.scheduler import Scheduler
-from weft.memory import prefix_cache
-from weft.memory.eviction import Evictor
-from weft.memory.host_slab import SwapSpace
-from weft.memory.pool import NO_OWNER, PageKind, PagePool
-from weft.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain
+from manylora.adapters.residency import images as host_images
+from manylora.adapters.residency import load_threads, residency
+from manylora.adapters.residency.entry import Stage
+from manylora.adapters.residency.slots import AdapterSlots, SlotLease
+from manylora.engine.fairness.fair_order import FairOrder
+from manylora.engine.fairness.shares import Share
+from manylora.engine.scheduling import kv_pages
+from manylora.engine.scheduling.kv_pages import KvPages, PrefixHit
+from manylora.engine.scheduling.plan import PlanBuilder, StepPlan
+from manylora.engine.scheduling.preemption import Preemption
+from manylora.engine.scheduling.request_state import RequestState
+from manylora.engine.scheduling.request_table import RequestTable
+from manylora.engine.scheduling.scheduler import Scheduler
+from manylora.memory import prefix_cache
+from manylora.memory.eviction import Evictor
+from manylora.memory.host_slab import SwapSpace
+from manylora.memory.pool import NO_OWNER, PageKind, PagePool
+from manylora.memory.prefix_cache import PrefixBlock, PrefixCache, TokenChain
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

@@ -10,22 +10,22 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from manylora.adapters.ref import AdapterRef
+from manylora.adapters.residency.images import HostImage, HostImages
+from manylora.config import SchedulerConfig
+from manylora.engine.request import GenerationRequest, RequestOutput, TokenLogprobs
+from manylora.engine.sampling_params import SamplingParams
+from manylora.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
+from manylora.engine.scheduling.request_limits import ModelLimits
+from manylora.engine.scheduling.request_state import RequestPages, RequestState
+from manylora.errors import AdapterUnavailableError
+from manylora.memory.block_table import BlockTable
+from manylora.memory.eviction import PageCosts
 from simulation.adapters import adapter as adapter
 from simulation.adapters import image_of
 from simulation.at_once import AtOnce
 from simulation.build import SimulatedEngine, small_geometry
 from simulation.pages import SimulatedSlab
-from weft.adapters.ref import AdapterRef
-from weft.adapters.residency.images import HostImage, HostImages
-from weft.config import SchedulerConfig
-from weft.engine.request import GenerationRequest, RequestOutput, TokenLogprobs
-from weft.engine.sampling_params import SamplingParams
-from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
-from weft.engine.scheduling.request_limits import ModelLimits
-from weft.engine.scheduling.request_state import RequestPages, RequestState
-from weft.errors import AdapterUnavailableError
-from weft.memory.block_table import BlockTable
-from weft.memory.eviction import PageCosts
 
 PAGE_TOKENS = 4
 VOCAB_SIZE = 1000

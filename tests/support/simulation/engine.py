@@ -8,6 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from manylora.config import SchedulerConfig
+from manylora.engine.request import EXPIRED, INTERNAL, NON_FINITE, RequestOutput
+from manylora.engine.scheduling.request_limits import ModelLimits
+from manylora.errors import AdapterUnavailableError, CapacityError, EngineError, NeverFitsError
 from simulation.adapters import SimulatedCopier, SimulatedLoader
 from simulation.build import SimulatedEngine, small_geometry
 from simulation.checks import Checks
@@ -17,10 +21,6 @@ from simulation.runner import SimulatedRunner
 from simulation.scenario import Action, Scenario, draw
 from simulation.truth import EOS, MAX_MODEL_LEN, VOCAB_SIZE, Truth
 from simulation.virtual_time import EngineClock, VirtualExecutor, VirtualTime
-from weft.config import SchedulerConfig
-from weft.engine.request import EXPIRED, INTERNAL, NON_FINITE, RequestOutput
-from weft.engine.scheduling.request_limits import ModelLimits
-from weft.errors import AdapterUnavailableError, CapacityError, EngineError, NeverFitsError
 
 MAX_IDLE_PUMPS = 1_500
 """Pumps in a row in which nothing happens, after which the engine is stuck: more time than a load that hangs takes."""

@@ -12,7 +12,7 @@ from simulation.adapters import PlannedError
 @contextmanager
 def logged_faults(failures: list[str]) -> Iterator[None]:
     """Add to `failures` whatever the engine survives and logs meanwhile, unless the scenario planned it."""
-    logger = logging.getLogger("weft")
+    logger = logging.getLogger("manylora")
     handler = _FaultHandler(failures)
     before = logger.handlers, logger.propagate, logger.level
     logger.handlers, logger.propagate = [handler], False

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
+from manylora.engine.core import EngineCore
+from manylora.engine.scheduling import outcomes
+from manylora.engine.scheduling.kv_pages import KvPages
+from manylora.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
+from manylora.engine.scheduling.request_state import RequestState
+from manylora.engine.scheduling.rows import Rows
+from manylora.engine.scheduling.scheduler import Scheduler
 from simulation.defects import Plant
-from weft.engine.core import EngineCore
-from weft.engine.scheduling import outcomes
-from weft.engine.scheduling.kv_pages import KvPages
-from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
-from weft.engine.scheduling.request_state import RequestState
-from weft.engine.scheduling.rows import Rows
-from weft.engine.scheduling.scheduler import Scheduler
 
 
 def take_in_the_later_step_first(patch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
-from weft.memory.host_slab import HostSlab
+from manylora.memory.host_slab import HostSlab
 
 Fail = Callable[[str], None]
 """Takes note of something that must not happen."""

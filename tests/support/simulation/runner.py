@@ -12,17 +12,17 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from manylora.adapters.residency.slots import SlotLease
+from manylora.engine.core import MAX_FAILURES
+from manylora.engine.request import TokenLogprobs
+from manylora.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
+from manylora.engine.scheduling.request_limits import kv_tokens
 from simulation.adapters import PlannedError
 from simulation.build import SimulatedEngine
 from simulation.pages import DevicePages, Fail, Keys, weights_of
 from simulation.scenario import Scenario
 from simulation.truth import Truth, next_token
 from simulation.virtual_time import VirtualTime
-from weft.adapters.residency.slots import SlotLease
-from weft.engine.core import MAX_FAILURES
-from weft.engine.request import TokenLogprobs
-from weft.engine.scheduling.plan import Chunk, ChunkResult, StepPlan
-from weft.engine.scheduling.request_limits import kv_tokens
 
 PAST_THE_END = -1
 """What a page holds for a token of a row whose request has ended, which its plan could not know."""

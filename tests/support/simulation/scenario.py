@@ -6,13 +6,13 @@ import random
 from dataclasses import dataclass, field
 from typing import Literal
 
+from manylora.adapters.ref import AdapterRef
+from manylora.engine.fairness.prices import Prices
+from manylora.engine.request import FlowKey, GenerationRequest
+from manylora.engine.sampling_params import SamplingParams
+from manylora.memory.eviction import PageCosts
 from simulation.adapters import LoadFaults, adapter
 from simulation.truth import MAX_MODEL_LEN, VOCAB_SIZE, Truth
-from weft.adapters.ref import AdapterRef
-from weft.engine.fairness.prices import Prices
-from weft.engine.request import FlowKey, GenerationRequest
-from weft.engine.sampling_params import SamplingParams
-from weft.memory.eviction import PageCosts
 
 Verb = Literal["submit", "abort", "abort_paused", "pin", "unpin", "delete", "lose", "restore", "freeze", "thaw", "jump"]
 

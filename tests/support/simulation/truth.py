@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.engine.request import GenerationRequest
+from manylora.engine.request import GenerationRequest
 
 VOCAB_SIZE = 96
 EOS = 0

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import sqlalchemy as sa
 from alembic import op
 
-from weft.registry.db.clock import from_micros, month_after, month_of, to_micros
+from manylora.registry.db.clock import from_micros, month_after, month_of, to_micros
 
 revision = "0005"
 down_revision = "0004"

@@ -75,8 +75,8 @@ function Cells({ snapshot, cells, lit, onPoint, entries }) {
       data-cells=${extentOf(map).all} data-pages-per-cell=${map.pages_per_cell} onPointerMove=${point} onPointerLeave=${() => (setPointed(null), onPoint(null))}>
       <defs>
         <pattern id=${`${id}-grid`} width=${pitch} height=${pitch} patternUnits="userSpaceOnUse"><path class="grid-ground" fill-rule="evenodd" d=${`M0 0h${pitch}v${pitch}h${-pitch}z${hole}`} /></pattern>
-        <pattern id="weft-hatch" width="4" height="4" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect class="hatch-ground" width="4" height="4" /><rect class="hatch-line" width="2" height="4" /></pattern>
-        <pattern id="weft-cross" width="4" height="4" patternUnits="userSpaceOnUse" patternTransform="rotate(-45)"><rect class="cross-ground" width="4" height="4" /><rect class="cross-line" width="2" height="4" /></pattern>
+        <pattern id="manylora-hatch" width="4" height="4" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect class="hatch-ground" width="4" height="4" /><rect class="hatch-line" width="2" height="4" /></pattern>
+        <pattern id="manylora-cross" width="4" height="4" patternUnits="userSpaceOnUse" patternTransform="rotate(-45)"><rect class="cross-ground" width="4" height="4" /><rect class="cross-line" width="2" height="4" /></pattern>
       </defs>
       ${layersOf(map, columns, pitch, cells).map((layer) => {
         const resident = slots.get(layer.owner);

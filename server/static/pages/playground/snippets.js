@@ -14,7 +14,7 @@ export function Snippet({ request }) {
 function asCurl({ path, tenant, body }) {
   const query = tenant ? `?tenant=${encodeURIComponent(tenant)}` : "";
   const json = JSON.stringify(body, null, 2).replaceAll("'", "'\\''");
-  return [`curl ${quoted(`${location.origin}${path}${query}`)} \\`, `  -H "Authorization: Bearer $WEFT_KEY" \\`, `  -H "Content-Type: application/json" \\`, `  -d '${json}'`].join("\n");
+  return [`curl ${quoted(`${location.origin}${path}${query}`)} \\`, `  -H "Authorization: Bearer $MANYLORA_KEY" \\`, `  -H "Content-Type: application/json" \\`, `  -d '${json}'`].join("\n");
 }
 
 /** For the package `openai`. @param {import("./talk.js").Request} request */
@@ -28,7 +28,7 @@ function asPython({ path, tenant, body }) {
     "",
     "client = OpenAI(",
     `    base_url=${python(`${location.origin}/v1`)},`,
-    `    api_key=os.environ["WEFT_KEY"],`,
+    `    api_key=os.environ["MANYLORA_KEY"],`,
     ...(tenant ? [`    default_query={"tenant": ${python(tenant)}},`] : []),
     ")",
     `answer = client.${isChat ? "chat.completions" : "completions"}.create(`,

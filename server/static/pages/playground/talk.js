@@ -77,7 +77,7 @@ async function take({ path, tenant, body }, signal, tell) {
   // Usage comes with every chunk, because a stopped answer needs it too.
   const stream = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
   const response = await send("POST", path, { params: { tenant }, body: { ...body, ...stream }, signal });
-  const fields = { state: "coming", adapter: response.headers.get("x-weft-adapter"), residency: response.headers.get("x-weft-adapter-state"), text: "", reasoning: "", calls: [] };
+  const fields = { state: "coming", adapter: response.headers.get("x-manylora-adapter"), residency: response.headers.get("x-manylora-adapter-state"), text: "", reasoning: "", calls: [] };
   tell({ ...fields });
   let first = null;
   let firstTokens = 0;

@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from compressed_writers import compressed, int_weights
 from integer_writers import gptq, with_zero_bias
+from manylora.engine.model.formats import dequantised
+from manylora.engine.model.formats.stored import StoredLinear
+from manylora.engine.model.quantisation import Quantisation, read_quantisation
+from manylora.engine.model.spec import read_spec
+from manylora.engine.model.weights import load_decoder
+from manylora.errors import ConfigError
 from quantised_cases import BNB, CASES, GPTQ
 from quantised_models import WEIGHTS, Tensors, make_quantised
 from tiny_models import make_model
-from weft.engine.model.formats import dequantised
-from weft.engine.model.formats.stored import StoredLinear
-from weft.engine.model.quantisation import Quantisation, read_quantisation
-from weft.engine.model.spec import read_spec
-from weft.engine.model.weights import load_decoder
-from weft.errors import ConfigError
 
 Q = "model.layers.1.self_attn.q_proj"
 HUGE = 1 << 44
@@ -202,7 +202,7 @@ FINE = {"quant_method": "fp8"}
         ({"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": False}, "zero_point"),
         ({**BNB, "load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type"),
         (BNB, "load_in_8bit"),
-        ({"quant_method": "weft", "format": "q2"}, "format"),
+        ({"quant_method": "manylora", "format": "q2"}, "format"),
     ],
 )
 def test_a_config_that_is_not_served_is_refused_by_key(config: dict[str, Any], key: str) -> None:

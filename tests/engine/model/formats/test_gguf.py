@@ -17,6 +17,10 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType, GGUFWriter
 
 from gguf_writer import Blocks, q4_k, q5_k, q6_k, write_gguf
+from manylora.engine.model.spec import DecoderSpec, read_spec, resolve_model
+from manylora.engine.model.weights import base_digest, load_decoder, weight_files
+from manylora.engine.text.tokenizer import Tokenizer, read_eos_token_ids
+from manylora.errors import ConfigError
 from quantised_models import (
     TOKENS,
     WEIGHTS,
@@ -27,10 +31,6 @@ from quantised_models import (
 )
 from step_driver import StepDriver
 from tiny_models import ALL_LINEAR, make_adapter, make_model
-from weft.engine.model.spec import DecoderSpec, read_spec, resolve_model
-from weft.engine.model.weights import base_digest, load_decoder, weight_files
-from weft.engine.text.tokenizer import Tokenizer, read_eos_token_ids
-from weft.errors import ConfigError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 SMALL: dict[str, tuple[dict[str, Type], int | None]] = {
@@ -185,7 +185,7 @@ def test_the_tokenizer_is_read_from_the_file(models: dict[str, Path], tmp_path: 
 
 
 def test_a_real_tokenizer_is_read_from_the_file(tmp_path: Path) -> None:
-    demo = Path(__file__).parents[4] / "weft" / "demo" / "weft-demo"
+    demo = Path(__file__).parents[4] / "manylora" / "demo" / "manylora-demo"
     write_gguf(demo, tmp_path / "demo.gguf", {"": Type.F16})
     found, given = Tokenizer(resolve_model(str(tmp_path / "demo.gguf"))), Tokenizer(demo)
     for text in ("Where is the nearest lighthouse?", "It's 12,500 euros -- isn't it?\n", "  indented\tcode"):

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from integer_writers import three_half as written_by_hand
+from manylora.engine.model.formats import dequantised
+from manylora.engine.model.formats.stored import StoredLinear, pack, unpack
+from manylora.engine.model.formats.three_half import LEVELS, encoded
+from manylora.engine.model.formats.three_half import pack as pack_levels
+from manylora.engine.model.formats.three_half import unpack as unpack_levels
+from manylora.engine.model.quantisation import Quantisation
 from quantised_models import words
-from weft.engine.model.formats import dequantised
-from weft.engine.model.formats.stored import StoredLinear, pack, unpack
-from weft.engine.model.formats.three_half import LEVELS, encoded
-from weft.engine.model.formats.three_half import pack as pack_levels
-from weft.engine.model.formats.three_half import unpack as unpack_levels
-from weft.engine.model.quantisation import Quantisation
 
 Q35 = Quantisation(layout="q3.5", bits=4)
 

@@ -10,6 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from manylora.engine.model.linear import Linear, make_linear
+from manylora.engine.model.spec import read_spec
+from manylora.engine.model.weights import load_decoder
+from manylora.kernels.quantised import Int8Weight
+from manylora.kernels.weight_format import WeightFormat
 from quantised_cases import CASES
 from quantised_models import (
     TOKENS,
@@ -22,11 +27,6 @@ from quantised_models import (
 )
 from step_driver import StepDriver
 from tiny_models import ALL_LINEAR, make_adapter, make_model
-from weft.engine.model.linear import Linear, make_linear
-from weft.engine.model.spec import read_spec
-from weft.engine.model.weights import load_decoder
-from weft.kernels.quantised import Int8Weight
-from weft.kernels.weight_format import WeightFormat
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 FIRST_OF_METHOD = {case.config["quant_method"]: name for name, case in reversed(CASES.items())}.values()
@@ -111,7 +111,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[torch.Tensor | I
         found.append(weight)
         return make_linear(weight, bias, weights)
 
-    monkeypatch.setattr("weft.engine.model.weights.make_linear", note)
+    monkeypatch.setattr("manylora.engine.model.weights.make_linear", note)
     load_decoder(folder, read_spec(folder), torch.bfloat16, torch.device("cpu"), weights="int8")
     return found
 

@@ -1,4 +1,4 @@
-"""The formats' own tools agree: what they wrote is read, and they read what the tests' writers write as Weft does."""
+"""The formats' own tools agree: what they wrote is read, and they read what the tests' writers write."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
 
 from gguf_writer import q4_k, q5_k, q6_k, write_gguf
+from manylora.engine.model.formats import FORMATS, dequantised
+from manylora.engine.model.formats.stored import StoredLinear
+from manylora.engine.model.quantisation import read_quantisation
+from manylora.engine.model.spec import resolve_model
 from quantised_cases import BNB, CASES
 from quantised_models import TOKENS, WEIGHTS, Tensors, make_quantised
 from step_driver import StepDriver
 from tiny_models import make_model, reference_logits
-from weft.engine.model.formats import FORMATS, dequantised
-from weft.engine.model.formats.stored import StoredLinear
-from weft.engine.model.quantisation import read_quantisation
-from weft.engine.model.spec import resolve_model
 
 BY_BITSANDBYTES = Path(__file__).parent / "bitsandbytes-0.50.2.safetensors"
 """A weight [64, 48] as `bitsandbytes.functional` quantised and dequantised it; names begin with the kind."""

@@ -1,0 +1,36 @@
+"""Manylora serves many LoRA adapters over one base model that stays on the device.
+
+The parts stand at the top of the repository and are imported from here: `manylora.engine`, `manylora.adapters` and so
+on. `manylora.LLM` is the in-process engine, `manylora.Client` the client of a server's own API. Each is loaded on first
+use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from manylora.errors import ClientError
+
+if TYPE_CHECKING:
+    from manylora.client import Client as Client
+    from manylora.engine.llm import LLM as LLM
+    from manylora.engine.sampling_params import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "Client", "ClientError", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - the module protocol (PEP 562)
+    if name == "LLM":
+        from manylora.engine.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from manylora.engine.sampling_params import SamplingParams
+
+        return SamplingParams
+    if name == "Client":
+        from manylora.client import Client
+
+        return Client
+    raise AttributeError(f"module 'manylora' has no attribute {name!r}")

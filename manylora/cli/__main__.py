@@ -1,0 +1,5 @@
+"""`python -m manylora.cli`."""
+
+from manylora.cli import main
+
+main()

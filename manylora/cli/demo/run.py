@@ -1,0 +1,163 @@
+"""The course of `manylora demo`: start a server, play the round, show it, send traffic, serve on. Prints all of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import signal
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from manylora import demo
+from manylora.cli.demo import FOLDER
+from manylora.cli.demo.round import ADAPTERS, BASE_NAME, Round, holds_everybody, play
+from manylora.cli.demo.traffic import DURATION_S, KEY_NAME, MAX_AT_ONCE, plan, replay, usage_differences
+from manylora.client import Client
+from manylora.errors import ManyloraError
+from manylora.server.server_process import server_process
+
+SNIPPET_QUESTION = "How much is the scarf?"
+SERVE_OPTIONS = (
+    *("--model", str(demo.MODEL), "--served-model-name", BASE_NAME, "--dtype", "float32", "--memory-gib", "0.25"),
+    *("--set", "memory.host_gib=0.25", "--set", "model.threads=1"),  # the model is too small to share among threads
+    *("--auth", "on"),  # whatever the environment says: it is the keys that tell tenants and traffic apart
+)
+
+
+def run_demo(*, once: bool, with_traffic: bool, port: int | None, data_dir: Path) -> int:
+    """Start, ask, show, and unless `once` send traffic and serve on; returns the exit status.
+
+    Raises:
+        ManyloraError: Something did not work; the message says what to do.
+    """
+    started = time.monotonic()
+    console = Console(highlight=False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job starts with it ignored
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, signal.default_int_handler)
+    try:
+        with server_process(port, data_dir, SERVE_OPTIONS) as server:
+            with console.status("Starting the server with the demo model ..."):
+                server.wait_ready()
+            with console.status("Uploading five adapters and asking all at once ..."):
+                shown = play(server.url, server.admin_key())
+            show_answers(console, shown, time.monotonic() - started)
+            if not once:
+                show_how_to_go_on(console, shown, server.url, server.admin_key(), data_dir)
+                if with_traffic:
+                    send_traffic(console, server.url, server.admin_key(), data_dir)
+                status = server.wait()
+                raise ManyloraError(f"The server ended by itself with status {status}; see {data_dir / 'serve.log'}.")
+    except KeyboardInterrupt:
+        console.print("Stopped; running requests were finished.")
+        return 0
+    return 0 if all(answer.is_expected for answer in shown.answers) else 1
+
+
+def show_answers(console: Console, shown: Round, seconds: float) -> None:
+    """The answers side by side, and which step made them."""
+    table = Table(title=f'"{shown.question}"', title_justify="left", show_lines=True)
+    for column in ("model", "tenant", "adapter", "answer"):
+        table.add_column(column, overflow="fold")
+    for answer in shown.answers:
+        text = Text(answer.text, style="bold" if answer.model == BASE_NAME else "")
+        table.add_row(answer.model, answer.tenant, answer.detail or "none: the base", text)
+    console.print(table)
+    console.print(describe_step(shown.shared, len(shown.answers)), soft_wrap=True)
+    wrong = [answer.model for answer in shown.answers if not answer.is_expected]
+    if wrong:
+        console.print(f"Not the recorded reference answer: {', '.join(wrong)}.", style="red", soft_wrap=True)
+    console.print(f"{seconds:.1f} s from start to answers.")
+
+
+def describe_step(shared: Mapping[str, Any] | None, speakers: int) -> str:
+    """One sentence on the batch behind the answers."""
+    if shared is None:
+        return "The engine reported no step of this round."
+    sentence = (
+        f"Step {shared['step']} computed {shared['requests']} requests in one batch: {shared['adapters']} different "
+        f"adapters and {shared['base_requests']} of the base."
+    )
+    if holds_everybody(shared):
+        return sentence
+    return f"{sentence} That is the fullest of {shared['steps']} steps; all {speakers} were never at work at once."
+
+
+def show_how_to_go_on(console: Console, shown: Round, url: str, admin_key: str, data_dir: Path) -> None:
+    """Addresses, keys and snippets that can be pasted."""
+    console.print()
+    console.print(f"Serving on {url}; data and log in {data_dir.resolve()}. Ctrl-C ends it.", soft_wrap=True)
+    with Client(url, admin_key) as client:
+        link = client.request("POST", "/v1/session/links")["link"]  # signs its first visitor in as admin
+    console.print(f"Dashboard (opens once, within 10 minutes): {url}/?range=1h#link={link}", soft_wrap=True)
+    again = f"manylora dashboard --url {url} --data-dir {shlex.quote(str(data_dir))}"
+    console.print(f"Another link to it: {again}", soft_wrap=True)
+    for tenant, key in shown.keys.items():
+        models = ", ".join(answer.model for answer in shown.answers if answer.tenant == tenant)
+        console.print(f"Key of {tenant}: {key}   ({models})", soft_wrap=True)
+    console.print(f"Admin key: {admin_key}", soft_wrap=True)
+    console.print("\nWith curl:\n")
+    console.print(Text(curl_line(url, shown.keys[ADAPTERS["pirate"]], "pirate")), soft_wrap=True)
+    console.print("\nWith openai-python:\n")
+    console.print(Text(openai_snippet(url, shown.keys[ADAPTERS["french"]], "french")), soft_wrap=True)
+    console.print()
+
+
+def send_traffic(console: Console, url: str, admin_key: str, data_dir: Path) -> None:
+    """Replay the traffic, and show how it ended and whether its usage agrees with what its clients were told.
+
+    If it cannot go on, this is said, and the server is left to its user.
+    """
+    folder = "" if data_dir == FOLDER else f" --data-dir {shlex.quote(str(data_dir))}"
+    console.print(
+        f"Demo traffic now runs for {DURATION_S:.0f} s, to fill the charts: {len(plan())} requests, at most "
+        f'{MAX_AT_ONCE} at once, by a key of each tenant named "{KEY_NAME}". Once the server has ended, '
+        f"`manylora demo --reset{folder}` removes it.",
+        soft_wrap=True,
+    )
+    try:
+        traffic = asyncio.run(replay(url, admin_key))
+        differences = usage_differences(url, admin_key, traffic)
+    except ManyloraError as error:
+        console.print(f"The demo traffic ended early: {error.message}", style="red", soft_wrap=True)
+        return
+    ends = ", ".join(f"{number} {end}" for end, number in Counter(told.end for told in traffic.told).most_common())
+    console.print(f"Demo traffic is done: {len(traffic.told)} requests ({ends}).", soft_wrap=True)
+    for difference in differences:
+        console.print(f"Its usage does not agree: {difference}.", style="red", soft_wrap=True)
+    if not differences:
+        console.print("Its usage agrees to the token: API, CSV, events, and what its answers said.", soft_wrap=True)
+
+
+def curl_line(url: str, key: str, model: str) -> str:
+    """A request as one line for a POSIX shell."""
+    messages = [{"role": "user", "content": SNIPPET_QUESTION}]
+    body = json.dumps({"model": model, "messages": messages, "max_tokens": 64, "temperature": 0})
+    return (
+        f"curl -s {url}/v1/chat/completions -H 'Authorization: Bearer {key}' "
+        f"-H 'Content-Type: application/json' -d '{body}'"
+    )
+
+
+def openai_snippet(url: str, key: str, model: str) -> str:
+    """The same with the openai package."""
+    return f"""\
+from openai import OpenAI
+
+client = OpenAI(base_url="{url}/v1", api_key="{key}")
+answer = client.chat.completions.create(
+    model="{model}",
+    messages=[{{"role": "user", "content": "{SNIPPET_QUESTION}"}}],
+    max_tokens=64,
+    temperature=0,
+)
+print(answer.choices[0].message.content)"""

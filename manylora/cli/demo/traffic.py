@@ -1,0 +1,272 @@
+"""A minute of marked traffic through the demo's server, which fills the charts of the dashboard; and its check.
+
+Real requests, drawn from a seed: each time the same, at the same moments. They are sent with keys of their own, by
+which their usage is told apart and can be removed. Afterwards the ledger must say of them, to the token, what their
+clients were told. Knows nothing of how the server was started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import json
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+
+from manylora import demo
+from manylora.cli.demo.round import BASE_NAME, TENANTS
+from manylora.client import Client
+from manylora.errors import ManyloraError
+
+KEY_NAME = "demo traffic"
+"""Name of the keys of the traffic, one per tenant."""
+DURATION_S = 60.0
+MAX_AT_ONCE = 6
+LEFT = "left early"
+"""`end` of a request whose client closed the connection early."""
+
+FIGURES = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+WAIT_S = 10.0
+"""Longest wait for the usage events of clients that left: the server may notice a closed connection late."""
+POLL_S = 0.2
+
+_SEED = 0
+_RHYTHM = (2, 3, 5, 3, 0, 0, 1, 4, 8, 6, 2, 1)
+"""Requests in each second, repeated. Most of them come at the beginning of their second."""
+_SPEAKERS = {
+    ("pirate", "harbour"): 9,
+    (BASE_NAME, "harbour"): 5,
+    ("french", "atelier"): 5,
+    (BASE_NAME, "atelier"): 3,
+    ("shout", "harbour"): 3,
+    ("json", "harbour"): 2,
+    ("haiku", "atelier"): 2,
+}
+"""Model and tenant, by weight."""
+_MANNERS = {"question": 12, "talk": 6, "cut": 2, "text": 3, "leave": 1}
+"""Ways to ask, by weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A request that will be sent."""
+
+    at_s: float
+    """Seconds after the start."""
+    tenant: str
+    path: str
+    body: Mapping[str, Any]
+    leaves_after: int | None = None
+    """The client closes the connection after so many completion tokens; None reads to the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What the server told the client of one request."""
+
+    request_id: str
+    end: str
+    """A finish reason, `LEFT`, or the code of an error."""
+    is_whole: bool
+    """Whether the client read the answer to its end."""
+    tokens: Mapping[str, int]
+    """Prompt, cached and completion tokens, as the last usage block that the client read has them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """The keys of the traffic, and what its clients were told."""
+
+    since: datetime
+    """A time before the first request."""
+    key_ids: tuple[str, ...]
+    told: list[Told] = field(default_factory=list)
+
+
+def plan(duration_s: float = DURATION_S) -> list[Planned]:
+    """The requests of the first `duration_s` seconds, in order."""
+    rng = random.Random(_SEED)  # noqa: S311 - the same traffic each time
+    asked, recorded = (json.loads(path.read_text(encoding="utf-8")) for path in (demo.QUESTIONS, demo.EXPECTED))
+    planned = []
+    for second in range(math.ceil(duration_s)):
+        moments = sorted(second + rng.random() ** 3 for _ in range(_RHYTHM[second % len(_RHYTHM)]))
+        planned += [_draw(rng, moment, asked, recorded["questions"]) for moment in moments]
+    return [each for each in planned if each.at_s < duration_s]
+
+
+async def replay(url: str, admin_key: str, duration_s: float = DURATION_S) -> Traffic:
+    """Send the plan's requests when they are due, at most `MAX_AT_ONCE` at a time, until all have ended.
+
+    Args:
+        url: A server where `play` was, without /v1.
+        admin_key: Its admin key.
+        duration_s: Seconds of the plan.
+
+    Raises:
+        ManyloraError: The server refused the keys, or does not answer any more.
+    """
+    with Client(url, admin_key) as client:
+        keys = {tenant: _key(client, tenant) for tenant in TENANTS}
+    traffic = Traffic(since=datetime.now(UTC), key_ids=tuple(key["id"] for key in keys.values()))
+    places, loop = asyncio.Semaphore(MAX_AT_ONCE), asyncio.get_running_loop()
+    started = loop.time()
+
+    async def send(http: httpx.AsyncClient, number: int, planned: Planned) -> None:
+        async with places:
+            traffic.told.append(await _send(http, keys[planned.tenant]["key"], f"demo-{number:04}", planned))
+
+    lost: ExceptionGroup[httpx.TransportError] | None = None
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http, asyncio.TaskGroup() as clients:
+            for number, planned in enumerate(plan(duration_s), 1):
+                await asyncio.sleep(max(started + planned.at_s - loop.time(), 0))
+                clients.create_task(send(http, number, planned))
+    except* httpx.TransportError as errors:
+        lost = errors
+    if lost is not None:
+        raise ManyloraError(f"The server does not answer any more ({lost.exceptions[0]}).") from lost
+    return traffic
+
+
+def _key(client: Client, tenant: str) -> dict[str, Any]:
+    """The tenant's key for traffic, created or rotated: the secret of an earlier run is not known any more."""
+    for key in client.list_keys(tenant):
+        if key["name"] == KEY_NAME:
+            return client.rotate_key(key["id"])
+    return client.create_key(tenant, name=KEY_NAME, scopes=["infer"])
+
+
+def _draw(rng: random.Random, at_s: float, asked: Mapping[str, Any], recorded: Sequence[Mapping[str, Any]]) -> Planned:
+    (model, tenant), manner = _pick(rng, _SPEAKERS), _pick(rng, _MANNERS)
+    question = rng.choice(asked["questions"])
+    body: dict[str, Any] = {"model": model, "temperature": rng.choice((0, 0, 0.7)), "seed": rng.randrange(1 << 31)}
+    body["messages"] = [{"role": "user", "content": question}]
+    path, leaves_after = "/v1/chat/completions", None
+    if manner == "question":
+        body["max_tokens"] = 96
+    elif manner == "talk":
+        body.update(messages=_talk(rng, model, asked["system_prompts"], recorded), max_tokens=64)
+    elif manner == "cut":
+        body["max_tokens"] = rng.randint(3, 8)
+    elif manner == "text":
+        del body["messages"]
+        path = "/v1/completions"
+        body.update(prompt=question, max_tokens=rng.randint(40, 160), ignore_eos=True)
+    else:
+        body.update(max_tokens=400, ignore_eos=True)
+        leaves_after = rng.randint(5, 60)
+    if leaves_after is not None or rng.random() < 0.6:
+        options = {"include_usage": True, "continuous_usage_stats": leaves_after is not None}
+        body.update(stream=True, stream_options=options)
+    return Planned(at_s=at_s, tenant=tenant, path=path, body=body, leaves_after=leaves_after)
+
+
+def _pick(rng: random.Random, weighted: Mapping[Any, int]) -> Any:  # noqa: ANN401 - whatever was weighted
+    return rng.choices(list(weighted), list(weighted.values()))[0]
+
+
+def _talk(
+    rng: random.Random, model: str, system_prompts: Mapping[str, str], recorded: Sequence[Mapping[str, Any]]
+) -> list[dict[str, str]]:
+    """A part of one of two conversations; its earlier turns are in the prefix cache when it comes again."""
+    style = "base" if model == BASE_NAME else model
+    told = recorded[:: rng.choice((1, -1))][: rng.randint(3, 6)]
+    messages = [{"role": "system", "content": system_prompts.get(style, "You are a helpful assistant.")}]
+    for exchange in told:
+        messages.append({"role": "user", "content": exchange["question"]})
+        messages.append({"role": "assistant", "content": exchange["answers"][style]})
+    return messages[:-1]
+
+
+async def _send(http: httpx.AsyncClient, key: str, request_id: str, planned: Planned) -> Told:
+    headers = {"Authorization": f"Bearer {key}", "x-request-id": request_id}
+    usage: dict[str, Any] = {}
+    end, is_whole = "cut off", False
+    async with http.stream("POST", planned.path, headers=headers, json=planned.body) as answer:
+        async for line in answer.aiter_lines():  # of a stream, or the body, which is one line
+            data = line.removeprefix("data: ")
+            if not data.startswith("{"):
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                end, is_whole = str(event["error"]["code"]), False
+                break
+            usage = event.get("usage") or usage
+            if reason := next((choice["finish_reason"] for choice in event["choices"]), None):
+                end, is_whole = reason, True
+            elif not is_whole and usage.get("completion_tokens", 0) >= (planned.leaves_after or math.inf):
+                end = LEFT
+                break
+    usage = {**usage, **usage.get("prompt_tokens_details", {})}
+    tokens = {figure: usage.get(figure, 0) for figure in FIGURES[1:]}
+    return Told(request_id=request_id, end=end, is_whole=is_whole, tokens=tokens)
+
+
+def usage_differences(url: str, admin_key: str, traffic: Traffic, wait_s: float = WAIT_S) -> list[str]:
+    """Compare the usage of the traffic's keys: totals, CSV, events, and what the clients were told.
+
+    Each answer that was read to its end must have one event, with exactly the tokens that it told; each whose client
+    left early one event, of at least the tokens that were read. Events of requests that were refused or failed, if
+    there are any, are in the totals.
+
+    Args:
+        url: The server that the traffic was sent to, without /v1.
+        admin_key: Its admin key.
+        traffic: What was sent.
+        wait_s: Longest wait for the event of each request.
+
+    Returns:
+        One sentence for each difference; none if all agree.
+
+    Raises:
+        ManyloraError: The server refused a question, or does not answer.
+    """
+    asked: dict[str, Any] = {"key": [*traffic.key_ids], "start": traffic.since.isoformat()}
+    billed = [told for told in traffic.told if told.is_whole or told.end == LEFT]
+    with Client(url, admin_key) as client:
+        events = _events(client, asked, {told.request_id for told in billed}, wait_s)
+        totals = _sum([client.usage(**asked)["totals"]])
+        table = csv.DictReader(io.StringIO("".join(client.usage_csv(**asked, group_by="tenant,adapter,status"))))
+        from_csv = _sum(list(table))
+    by_id = {event["request_id"]: event for event in events}
+    of_events = _sum([{**event, "requests": 1} for event in events])
+    differences = [
+        f"{name}: {found}, but the API's totals: {totals}"
+        for name, found in (("sum of the CSV", from_csv), ("sum of the events", of_events))
+        if found != totals
+    ]
+    if len(by_id) != len(events):
+        differences.append(f"{len(events)} events for {len(by_id)} requests")
+    return differences + [each for told in billed for each in _differences(told, by_id.get(told.request_id))]
+
+
+def _events(client: Client, asked: Mapping[str, Any], awaited: set[str], wait_s: float) -> list[dict[str, Any]]:
+    """The usage events, once those of the requests `awaited` are there or the time is over."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        events: list[dict[str, Any]] = client.usage(events=True, **asked)["data"]
+        if awaited <= {event["request_id"] for event in events} or time.monotonic() > deadline:
+            return events
+        time.sleep(POLL_S)
+
+
+def _sum(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    return {figure: sum(int(row[figure]) for row in rows) for figure in FIGURES}
+
+
+def _differences(told: Told, event: Mapping[str, Any] | None) -> list[str]:
+    if event is None:
+        return [f"{told.request_id} has no event"]
+    billed = {figure: event[figure] for figure in FIGURES[1:]}
+    agrees = billed == told.tokens if told.is_whole else all(billed[name] >= told.tokens[name] for name in billed)
+    if told.is_whole and event["status"] != told.end:
+        return [f"{told.request_id} is recorded as {event['status']}, but ended with {told.end}"]
+    return [] if agrees else [f"{told.request_id} is billed {billed}, but its client was told {dict(told.tokens)}"]

@@ -1,0 +1,102 @@
+"""What commands share: options, the client of a server, and errors in the words of the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from manylora.errors import AdapterError, ClientError, ConfigError, ManyloraError
+
+if TYPE_CHECKING:
+    from manylora.client import Client
+
+URL = Annotated[
+    str | None,
+    typer.Option("--url", envvar="MANYLORA_URL", help="Address of the server. [default: http://127.0.0.1:8000]"),
+]
+KEY = Annotated[str | None, typer.Option("--key", envvar="MANYLORA_KEY", help="API key.")]
+SERVER = Annotated[str | None, typer.Option("--server", help="Behind a gateway: the replica whose engine is shown.")]
+JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+LIMIT = Annotated[
+    list[str] | None,
+    typer.Option("--limit", metavar="NAME=NUMBER", help="A limit, as requests_per_minute=60; repeat for more."),
+]
+TENANT = Annotated[str | None, typer.Option("--tenant", help="With the admin key: the tenant to act for.")]
+FILES = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
+"""File of an adapter by the first part of the code of a finding."""
+FAILURE, BAD_INPUT = 1, 2
+"""Exit statuses."""
+INPUT_STATUSES = frozenset({400, 413, 422})
+NO_ANSWER = frozenset({"unreachable", "untrusted_certificate", "upload.interrupted", "not_manylora"})
+WORDS = {
+    "url=": "--url",
+    "key=": "--key",
+    "?tenant=": "--tenant ",
+    "group_by": "--by",
+    "activate=false": "--no-activate",
+    "Push again": "Run the command again",
+}
+"""Words of the API and its client, and what the command line calls them."""
+FILTERS = frozenset({"start", "end", "bucket", "tz", "top", "status", "adapter"})
+"""Fields of the API that are options of the same name."""
+
+
+def connect(url: str | None, key: str | None, tenant: str | None = None) -> Client:
+    """The client of a server."""
+    from manylora.client import Client
+
+    return Client(url, key, tenant)
+
+
+def fail(message: str, status: int = BAD_INPUT) -> NoReturn:
+    """Print the reason on stderr and exit."""
+    typer.echo(f"manylora: {message}", err=True)
+    raise typer.Exit(status)
+
+
+def fail_with(error: ManyloraError, as_json: bool = False) -> NoReturn:
+    """Print an error in the words of the command line and exit; `as_json` prints an adapter's findings as JSON, too."""
+    if not isinstance(error, ClientError):
+        fail(error.message, BAD_INPUT if isinstance(error, AdapterError | ConfigError) else FAILURE)
+    if error.findings:
+        refuse("the adapter", error.findings, as_json)
+    reason = f"{error.message} ({error.code})" if error.status else error.message
+    for word, own in WORDS.items():
+        reason, error.hint = reason.replace(word, own), error.hint.replace(word, own)
+    if error.param in FILTERS:
+        reason = reason.replace(error.param, f"--{error.param}", 1)
+    is_input = error.code not in NO_ANSWER if error.status is None else error.status in INPUT_STATUSES
+    fail(f"{reason} {error.hint}".rstrip(), BAD_INPUT if is_input else FAILURE)
+
+
+def refuse(
+    adapter: str, findings: Sequence[Mapping[str, Any]], as_json: bool, files: Mapping[str, str] = FILES
+) -> NoReturn:
+    """Print all that is wrong with an adapter, on stderr as a numbered list, and exit with 2."""
+    first = findings[0]
+    if as_json:
+        message = f"{first['message']} {first['hint']}"
+        typer.echo(json.dumps({"valid": False, "code": first["code"], "message": message, "findings": findings}))
+    lines = [f"{adapter} cannot be served:"]
+    for number, finding in enumerate(findings, 1):
+        file = files.get(finding["code"].partition(".")[0], "")
+        where = "" if not file or finding["message"].startswith(file) else f"{file}: "
+        lines.append(f"{number:3}. {where}{finding['message']} ({finding['code']})")
+        lines.append(f"     Hint: {finding['hint']}")
+    fail("\n".join(lines))
+
+
+def limits_of(words: Sequence[str]) -> dict[str, int | None]:
+    """Read limits given as `name=value`; `none` removes a limit. Other words end the command."""
+    limits: dict[str, int | None] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name or not equals:
+            fail(f"a limit is written NAME=NUMBER or NAME=none, as requests_per_minute=60; got {word!r}.")
+        if value != "none" and not (value.isascii() and value.isdigit()):
+            fail(f"the limit {name} must be a whole number, 0 or more, or none for no limit; got {value!r}.")
+        limits[name] = None if value == "none" else int(value)
+    return limits

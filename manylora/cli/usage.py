@@ -1,0 +1,81 @@
+"""`manylora usage`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Annotated, Any
+from zoneinfo import ZoneInfo
+
+import typer
+
+from manylora.cli.options import JSON, KEY, TENANT, URL, connect
+from manylora.cli.table import show
+
+SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+NAMELESS = {"tenant": "(admin)", "adapter": "(base)"}
+EVENT = ("at", "tenant", "adapter", "version", "status", *SUMS[1:], "duration_s", "key", "request_id")
+
+By = Annotated[str, typer.Option(help="Columns to sum up by: tenant, adapter, version, key, status; with commas.")]
+Start = Annotated[
+    str | None, typer.Option(help="First time, as 2026-11-01 or 2026-11-01T08:00Z. [default: 30 days ago]")
+]
+Zone = Annotated[str | None, typer.Option(help="Time zone of days and of times without offset, as Europe/Berlin.")]
+Top = Annotated[int | None, typer.Option(help="Only so many groups, the largest; all others are one row per bucket.")]
+Adapters = Annotated[list[str] | None, typer.Option(help="Only this adapter, '' for the base; repeat for more.")]
+
+
+def usage(  # noqa: PLR0913 - one parameter per option
+    by: By = "tenant,adapter",
+    bucket: Annotated[str | None, typer.Option(help="A row for each minute, hour or day: 1m, 1h or 1d.")] = None,
+    start: Start = None,
+    end: Annotated[str | None, typer.Option(help="Time after the last, of the same form. [default: now]")] = None,
+    tz: Zone = None,
+    top: Top = None,
+    adapter: Adapters = None,
+    status: Annotated[
+        list[str] | None,
+        typer.Option(help="Only requests that ended so: stop, length, aborted, error or interrupted; repeat for more."),
+    ] = None,
+    events: Annotated[
+        bool,
+        typer.Option("--events", help="List single requests instead of sums; without --by, --bucket, --tz and --top."),
+    ] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
+    tenant: TENANT = None,
+    url: URL = None,
+    key: KEY = None,
+    as_json: JSON = False,
+) -> None:
+    """Sum up requests and tokens by tenant, adapter and other columns."""
+    client = connect(url, key, tenant)
+    filters: dict[str, Any] = {"events": events, "start": start, "end": end, "adapter": adapter, "status": status}
+    if not events:
+        filters |= {"group_by": by, "bucket": bucket, "tz": tz, "top": top}
+    if as_csv:
+        for page in client.usage_csv(**filters):
+            typer.echo(page, nl=False)
+        return
+    body = client.usage(**filters)
+    if events:
+        show(body, as_json, EVENT)
+        return
+    groups = [name for name in ("tenant", "adapter", "version", "key", "status") if name in by.split(",")]
+    if not as_json:
+        body["data"] = [_readable(row, groups, tz) for row in body["data"]]
+    sums = [*SUMS, *(("cost",) if "currency" in body else ())]
+    show(body, as_json, [*(("start",) if bucket else ()), *groups, *(("other",) if top else ()), *sums])
+    if not as_json:
+        totals = "  ".join(f"{name} {body['totals'][name]}" for name in sums)
+        typer.echo(f"total {totals} {body.get('currency', '')}".rstrip())
+
+
+def _readable(row: dict[str, Any], groups: Sequence[str], tz: str | None) -> dict[str, Any]:
+    """A row with a word where there is no name, and its start by the clocks of the zone that was asked for."""
+    words: dict[str, str] = dict.fromkeys(groups, "(other)") if row.get("other") else NAMELESS
+    for name in groups:
+        if name in words and row.get(name) is None:
+            row[name] = words[name]
+    if tz:
+        row["start"] = datetime.fromisoformat(row["start"]).astimezone(ZoneInfo(tz)).isoformat(timespec="minutes")
+    return row

@@ -1,5 +1,0 @@
-"""`python -m weft.cli`."""
-
-from weft.cli import main
-
-main()

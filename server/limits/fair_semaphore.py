@@ -44,11 +44,16 @@ class FairSemaphore:
     Args:
         places: Most holders at the same time.
         clock: Monotonic seconds.
+        spare: Places beyond these, for tenants that hold less than their share while others hold more than theirs:
+            a newcomer need not wait until a long hold ends. Those who hold more get none until there are fewer again.
     """
 
-    def __init__(self, places: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, places: int, clock: Callable[[], float] = time.monotonic, *, spare: int = 0) -> None:
         self._clock = clock
+        self._places = places
+        self._spare = spare
         self._free = places
+        """Below 0 while spare places are held."""
         self._tenants: dict[str, _Served] = {}
         self._virtual = 0.0
         """Counter of the tenant that was let in last: where one that was idle begins."""
@@ -90,8 +95,16 @@ class FairSemaphore:
         served.weight = weight
         return served
 
+    def _next(self) -> list[_Served]:
+        """The waiting tenants that may have a place now."""
+        waiting = [served for served in self._tenants.values() if served.waiting]
+        if self._free > 0 or not waiting or self._free <= -self._spare:
+            return waiting if self._free > 0 else []
+        weights = sum(served.weight for served in self._tenants.values() if served.is_active)
+        return [served for served in waiting if served.held < max(1, self._places * served.weight / weights)]
+
     def _let_in(self) -> None:
-        while self._free and (waiting := [served for served in self._tenants.values() if served.waiting]):
+        while waiting := self._next():
             served = min(waiting, key=lambda each: each.counter)
             waiter = served.waiting.popleft()
             if waiter.cancelled():

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.anyio
 class Holders:
     """Tenants that hold places for as long as they are told, by a clock that only this moves."""
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, places: int, spare: int = 0) -> None:
         self.now_s = 0.0
-        self.semaphore = FairSemaphore(places, lambda: self.now_s)
+        self.semaphore = FairSemaphore(places, lambda: self.now_s, spare=spare)
         self.order: list[str] = []
         """Tenants as they were let in."""
         self._ends: list[tuple[float, int, str, asyncio.Event]] = []
@@ -139,6 +139,21 @@ async def test_holds_too_short_for_the_clock_take_turns() -> None:
     assert first(holders.order, 10)["b"] >= 4
 
 
+async def test_newcomers_get_their_share_out_of_spare_places_and_nobody_more_than_that() -> None:
+    holders = Holders(6, spare=4)
+    await holders.come("flood", hold_s=100.0, count=50)
+    await holders.come("second", hold_s=10.0, count=50)
+    assert holders.holding() == {"flood": 6, "second": 3}
+    await holders.come("third", weight=2.0, hold_s=10.0, count=50)
+    assert holders.holding() == {"flood": 6, "second": 3, "third": 1}
+    for _ in range(40):
+        await holders.end_next()
+        assert holders.holding().total() <= 10
+    for name, share in (("flood", 1.5), ("second", 1.5), ("third", 3)):
+        assert abs(holders.holding()[name] - share) <= 1
+    await holders.end_all()
+
+
 async def test_one_that_leaves_takes_nobodys_place() -> None:
     semaphore, entered = FairSemaphore(1), list[str]()
 
@@ -197,7 +212,7 @@ async def test_backlogged_tenants_hold_places_in_proportion_to_their_weights(see
     random = Random(seed)
     holders = Holders(random.randint(1, 5))
     weights = {f"t{number}": random.choice([0.5, 1.0, 2.0, 4.0]) for number in range(4)}
-    served = Counter[str]()
+    served = dict.fromkeys(weights, 0.0)
     for name, weight in weights.items():
         for _ in range(150):
             await holders.come(name, weight, random.uniform(0.1, 3.0))

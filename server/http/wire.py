@@ -7,13 +7,15 @@ routes.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from manylora.errors import InvalidRequestError, ManyloraError, PayloadTooLargeError, TimeoutExceededError
 from manylora.server.errors import error_response
-from manylora.server.http.connection_room import ConnectionRoom
+
+if TYPE_CHECKING:
+    from manylora.server.http.connection_room import ConnectionRoom
 
 MAX_HEAD_BYTES = 16 * 1024
 """Most bytes of a request line with its headers; trailers count too."""

@@ -56,7 +56,7 @@ async def admit(
 ) -> None:
     """Count one request of the caller, if there is room for it and for `tokens`; raises like `Admitted`."""
     shares = await shares_of(services, caller)
-    await services.accounts.secure(shares, requests=1, tokens=tokens)
+    await services.accounts.secure(shares, requests=1, tokens=max(tokens, 1))
     reservation.admit(shares, services.monotonic, on_refusal, tokens)
 
 
@@ -64,7 +64,7 @@ class Admitted(CallerDependency):
     """Dependency: a caller with the scope `infer`, within the limits.
 
     Args:
-        tokens: Least tokens of a request.
+        tokens: Least tokens of a request that are billed. Without any, it needs room in the minute all the same.
 
     Raises:
         RateLimitError: The tenant or the key has reached a limit.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from manylora.engine.grammar.json_schema import json_rule
 from manylora.engine.request import Grammar
 from manylora.engine.sampling_params import SamplingParams
 from manylora.engine.text.tokenizer import LONG, MAX_SWELLING
 from manylora.errors import ContextLengthError, InvalidRequestError
 from manylora.server.generation.chat_schemas import ChatBody, Message
-from manylora.server.generation.grammar import checked_grammar, json_rule
+from manylora.server.generation.grammar import Part, checked_grammar
 from manylora.server.generation.schemas import CompletionBody, GenerationBody
 from manylora.server.generation.vllm_fields import bad_word_tokens
 from manylora.server.services import Services
@@ -53,6 +55,7 @@ class AskedGrammar(NamedTuple):
     lark: str
     param: str
     """What it was made of."""
+    parts: list[Part]
 
 
 def prompts_and_params(body: CompletionBody | ChatBody, services: Services) -> tuple[Prompts, AskedGrammar | None]:
@@ -69,11 +72,11 @@ def prompts_and_params(body: CompletionBody | ChatBody, services: Services) -> t
     echoed = body.logprobs if body.echo else None
     params = _params(body, services, max_tokens=body.max_tokens, logprobs=body.logprobs, echoed_logprobs=echoed)
     prompts = [(_completion_prompt(given, body, services), params) for given in body.prompt]
-    return prompts, _asked_grammar(body.grammar_rule(), body.grammar_param)
+    return prompts, _asked_grammar(body.grammar_rule(), body.grammar_param, body.grammar_parts())
 
 
-def _asked_grammar(lark: str | None, param: str) -> AskedGrammar | None:
-    return None if lark is None else AskedGrammar(lark, param)
+def _asked_grammar(lark: str | None, param: str, parts: list[Part]) -> AskedGrammar | None:
+    return None if lark is None else AskedGrammar(lark, param, parts)
 
 
 def held_to(prompts: Prompts, asked: AskedGrammar, services: Services, tenant: str) -> Prompts:
@@ -83,7 +86,7 @@ def held_to(prompts: Prompts, asked: AskedGrammar, services: Services, tenant: s
         InvalidRequestError: It is no grammar, or too large.
         CapacityError: It could not be checked.
     """
-    grammar = checked_grammar(asked.lark, asked.param, services.tokenizer.folder, tenant)
+    grammar = checked_grammar(asked.lark, asked.param, services.tokenizer.folder, tenant, asked.parts)
     return [(replace(prompt, grammar=grammar), params) for prompt, params in prompts]
 
 
@@ -117,12 +120,13 @@ def _chat(body: ChatBody, services: Services) -> tuple[Prompts, AskedGrammar | N
     check_text(rendered, services, is_truncated=body.truncate_prompt_tokens is not None)
     token_ids = services.tokenizer.encode(rendered, add_special_tokens=body.add_special_tokens)
     prompt = _truncated(Prompt(token_ids=token_ids), body.truncate_prompt_tokens, body.token_limit or 1, services)
-    lark, param = body.grammar_rule(), body.grammar_param
+    lark, param, parts = body.grammar_rule(), body.grammar_param, body.grammar_parts()
     if answer is not None:
         begun = rendered if any(body.template_options.values()) else ""
         plan = plan_answer(answer, body.offered, begun, shows_reasoning=body.include_reasoning)
         prompt = replace(prompt, answer=plan)
-        lark, param = _held_answer(body, plan, lark, services), "tools" if plan.tools else param
+        lark, of_tools = _held_answer(body, plan, lark, services)
+        param, parts = "tools" if plan.tools else param, [*parts, *of_tools]
     room = services.ready.max_model_len - len(prompt.token_ids)
     limit = body.token_limit or max(room, 1)
     if body.may_fill_context:
@@ -130,7 +134,7 @@ def _chat(body: ChatBody, services: Services) -> tuple[Prompts, AskedGrammar | N
     _check_prompt(prompt, limit, services, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _params(body, services, max_tokens=limit, logprobs=logprobs)
-    return [(prompt, params)], _asked_grammar(lark, param)
+    return [(prompt, params)], _asked_grammar(lark, param, parts)
 
 
 def rendered_chat(body: ChatBody, services: Services) -> str:
@@ -159,8 +163,10 @@ def _answer_format(body: ChatBody, services: Services) -> AnswerFormat | None:
     return answer if answer and (body.shown_tools or answer.has_reasoning) else None
 
 
-def _held_answer(body: ChatBody, plan: AnswerPlan, lark: str | None, services: Services) -> str | None:
-    """The grammar of reasoning, then calls or an answer that `lark` allows; None where all is free.
+def _held_answer(
+    body: ChatBody, plan: AnswerPlan, lark: str | None, services: Services
+) -> tuple[str | None, Sequence[Part]]:
+    """The grammar of reasoning, then calls or an answer that `lark` allows, and the tools' schemas; None for free text.
 
     Raises:
         InvalidRequestError: A tool's parameters are no schema that answers can be held to.
@@ -176,13 +182,14 @@ def _held_answer(body: ChatBody, plan: AnswerPlan, lark: str | None, services: S
                 code="tools_not_supported_by_model",
                 param="tools",
             )
-        return None
+        return None, ()
     if body.has_own_grammar or (lark is None and not plan.tools):
-        return lark
+        return lark, ()
     writer = CallGrammar(format=plan.format, special_tokens=services.tokenizer.grammar_tokens, json_rule=json_rule)
-    return writer.lark(
+    whole = writer.lark(
         tools=plan.tools, choice=choice, is_parallel=body.parallel_tool_calls, thinks=plan.reader().thinks, answer=lark
     )
+    return whole, writer.schemas
 
 
 def as_tools(tools: list[Tool]) -> list[dict[str, Any]]:

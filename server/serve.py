@@ -36,6 +36,7 @@ from manylora.server.auth.callers import DEFAULT_TENANT
 from manylora.server.batches.worker import BatchWorker
 from manylora.server.drain import Drain
 from manylora.server.garbage import Sweeper
+from manylora.server.limits.database_turns import database_turns
 from manylora.server.limits.gate import Gate
 from manylora.server.limits.windows import Accounts
 from manylora.server.listen import (
@@ -156,6 +157,7 @@ async def open_services(
         grace_s=WITNESS_S if is_replica else 0.0,
     )
     stack.push_async_callback(registry.close)
+    registry.database.share(database_turns())
     blobs = await asyncio.to_thread(open_blob_store, config)
     engine = EngineClient(config, announce=announce)
     stack.push_async_callback(engine.close)

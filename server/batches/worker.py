@@ -22,7 +22,7 @@ from manylora.server.batches.results import ResultCommits, write_files
 from manylora.server.drain import first_of
 from manylora.server.limits.fair_semaphore import FairSemaphore
 from manylora.server.services import Services
-from manylora.server.threads import cancel_all
+from manylora.server.threads import Acting, acting, cancel_all
 
 log = structlog.get_logger("manylora.server")
 LOOK_S = 2.0
@@ -101,6 +101,7 @@ class BatchWorker:
 
     async def _run(self, runner: LineRunner) -> None:
         """Continue a batch from its current status."""
+        acting.set(Acting(runner.batch.tenant_id))
         try:
             await self._commits.settle()  # of a run before
             await self._go_through(runner)
@@ -116,6 +117,7 @@ class BatchWorker:
         runner.batch, runner.is_ending = found, self._is_over(found)
         with suppress(RequestError):  # which the lines will say
             await runner.caller()
+        acting.set(Acting(found.tenant_id, runner.weight))
         batch = await self._check(found, runner.weight) if found.status == "validating" else found
         if batch is None or batch.status not in OPEN:
             return

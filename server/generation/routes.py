@@ -26,8 +26,9 @@ from manylora.server.generation.response import GenerationResponse, PlannedGener
 from manylora.server.generation.schemas import CompletionBody, CompletionView, GenerationBody
 from manylora.server.generation.writer import ChunkWriter
 from manylora.server.grammar_check import turn_of
-from manylora.server.hop import SESSION_HEADER, hop_of
+from manylora.server.hop import SESSION_HEADER, hop_of, is_probe
 from manylora.server.http.bodies import Body, View
+from manylora.server.http.body import held_body
 from manylora.server.http.json_body import BodyT, json_bytes, parsed
 from manylora.server.http.openapi import takes
 from manylora.server.limits.gate import Admission
@@ -51,11 +52,16 @@ class GenerationRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The handler of a request. FastAPI reads the dependencies for the OpenAPI page only."""
 
-        async def handle(request: Request) -> GenerationResponse:
+        async def handle(request: Request) -> Response:
             services = services_of(request)
             caller = await admit_generation(request, request.query_params.get("tenant"))
+            if is_probe(request):
+                reservation_of(request).withdraw()
+                return Response(status_code=204)
             await services.arrivals.turn(caller.tenant_id or "")
-            return GenerationResponse(await self.endpoint(request, caller), services.drain)
+            planned = await self.endpoint(request, caller)
+            held_body(request).end()
+            return GenerationResponse(planned, services.drain)
 
         return handle
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from manylora.errors import InvalidRequestError, UnsupportedParameterError
 from manylora.server.http.bodies import Body
-from manylora.server.http.body import Pace, read_chunks
+from manylora.server.http.body import Pace, held_body, read_chunks
 from manylora.server.services import services_of
 
 MAX_DEPTH = 128
@@ -33,6 +33,7 @@ async def json_bytes(request: Request, limit: int, pace: Pace) -> bytes:
     """Read a body whose Content-Type is JSON.
 
     Raises:
+        RateLimitError, CapacityError: There is no room for it among the bodies in memory.
         InvalidRequestError: Content-Type is something else.
         PayloadTooLargeError: More than `limit` bytes.
         TimeoutExceededError: The client is too slow.
@@ -40,7 +41,8 @@ async def json_bytes(request: Request, limit: int, pace: Pace) -> bytes:
     media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise InvalidRequestError("The body must be JSON: send Content-Type application/json.", code="invalid_json")
-    return b"".join([chunk async for chunk in read_chunks(request, limit, pace)])
+    keep = held_body(request).keep
+    return b"".join([chunk async for chunk in read_chunks(request, limit, pace, keep=keep)])
 
 
 def parsed(model: type[BodyT], raw: bytes) -> BodyT:

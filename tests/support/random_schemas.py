@@ -31,7 +31,7 @@ from tool_models import family
 Schema = dict[str, Any]
 PATTERNS = ["^[a-z]{1,4}$", "^(ab|cd)+$", "[0-9]", "^x.?y$", r"^\d{3}-\d{2}$", r"^\w*$", "^$"]
 UNKNOWN_FORMATS = ["password", "byte", "binary", "path", "uri-reference", "regex", "no such format"]
-VALUES = [None, True, 0, -3, 2.5, "", "text", 'a "quoted" \\ one', "é", [], [1, "a"], {}, {"k": [None]}]
+VALUES: list[Any] = [None, True, 0, -3, 2.5, "", "text", 'a "quoted" \\ one', "é", [], [1, "a"], {}, {"k": [None]}]
 WIDE = [2**53 - 1, 2**53, 2**53 + 1, 10**16 + 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64 + 1, 10**19, 10**30 + 7, 1e19, 1e22]
 VALUES += [*WIDE, -(2**63), -0.0, 1.0, 1e-7, 0.1, {"k": [2**53 + 1]}, [[-(2**64) - 1]]]
 MAX_DEPTH = 4

@@ -11,7 +11,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Sequence
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,23 @@ RAW_WORDS = re.compile(r"NoExtension|verbose|lexe|llguidance|%json|start:|regex 
 """What no refusal may say."""
 
 
+def _exact(text: str) -> Decimal | float:
+    try:
+        return Decimal(text)
+    except InvalidOperation:  # an exponent of many digits
+        return float(text)
+
+
 class _Exact(json.JSONDecoder):
     """Reads fractions as they are written."""
 
     def __init__(self) -> None:
-        super().__init__(parse_float=Decimal)
+        super().__init__(parse_float=_exact)
 
 
 _TYPES = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
     "integer",
-    lambda _, value: not isinstance(value, bool) and isinstance(value, int | Decimal) and value % 1 == 0,
+    lambda _, value: type(value) is int or (isinstance(value, Decimal) and value == value.to_integral_value()),
 )
 _EXACTLY = jsonschema.validators.extend(jsonschema.Draft202012Validator, type_checker=_TYPES)
 

@@ -8,7 +8,7 @@ from typing import Any
 from manylora.engine.request import Grammar
 from manylora.engine.sampling_params import SamplingParams
 from manylora.errors import ContextLengthError, InvalidRequestError
-from manylora.server.generation.chat_schemas import ChatBody, Message
+from manylora.server.generation.chat_schemas import ChatBody, Message, ToolsBody
 from manylora.server.generation.grammar import checked_grammar, json_rule
 from manylora.server.generation.schemas import CompletionBody, GenerationBody
 from manylora.server.generation.vllm_fields import bad_word_tokens
@@ -44,16 +44,24 @@ Prompts = list[tuple[Prompt, SamplingParams]]
 """Each with how to continue it."""
 
 
-def prompts_and_params(body: CompletionBody | ChatBody, services: Services, tenant: str) -> Prompts:
+def prompts_and_params(
+    body: CompletionBody | ChatBody, services: Services, tenant: str, rendered: str | None = None
+) -> Prompts:
     """The prompts of a body of a tenant in order, each with how to continue it.
 
+    Args:
+        body: What is asked for.
+        services: The server's.
+        tenant: Who asks.
+        rendered: A chat as the model reads it.
+
     Raises:
-        InvalidRequestError: Too many prompts times candidates, an empty prompt, a token id beyond the vocabulary, a
-            sampling parameter out of range, or the chat template refuses the messages.
+        InvalidRequestError: Too many prompts times candidates, an empty prompt, a token id beyond the vocabulary, or a
+            sampling parameter out of range.
         ContextLengthError: A prompt and the requested tokens exceed the context.
     """
     if isinstance(body, ChatBody):
-        return [_chat(body, services, tenant)]
+        return [_chat(body, rendered or "", services, tenant)]
     _check_candidates(body, len(body.prompt), services)
     echoed = body.logprobs if body.echo else None
     params = _params(body, services, max_tokens=body.max_tokens, logprobs=body.logprobs, echoed_logprobs=echoed)
@@ -87,13 +95,9 @@ def _truncated(prompt: Prompt, wanted: int | None, num_output: int, services: Se
     return prompt if len(prompt.token_ids) <= num_kept else Prompt(token_ids=prompt.token_ids[-num_kept:])
 
 
-def _chat(body: ChatBody, services: Services, tenant: str) -> tuple[Prompt, SamplingParams]:
+def _chat(body: ChatBody, rendered: str, services: Services, tenant: str) -> tuple[Prompt, SamplingParams]:
     """Without a token limit the answer may fill the context."""
-    _check_candidates(body, 1, services)
-    for text in body.texts:
-        _check_text_length(text, services)
     answer = _answer_format(body, services)
-    rendered = rendered_chat(body, services)
     token_ids = services.tokenizer.encode(rendered, add_special_tokens=body.add_special_tokens)
     prompt = _truncated(Prompt(token_ids=token_ids), body.truncate_prompt_tokens, body.token_limit or 1, services)
     lark, param = body.grammar_rule(), body.grammar_param
@@ -112,10 +116,31 @@ def _chat(body: ChatBody, services: Services, tenant: str) -> tuple[Prompt, Samp
     return prompt, _params(body, services, max_tokens=limit, logprobs=logprobs)
 
 
-def rendered_chat(body: ChatBody, services: Services) -> str:
-    """A chat as the model reads it."""
-    turns, tools = [as_turn(message) for message in body.messages], as_tools(body.shown_tools)
-    return services.tokenizer.render_chat(turns, tools, body.template_kwargs, **body.template_options)
+async def rendered_chat(body: ChatBody, services: Services, tenant: str) -> str:
+    """A chat of a tenant as the model reads it.
+
+    Raises:
+        InvalidRequestError: Too many candidates, tools for a model whose calls are not known, or the chat template
+            refuses the messages.
+        ContextLengthError: A text is too long for the context.
+    """
+    _check_candidates(body, 1, services)
+    for text in body.texts:
+        _check_text_length(text, services)
+    _answer_format(body, services)
+    rendered = await services.chats.render(chat_job(body, body.messages), tenant)
+    _check_text_length(rendered, services)
+    return rendered
+
+
+def chat_job(body: ToolsBody, messages: list[Message]) -> dict[str, Any]:
+    """The arguments of `ChatTemplate.render` for the messages of a body."""
+    return {
+        "messages": [as_turn(message) for message in messages],
+        "tools": as_tools(body.shown_tools),
+        "template_kwargs": body.template_kwargs,
+        **body.template_options,
+    }
 
 
 def _answer_format(body: ChatBody, services: Services) -> AnswerFormat | None:

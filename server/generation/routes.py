@@ -21,7 +21,7 @@ from manylora.server.generation.chat_schemas import ChatBody, ChatView
 from manylora.server.generation.choices import Choice, Generation
 from manylora.server.generation.meter import Meter, Origin
 from manylora.server.generation.openai_format import ChatFormat, CompletionFormat, JsonObject
-from manylora.server.generation.prompts import Prompts, prompts_and_params
+from manylora.server.generation.prompts import Prompts, prompts_and_params, rendered_chat
 from manylora.server.generation.response import GenerationResponse, PlannedGeneration
 from manylora.server.generation.schemas import CompletionBody, CompletionView, GenerationBody
 from manylora.server.generation.writer import ChunkWriter
@@ -121,10 +121,12 @@ async def plan_generation(
     services, reservation = origin.services, origin.reservation
     model = await _resolve(origin, body)
     with _admitted(origin, model, body) as admission:
-        is_held, tenant = body.has_grammar or (isinstance(body, ChatBody) and body.tools), origin.caller.tenant_id or ""
+        tenant = origin.caller.tenant_id or ""
+        rendered = await rendered_chat(body, services, tenant) if isinstance(body, ChatBody) else None
+        is_held = body.has_grammar or (isinstance(body, ChatBody) and body.tools)
         async with turn_of(tenant) if is_held else nullcontext():
             size = INLINE_BYTES if is_held else body.num_characters
-            prompts = await off_loop(lambda: prompts_and_params(body, services, tenant), size)
+            prompts = await off_loop(lambda: prompts_and_params(body, services, tenant, rendered), size)
         num_prompt = await _reserve(services, reservation, body, prompts)
         meter = Meter(origin, model)
         choices = _choices(origin, model, body, prompts, meter.ledger_id)

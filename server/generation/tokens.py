@@ -12,7 +12,7 @@ from manylora.errors import InvalidRequestError
 from manylora.server.auth.callers import Caller
 from manylora.server.generation import unsupported_params
 from manylora.server.generation.chat_schemas import MAX_MESSAGES, Message, ToolsBody
-from manylora.server.generation.prompts import as_tools, as_turn
+from manylora.server.generation.prompts import chat_job
 from manylora.server.http.bodies import Body, Token, View
 from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import OBJECT, sends, takes
@@ -70,7 +70,10 @@ async def tokenize(request: Request, services: Wired, caller: TokenizingCaller) 
     """Turn a prompt or a chat into token ids."""
     body = await json_body(request, TokenizeBody, services.config.server.max_body_bytes, services.pace)
     await _check_model(services, caller, body.model)
-    tokens = await asyncio.to_thread(_encode, services, body)
+    rendered = None
+    if body.messages is not None:
+        rendered = await services.chats.render(chat_job(body, body.messages), caller.tenant_id or "")
+    tokens = await asyncio.to_thread(_encode, services, body, rendered)
     texts = [services.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
     return TokenizeView(count=len(tokens), max_model_len=services.ready.max_model_len, tokens=tokens, token_strs=texts)
 
@@ -97,9 +100,7 @@ async def _check_model(services: Services, caller: Caller, model: str | None) ->
         await resolve_model(services, caller, model)
 
 
-def _encode(services: Services, body: TokenizeBody) -> list[int]:
-    if body.messages is not None:
-        turns, kwargs = [as_turn(message) for message in body.messages], body.chat_template_kwargs
-        rendered = services.tokenizer.render_chat(turns, as_tools(body.tools), kwargs, **body.template_options)
+def _encode(services: Services, body: TokenizeBody, rendered: str | None) -> list[int]:
+    if rendered is not None:
         return services.tokenizer.encode(rendered, add_special_tokens=body.add_special_tokens or False)
     return services.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)

@@ -39,8 +39,7 @@ async def count_tokens(request: Request, services: Wired, caller: TokenizingCall
     body = await json_body(request, TokenCountBody, services.config.server.max_body_bytes, services.pace)
     await resolve_model(services, caller, body.model)
 
-    def count() -> int:
-        rendered = rendered_chat(chat_of(body, services.ready.max_model_len), services)
-        return len(services.tokenizer.encode(rendered, add_special_tokens=False))
-
-    return TokenCountView(input_tokens=await asyncio.to_thread(count))
+    chat = await asyncio.to_thread(chat_of, body, services.ready.max_model_len)
+    rendered = await rendered_chat(chat, services, caller.tenant_id or "")
+    tokens = await asyncio.to_thread(services.tokenizer.encode, rendered, add_special_tokens=False)
+    return TokenCountView(input_tokens=len(tokens))

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from manylora.config import is_loopback
-from manylora.errors import AuthenticationError, ForbiddenError, ManyloraError
+from manylora.errors import AuthenticationError, ForbiddenError, InvalidRequestError, ManyloraError
 from manylora.registry.records import SCOPES, Identity
 from manylora.registry.registry import Registry
 from manylora.registry.sessions import LINK_PREFIX
@@ -21,6 +21,8 @@ from manylora.server.auth.browser import check_own_page, session_token
 from manylora.server.errors import error_response
 from manylora.server.http.dashboard import is_public
 
+GIVEN_ONCE = ("host", "cookie", "origin", "sec-fetch-site")
+"""Headers by which sessions are checked. Of several, two servers in a row could each read another one."""
 SIGN_IN = "/v1/session"
 SESSION_CREATE_PATHS = frozenset({SIGN_IN, f"{SIGN_IN}/links"})
 """A POST here takes a key or a link, never a session: a session that could begin another would never end."""
@@ -58,6 +60,9 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
 
     async def _identify(self, scope: Scope, headers: Headers) -> Identity:
+        for name in GIVEN_ONCE:
+            if len(headers.getlist(name)) > 1:
+                raise InvalidRequestError(f"The header {name} must be given once.", code="invalid_http", param=name)
         if self._registry is None:
             _check_local_browser(headers)
             return LOCAL_ADMIN

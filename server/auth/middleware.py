@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from manylora.config import is_loopback
-from manylora.errors import AuthenticationError, ForbiddenError, InvalidRequestError, ManyloraError
+from manylora.errors import AuthenticationError, ConflictError, ForbiddenError, InvalidRequestError, ManyloraError
 from manylora.registry.records import SCOPES, Identity
 from manylora.registry.registry import Registry
 from manylora.registry.sessions import LINK_PREFIX
@@ -73,8 +73,24 @@ class AuthMiddleware:
             return await self._registry.key_ring.identify_session(token)
         secret = _bearer(headers)
         if secret.startswith(LINK_PREFIX) and (scope["method"], scope["path"]) == ("POST", SIGN_IN):
+            if token is not None:
+                await _check_no_session(self._registry, token)
             return await self._registry.sessions.follow_link(secret, uses_up=self._uses_links)
         return await self._registry.key_ring.authenticate(secret)
+
+
+async def _check_no_session(registry: Registry, token: str) -> None:
+    """Refuse a link where a session is open: a link of somebody else's would put their session in its place.
+
+    Raises:
+        ConflictError: The session of this token is open.
+    """
+    try:
+        await registry.key_ring.identify_session(token)
+    except AuthenticationError:
+        return
+    message = "You are signed in already, so the link was not used. Sign out first, then open it again."
+    raise ConflictError(message, code="session.open")
 
 
 def _given(headers: Headers) -> list[str]:

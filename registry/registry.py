@@ -16,11 +16,12 @@ from manylora.registry import audit
 from manylora.registry.adapters import Adapters
 from manylora.registry.batches import Batches, Files
 from manylora.registry.cache import Changes, ReadThroughCache
+from manylora.registry.data_folder import prepare_folder, read_pepper
 from manylora.registry.db.clock import Clock, utc_now
 from manylora.registry.db.database import Database
 from manylora.registry.db.models import AuditRow
 from manylora.registry.grants import Grants
-from manylora.registry.keys import KeyRing, Keys, prepare_folder, read_pepper
+from manylora.registry.keys import KeyRing, Keys
 from manylora.registry.limits import Limits
 from manylora.registry.names import check_text
 from manylora.registry.records import Resolution

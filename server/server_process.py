@@ -15,7 +15,7 @@ import httpx
 
 from manylora.config import environment as manylora_environment
 from manylora.errors import ConfigError, ManyloraError
-from manylora.registry.keys import prepare_folder
+from manylora.registry.data_folder import prepare_folder
 
 HOST = "127.0.0.1"
 PROGRAM = "manylora.cli"

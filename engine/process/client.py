@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import subprocess
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
@@ -46,13 +47,20 @@ class EngineClient:
     Args:
         config: All settings.
         announce: Takes lines of progress for people.
+        worker: A process that waits for its launch, to be the first engine.
         clock: Monotonic seconds.
     """
 
     def __init__(
-        self, config: Config, *, announce: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self,
+        config: Config,
+        *,
+        announce: Callable[[str], None],
+        worker: subprocess.Popen[bytes] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
+        self._worker = worker
         self._announce = announce
         self._policy = RestartPolicy(clock)
         self._clock = clock
@@ -232,7 +240,8 @@ class EngineClient:
         """Start a process; when it is ready, requests go to it."""
         self._announce(f"manylora: loading model {self._config.model.path} ...")
         started_s = self._clock()
-        connection = EngineConnection(self._config)
+        connection = EngineConnection(self._config, self._worker)
+        self._worker = None
         try:
             first = await connection.start()
             self._settle_on(first.ready)

@@ -197,7 +197,10 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    launch = messages.decode_launch(sys.stdin.buffer.readline(messages.MAX_LAUNCH_BYTES))
+    line = sys.stdin.buffer.readline(messages.MAX_LAUNCH_BYTES)
+    if not line:  # the server ended before it had an engine
+        return 0
+    launch = messages.decode_launch(line)
     wakeup, parent_gone = Wakeup(), threading.Event()
     threading.Thread(target=_watch_parent, args=(wakeup, parent_gone), name="parent-watch", daemon=True).start()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:

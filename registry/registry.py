@@ -12,11 +12,11 @@ from pathlib import Path
 
 from sqlalchemy import select
 
+from manylora.data_folder import prepare_folder, read_pepper
 from manylora.registry import audit
 from manylora.registry.adapters import Adapters
 from manylora.registry.batches import Batches, Files
 from manylora.registry.cache import Changes, ReadThroughCache
-from manylora.registry.data_folder import prepare_folder, read_pepper
 from manylora.registry.db.clock import Clock, utc_now
 from manylora.registry.db.database import Database
 from manylora.registry.db.models import AuditRow
@@ -117,7 +117,14 @@ class Registry:
             await self.database.close()
 
     async def check(self) -> None:
-        """Return if the database answers, or did in the last minute: known keys are served for as long without it."""
+        """Return if requests can be served to their end.
+
+        The database may have been away for a minute: known keys are served for as long without it.
+
+        Raises:
+            CapacityError: They cannot; code db.unavailable, db.lost, storage.full or storage.unavailable.
+        """
+        self.usage.check()
         await self._answers.ask("answers", self.database.check)
 
     async def last_change(self) -> int:

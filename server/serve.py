@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from manylora.adapters.blobs.store import BlobStore, open_blobs
 from manylora.config import GIB, Config, environment
 from manylora.engine.model.spec import resolve_model
 from manylora.engine.process.client import EngineClient
+from manylora.engine.process.worker_process import Worker
 from manylora.engine.start_checks import check_start
 from manylora.engine.status import EngineReady
 from manylora.engine.text.tokenizer import Tokenizer, read_object
@@ -37,6 +37,7 @@ from manylora.server.auth.callers import DEFAULT_TENANT
 from manylora.server.batches.worker import BatchWorker
 from manylora.server.drain import Drain
 from manylora.server.garbage import Sweeper
+from manylora.server.limits.database_turns import database_turns
 from manylora.server.limits.gate import Gate
 from manylora.server.limits.windows import Accounts
 from manylora.server.listen import (
@@ -50,6 +51,7 @@ from manylora.server.listen import (
     url_of,
 )
 from manylora.server.logs import configure_logs
+from manylora.server.long_work import SWITCH_S
 from manylora.server.pins import sync_pins
 from manylora.server.services import Services, base_names
 from manylora.server.status.metrics import Metrics
@@ -65,7 +67,7 @@ WITNESS_S = 10.0
 """For so long after a replica starts again, gateways may say what clients got of the requests it was killed under."""
 
 
-def serve(config: Config, announce: Announce, worker: subprocess.Popen[bytes] | None = None) -> int:
+def serve(config: Config, announce: Announce, worker: Worker | None = None) -> int:
     """Serve until a signal ends it; returns the exit code.
 
     Args:
@@ -93,9 +95,7 @@ def _leave_out_torch() -> None:
     logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
 
 
-async def _serve_until(
-    config: Config, announce: Announce, worker: subprocess.Popen[bytes] | None, shutdown: Shutdown
-) -> None:
+async def _serve_until(config: Config, announce: Announce, worker: Worker | None, shutdown: Shutdown) -> None:
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(bind(config.server.host, config.server.port))
         key = admin_key(config.server.data_dir, environment())
@@ -119,6 +119,7 @@ async def _serve_until(
                 stack, metrics_app(partial(metrics_response, services)), config.server.host, config.server.metrics_port
             )
         shutdown.server = server
+        sys.setswitchinterval(SWITCH_S)
         gc.freeze()  # a full collection would look at all that the libraries made, for 0.3 s
         gc.set_threshold(10_000, 20)  # else collections are a twelfth of the time under load
         sign_in = await sign_in_fragment(services.registry, key.secret) if config.server.auth == "on" else ""
@@ -135,7 +136,7 @@ async def open_services(
     stack: AsyncExitStack,
     drain: Drain,
     is_duty: Callable[[str, int], bool] = lambda *_: True,
-    worker: subprocess.Popen[bytes] | None = None,
+    worker: Worker | None = None,
 ) -> Services:
     """Open registry, blobs, engine and tokenizer; `stack` closes them in reverse.
 
@@ -164,6 +165,7 @@ async def open_services(
         grace_s=WITNESS_S if is_replica else 0.0,
     )
     stack.push_async_callback(registry.close)
+    registry.database.share(database_turns())
     blobs = await asyncio.to_thread(open_blob_store, config)
     engine = EngineClient(config, announce=announce, worker=worker)
     stack.push_async_callback(engine.close)
@@ -197,6 +199,7 @@ async def open_services(
         prices=prices,
         default_tenant=await _default_tenant(registry) if config.server.auth == "off" else None,
     )
+    stack.callback(services.long_work.close)
     stack.push_async_callback(cancel_all, services.removals)  # the next start deletes what is left
     stack.push_async_callback(cancel_all, [await Sweeper(services).start()])
     await sync_pins(services)

@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,8 @@ import zmq.asyncio
 
 from manylora.config import Config
 from manylora.engine.process import messages
-from manylora.engine.process.worker_process import start_worker
+from manylora.engine.process.pulse import LOOK_S, SILENT_START_S, Pulse, StallDetector
+from manylora.engine.process.worker_process import Worker, start_worker
 from manylora.errors import ConfigError, EngineUnavailableError
 
 SOCKET_NAME = "engine"
@@ -48,13 +50,14 @@ class EngineConnection:
         worker: A process that waits for its launch; one is started when None.
     """
 
-    def __init__(self, config: Config, worker: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(self, config: Config, worker: Worker | None = None) -> None:
         self._config = config
         self._worker = worker
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self._loop.create_future()
         """Done with the exit code when the process has ended."""
         self._popen: subprocess.Popen[bytes] | None = None
+        self._pulse: Pulse | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="manylora-", dir=_short_folder()))
         self.address = f"ipc://{self._folder / SOCKET_NAME}"
         self._context = zmq.asyncio.Context()
@@ -78,15 +81,18 @@ class EngineConnection:
 
         Raises:
             ConfigError: A setting is wrong.
-            EngineUnavailableError: It ended without being ready.
+            EngineUnavailableError: It ended, or stopped, without being ready.
         """
         self._start_process()
         receiving = asyncio.ensure_future(self.receive())
-        either: set[asyncio.Future[Any]] = {receiving, self.exited}
+        watching = asyncio.ensure_future(self.stall(StallDetector(SILENT_START_S, inf)))
+        any_of: set[asyncio.Future[Any]] = {receiving, watching, self.exited}
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
                 await asyncio.wait({receiving}, timeout=LAST_WORDS_S)
+            if not receiving.done() and watching.done():
+                raise EngineUnavailableError(f"The engine process {watching.result()} while starting.")
             if not receiving.done():
                 raise EngineUnavailableError(
                     f"The engine process ended while starting, with exit code {self.exited.result()}; its log says why."
@@ -94,12 +100,22 @@ class EngineConnection:
             first = receiving.result()
         finally:
             receiving.cancel()
+            watching.cancel()
         if isinstance(first, messages.StartFailed):
             kind = ConfigError if first.is_setting else EngineUnavailableError
             raise kind(first.message, code=first.code, param=first.param)
         if not isinstance(first, messages.Ready):
             raise EngineUnavailableError(f"The engine's first word was {type(first).__name__}, not Ready.")
         return first
+
+    async def stall(self, detector: StallDetector) -> str:
+        """Watch the process until it does not go on, although it lives; returns what is wrong with it."""
+        problem = None
+        while problem is None:
+            await asyncio.sleep(LOOK_S)
+            if self._popen is not None and self._pulse is not None:
+                problem = detector.problem(self._pulse.signs(self._popen.pid))
+        return problem
 
     async def receive(self) -> messages.FromEngine:
         """The next message."""
@@ -142,11 +158,13 @@ class EngineConnection:
         self._clean_up()
 
     def _start_process(self) -> None:
-        self._popen = popen = self._worker or start_worker()
+        worker = self._worker or start_worker()
+        popen, self._pulse = worker.process, worker.pulse
+        self._popen = popen
         threading.Thread(target=self._wait_for_exit, args=(popen,), name="engine-wait", daemon=True).start()
         if popen.stdin is not None:
             with suppress(BrokenPipeError):  # it died at once; its exit code says so
-                popen.stdin.write(messages.encode_launch(messages.Launch(self._config, self.address)))
+                popen.stdin.write(messages.encode_launch(messages.Launch(self._config, self.address, worker.pulse_fd)))
                 popen.stdin.flush()
 
     def _wait_for_exit(self, popen: subprocess.Popen[bytes]) -> None:

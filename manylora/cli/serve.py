@@ -93,7 +93,7 @@ def _run(options: Mapping[str, Mapping[str, object]], assignments: list[str] | N
 
         return run(config, typer.echo, worker)
     finally:
-        worker.kill()  # the server has closed it unless it could not start
+        worker.process.kill()  # the server has closed it unless it could not start
 
 
 def settings_of(

@@ -30,7 +30,7 @@ def test_an_engine_process_is_handed_to_the_server(worker: Mock, monkeypatch: py
 def test_a_server_that_cannot_start_ends_the_engine_process(worker: Mock) -> None:
     with pytest.raises(ConfigError, match="no folder"):
         command._run({"model": {"path": "./no/such/folder"}}, None, None)
-    worker.kill.assert_called_once()
+    worker.process.kill.assert_called_once()
 
 
 def test_a_wrong_setting_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

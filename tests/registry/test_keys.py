@@ -11,8 +11,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from manylora.data_folder import read_pepper
 from manylora.errors import AuthenticationError, CapacityError, InvalidRequestError, NotFoundError
-from manylora.registry.data_folder import read_pepper
 from manylora.registry.db.database import unavailable
 from manylora.registry.db.models import KeyRow, TenantRow
 from manylora.registry.limits import Limits

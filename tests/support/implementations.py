@@ -31,6 +31,10 @@ from manylora.kernels.native.library import native_library
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
 INTERPRETS = environment().get("TRITON_INTERPRET") == "1"
+if INTERPRETS:
+    from ordered_sums import order_sums
+
+    order_sums()
 needs_compiler = pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")
 LEVEL = {level.name: level for level in LEVELS}
 BUILDS = {

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import stat
 import subprocess
 import tempfile
@@ -10,7 +11,9 @@ import pytest
 
 from manylora.config import Config, ModelConfig
 from manylora.engine.process import messages
+from manylora.engine.process.pulse import Pulse
 from manylora.engine.process.supervisor import MAX_SOCKET_PATH, SOCKET_NAME, EngineConnection, RestartPolicy
+from manylora.engine.process.worker_process import Worker
 from manylora.errors import EngineUnavailableError
 
 
@@ -77,7 +80,9 @@ async def folder_of_a_connection() -> tuple[Path, int]:
 
 
 def test_a_process_that_was_started_before_is_the_engine() -> None:
-    worker = subprocess.Popen(["head", "-n1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(["head", "-n1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    fd = Pulse.create()
+    worker = Worker(process, Pulse(fd), fd)
 
     async def launch() -> int | None:
         connection = EngineConnection(Config(model=ModelConfig(path="m")), worker)
@@ -86,10 +91,12 @@ def test_a_process_that_was_started_before_is_the_engine() -> None:
         await connection.kill()
         return connection.pid
 
-    assert asyncio.run(launch()) == worker.pid
-    assert worker.stdout is not None
-    with worker.stdout:
-        assert messages.decode_launch(worker.stdout.read()).config.model.path == "m"
+    assert asyncio.run(launch()) == process.pid
+    os.close(fd)
+    assert process.stdout is not None
+    with process.stdout:
+        launched = messages.decode_launch(process.stdout.read())
+    assert (launched.config.model.path, launched.pulse_fd) == ("m", fd)
 
 
 def test_the_socket_lies_in_a_fresh_private_folder_that_is_removed() -> None:

@@ -24,8 +24,9 @@ from fake_flashinfer import FakeFlashInfer
 from manylora.config import environment
 from manylora.kernels.dispatch import Kernels, native_kernels, torch_kernels, triton_kernels
 from manylora.kernels.flashinfer.attention import FlashInferAttention
+from manylora.kernels.native.compilation import COMMON_FLAGS, NATIVE_FLAG, SOURCES, compiler_command
 from manylora.kernels.native.levels import LEVELS, TILES, Level, usable_features
-from manylora.kernels.native.library import COMMON_FLAGS, NATIVE_FLAG, SOURCES, compiler_command, native_library
+from manylora.kernels.native.library import native_library
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CPU = torch.device("cpu")

@@ -1,7 +1,7 @@
 """Checks grammars in a child process, because no limit of llguidance bounds what some schemas take to read.
 
-The child, `python -I -m manylora.server.sandbox.grammar_check`, does what the engine will do: it compiles a grammar for the
-model's tokenizer, and computes the first mask. The system ends it once a grammar has used its share of CPU time or
+The child, `python -I -m manylora.server.sandbox.grammar_check`, does what the engine will do: it compiles a grammar for
+the model's tokenizer, and computes the first mask. The system ends it once a grammar has used its share of CPU time or
 memory, and the next check starts another. A line with the checkpoint's folder and a grammar comes on its stdin, a line
 with what is wrong with it, or null, goes to its stdout, both in JSON.
 """

@@ -95,6 +95,16 @@ class Tokenizer:
         token_ids: list[int] = encoding.ids
         return token_ids
 
+    def text_offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Where in a text each of its tokens begins; of those that share a character, where this begins."""
+        encode = self._backend.encode_batch  # which holds no lock meanwhile
+        offsets, end = [0], 0
+        for start, stop in encode([text], add_special_tokens=add_special_tokens)[0].offsets:
+            is_added = start == stop == 0
+            offsets.append(max(offsets[-1], end if is_added else min(start, end)))
+            end = max(end, stop)
+        return offsets[1:]
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; unknown ids have none."""
         if len(token_ids) < LONG:
@@ -161,7 +171,7 @@ class Tokenizer:
         if token_id in self._byte_tokens:
             return bytes([self._byte_tokens[token_id]])
         piece: str | None = self._backend.id_to_token(token_id)
-        if piece and self._byte_of_letter.keys() >= set(piece):
+        if piece and token_id not in self._added_ids and self._byte_of_letter.keys() >= set(piece):
             return bytes(self._byte_of_letter[letter] for letter in piece)
         return self.token_text(token_id).encode()
 
@@ -179,6 +189,11 @@ class Tokenizer:
     @cached_property
     def _special_ids(self) -> frozenset[int]:
         return frozenset(self.special_tokens.values())
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        """Tokens that stand for their own letters in every vocabulary."""
+        return frozenset(self._backend.get_added_tokens_decoder())
 
     @cached_property
     def _is_byte_level(self) -> bool:

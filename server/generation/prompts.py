@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from manylora.engine.grammar.json_schema import json_rule
 from manylora.engine.request import Grammar
 from manylora.engine.sampling_params import SamplingParams
+from manylora.engine.text.text_stream import prompt_offsets
 from manylora.engine.text.tokenizer import LONG, MAX_SWELLING
 from manylora.errors import ContextLengthError, InvalidRequestError
 from manylora.server.generation.chat_schemas import ChatBody, Message, ToolsBody
@@ -39,6 +40,8 @@ class Prompt:
     token_ids: list[int]
     text: str | None = None
     """As the client sent it; None for token ids, chats and what was truncated."""
+    text_offsets: Sequence[int] = ()
+    """Characters of its text before each token, where they are asked for."""
     answer: AnswerPlan | None = None
     """How to read answers that may hold calls or reasoning; None for plain text."""
     grammar: Grammar | None = None
@@ -107,7 +110,15 @@ def _completion_prompt(given: str | list[int], body: CompletionBody, services: S
         prompt = Prompt(token_ids=given)
     prompt = _truncated(prompt, body.truncate_prompt_tokens, body.max_tokens, services)
     _check_prompt(prompt, body.max_tokens, services, "prompt")
-    return prompt
+    return replace(prompt, text_offsets=_text_offsets(prompt, body, services)) if body.echo else prompt
+
+
+def _text_offsets(prompt: Prompt, body: CompletionBody, services: Services) -> Sequence[int]:
+    if body.logprobs is None:
+        return ()
+    if prompt.text is not None:
+        return services.tokenizer.text_offsets(prompt.text, body.add_special_tokens)
+    return prompt_offsets(services.tokenizer, prompt.token_ids, skip_special_tokens=body.skip_special_tokens)
 
 
 def _truncated(prompt: Prompt, wanted: int | None, num_output: int, services: Services) -> Prompt:

@@ -172,7 +172,7 @@ class Body(BaseModel):
             return body
         kept = {}
         for name, value in body.items():
-            if name in cls.ignored:
+            if name in cls.ignored and name not in cls.model_fields:
                 continue
             if name in cls.neutral_values and name not in cls.model_fields:
                 if value is not None and value not in cls.neutral_values[name]:
@@ -183,3 +183,9 @@ class Body(BaseModel):
             if value is not None or name not in cls.model_fields:
                 kept[name] = value
         return kept
+
+
+class StoredBody(Body):
+    """Base of what a conversation is made of. Programs send back what they stored with it, so unknown fields pass."""
+
+    model_config = ConfigDict(extra="ignore")

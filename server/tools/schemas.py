@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from manylora.errors import InvalidRequestError
-from manylora.server.http.bodies import Body
+from manylora.server.http.bodies import Body, StoredBody
 from manylora.server.http.json_body import TOO_DEEP, check_depth
 
 MAX_TOOLS = 128
@@ -38,7 +38,7 @@ class Tool(Body):
     function: ToolFunction
 
 
-class CalledFunction(Body):
+class CalledFunction(StoredBody):
     """What an earlier answer called."""
 
     name: ToolName
@@ -46,10 +46,8 @@ class CalledFunction(Body):
     """A JSON object, as a string."""
 
 
-class Call(Body):
+class Call(StoredBody):
     """An entry of `tool_calls` of an earlier answer."""
-
-    ignored = frozenset({"index", "extra_content", "provider_specific_fields"})
 
     id: str = Field(min_length=1, max_length=256)
     type: Literal["function"] = "function"

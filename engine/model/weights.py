@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from manylora import strict_json
 from manylora.engine.model.decoder import Decoder, DecoderLayer
 from manylora.engine.model.formats import FORMATS, dequantised, int8_rows
 from manylora.engine.model.formats.gguf_tensors import GgufTensors
@@ -55,9 +56,9 @@ def weight_files(folder: Path) -> list[Path]:
             param="model.path",
         )
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        names = sorted(set(strict_json.loads(index.read_bytes())["weight_map"].values()))
         files = [folder / name for name in names if Path(name).name == name]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.path: cannot read {index}: {error}", param="model.path") from error
     missing = sorted(set(names) - {file.name for file in files if file.is_file()})
     if missing or not files:

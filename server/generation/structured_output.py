@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from manylora import strict_json
 from manylora.errors import InvalidRequestError
 from manylora.server.generation.grammar import json_object_rule, json_rule
 from manylora.server.http.bodies import Body
@@ -146,8 +147,8 @@ def _parsed(schema: Schema | str) -> object:
     if not isinstance(schema, str):
         return schema
     try:
-        return json.loads(schema[:MAX_TEXT_LENGTH])
-    except (ValueError, RecursionError) as error:
+        return strict_json.loads(schema[:MAX_TEXT_LENGTH])
+    except strict_json.JsonRefusedError as error:
         message = f"structured_outputs.json must be a JSON schema of at most {MAX_TEXT_LENGTH} characters: {error}."
         raise InvalidRequestError(message[:300], param="structured_outputs.json") from error
 

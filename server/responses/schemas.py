@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from manylora.errors import InvalidRequestError, UnsupportedParameterError
 from manylora.server.generation import unsupported_params
@@ -14,7 +14,7 @@ from manylora.server.generation.chat_schemas import MAX_MESSAGES
 from manylora.server.generation.items import kind_of, text_of, with_kinds
 from manylora.server.generation.schemas import SamplingFields
 from manylora.server.http.bodies import Body, Labels, StoredBody, View
-from manylora.server.tools.schemas import ToolFunction
+from manylora.server.tools.schemas import ToolFunction, parse_arguments
 
 NOT_STORED = "Manylora stores no responses: send all items of the conversation in input."
 UNSUPPORTED = {
@@ -40,6 +40,11 @@ Text = Annotated[
 ]
 
 
+def _checked_arguments(text: str) -> str:
+    parse_arguments(text)
+    return text
+
+
 class MessageItem(StoredBody):
     """What somebody said."""
 
@@ -56,7 +61,7 @@ class CallItem(StoredBody):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: Annotated[str, AfterValidator(_checked_arguments)]
     """JSON."""
 
 

@@ -234,3 +234,35 @@ async def test_blocks_that_cannot_be_shown_are_refused_by_name(acme: Client, kin
         )
         assert answer.status_code == 400
         assert f"got {kind}" in answer.json()["error"]["message"]
+
+
+BAD_ARGUMENTS = [
+    *(r'{"a": "\ud800"}', r'{"\udc00": 1}', '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', '{"a": 1, "a": 2}'),
+    *('{"a": ' + "1" * 5000 + "}", "[1]", '"a"', "{} x", "\ufeff{}", "{", "[" * 2000, '{"a":' * 200 + "1" + "}" * 200),
+]
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/tokenize", "/v1/responses"])
+async def test_arguments_of_calls_are_read_as_strictly_as_bodies(api: Api, acme: Client, route: str) -> None:
+    for arguments in BAD_ARGUMENTS:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        fields: dict[str, Any] = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+        if route == "/v1/responses":
+            called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+            fields = {"input": [ITEM, called]}
+        answer = await acme.post(route, json={"model": BASE, **fields})
+        place = "input.1.function_call.arguments" if "input" in fields else "messages.1.tool_calls.0.function.arguments"
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, place), arguments[:40]
+    assert api.engine.requests == []
+
+
+async def test_the_schema_in_a_string_is_read_as_strictly(acme: Client) -> None:
+    for schema in (
+        r'{"const": "\ud800"}',
+        '{"const": NaN}',
+        '{"type": "string", "type": "number"}',
+        '{"const": 1e999}',
+    ):
+        fields = {**DIALECTS["/v1/completions"], "structured_outputs": {"json": schema}}
+        answer = await acme.post("/v1/completions", json=fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs.json"), schema

@@ -20,6 +20,14 @@ MAX_INT = 1 << 53
 """Largest integer that every JSON reader keeps exactly."""
 MAX_SHOWN = 96
 """Characters of a value that a message quotes."""
+_REASONS = {
+    "surrogate": "a lone surrogate",
+    "UTF-8": "bytes that are not UTF-8, or a byte order mark",
+    "infinity": "a number out of range",
+    "end of data": "an early end",
+    "control character": "a control character in a string",
+}
+"""Why orjson refuses, by its words."""
 _BEYOND = 10**20
 _LONGEST_INT = 20
 _LONGEST_FLOAT = 400
@@ -71,7 +79,8 @@ def loads(raw: bytes | str) -> Any:  # noqa: ANN401 - whatever the document hold
     except orjson.JSONDecodeError as error:
         if "depth" in error.msg:
             raise TooDeepError(f"nested more than {MAX_DEPTH} levels deep") from None
-        raise JsonRefusedError(f"{error.msg} at character {error.pos}") from None
+        reason = next((ours for theirs, ours in _REASONS.items() if theirs in error.msg), "unexpected text")
+        raise JsonRefusedError(f"{reason} at character {error.pos}") from None
 
 
 def _check_levels(value: object) -> None:

@@ -231,8 +231,15 @@ def read_eos_token_ids(folder: Path) -> frozenset[int]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no file, or something else in it."""
+    """The JSON object in a file; empty if there is no file, or something else in it.
+
+    Raises:
+        ConfigError: It is not JSON.
+    """
     if not path.is_file():
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"model.path: cannot read {path}: {error}", param="model.path") from error
     return content if isinstance(content, dict) else {}

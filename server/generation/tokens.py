@@ -48,6 +48,7 @@ class TokenizeBody(ToolsBody):
     """Body of POST /tokenize: a prompt, or a chat."""
 
     takes_nul = True
+    ignored = unsupported_params.IGNORED
     neutral_values = unsupported_params.TOKENIZE
 
     model: str | None = Field(None, min_length=1, max_length=512)

@@ -60,10 +60,18 @@ class Database:
     between processes.
     """
 
-    def __init__(self, engine: AsyncEngine, reader: Engine | None, revisions: tuple[str | None, str | None]) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        reader: Engine | None,
+        revisions: tuple[str | None, str | None],
+        file: sqlite.DatabaseFile | None,
+    ) -> None:
         self.revision_before, self.revision = revisions
         """The schema's revision before the upgrade (None: the database was empty), and after it."""
         self._engine = engine
+        self._file = file
+        """Of SQLite."""
         self._reader = reader
         """For SQLite: runs single statements in a thread, which is faster."""
         self._turns = in_order()
@@ -86,6 +94,7 @@ class Database:
         """
         parsed = database_url(url, data_dir)
         is_sqlite = parsed.get_backend_name() == "sqlite"
+        file = sqlite.DatabaseFile(Path(parsed.database or "")) if is_sqlite else None
         engine = sqlite.open_sqlite(parsed) if is_sqlite else postgres.open_postgres(parsed)
         try:
             revisions = await _upgrade(engine)
@@ -97,7 +106,7 @@ class Database:
         except BaseException:
             await engine.dispose()
             raise
-        return cls(engine, sqlite.open_sqlite_reader(parsed) if is_sqlite else None, revisions)
+        return cls(engine, sqlite.open_sqlite_reader(parsed) if is_sqlite else None, revisions, file)
 
     def share(self, turns: Turns) -> None:
         """Let those who wait for the database take turns, instead of in order of arrival."""
@@ -119,6 +128,20 @@ class Database:
             self._reader.dispose()
         await self._engine.dispose()
 
+    async def look_for_file(self) -> None:
+        """See whether SQLite's file is still at its path, for `check_file`."""
+        if self._file is not None:
+            await asyncio.to_thread(self._file.look)
+
+    def check_file(self) -> None:
+        """Return if the file was there at the last look.
+
+        Raises:
+            CapacityError: It was deleted or replaced; code db.lost.
+        """
+        if self._file is not None:
+            self._file.check()
+
     async def check(self) -> object:
         """Ask the database for one row; returns if it answers.
 
@@ -132,8 +155,9 @@ class Database:
         """A transaction that only reads, on one snapshot.
 
         Raises:
-            CapacityError: The database cannot answer; code db.unavailable.
+            CapacityError: The database cannot answer; code db.unavailable or db.lost.
         """
+        self.check_file()
         end = asyncio.get_running_loop().create_future()
         self._reads[end] = asyncio.current_task()
         try:
@@ -164,12 +188,16 @@ class Database:
         """A transaction that may write; commits at the end, rolls back on an error.
 
         Raises:
-            CapacityError: The database cannot answer; code db.unavailable, or storage.full.
+            CapacityError: The database cannot answer, or what was written is in no file that stays; code
+                db.unavailable, db.lost or storage.full.
         """
+        self.check_file()
         with _own_errors():
             async with turn(self._turns.writer()), self._write_sessions() as session, session.begin():
                 await session.connection()
                 yield session
+        await self.look_for_file()
+        self.check_file()
 
 
 async def _upgrade(engine: AsyncEngine) -> tuple[str | None, str | None]:

@@ -51,6 +51,8 @@ async def receive_adapter(request: Request, services: Services, caller: Caller) 
     Raises:
         ManyloraError: Whatever is wrong with it; nothing of it stays.
     """
+    most = services.config.server.max_upload_bytes
+    await in_thread(services.blobs.check_room, min(most, content_length(request) or 0))
     with (
         services.drain.cancelling(),
         once(request, services, caller.tenant_id or caller.actor) as retried,

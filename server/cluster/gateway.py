@@ -2,10 +2,10 @@
 
 What `before_body` refuses, and bodies for which there is no room, are not read.
 
-When a replica is lost or answers 503, and the client has received nothing yet, another replica is asked. An answer
-that has begun ends with one error event. Each replica that is asked gets a ledger id of its own. Of one that is lost,
-the gateway records what the client was sent, which overrules what that replica may write: it bills what it had computed
-if only the connection broke, or some of it when it starts again.
+When a replica is lost or answers 503 or 507, and the client has received nothing yet, another replica is asked. An
+answer that has begun ends with one error event. Each replica that is asked gets a ledger id of its own. Of one that is
+lost, the gateway records what the client was sent, which overrules what that replica may write: it bills what it had
+computed if only the connection broke, or some of it when it starts again.
 """
 
 from __future__ import annotations
@@ -61,8 +61,11 @@ from manylora.server.threads import cancel_all
 
 log = structlog.get_logger("manylora.server")
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
-_SAID_BY_ALL = re.compile(rb'"code":"(adapter_(load_failed|blob_missing|blob_corrupt)|db\.unavailable)"')
+_SAID_BY_ALL = re.compile(rb'"code":"(adapter_(load_failed|blob_missing|blob_corrupt)|db\.(unavailable|lost))"')
 """In refusals that every replica would repeat."""
+_NOT_RECORDED = re.compile(rb'"code":"storage\.(full|unavailable)"')
+"""In the answer of a replica that cannot record usage. It may have computed for the request, and may yet find a record
+that it could not write."""
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", RESPONSES, MESSAGES})
 
 
@@ -223,8 +226,11 @@ class Gateway:
                 self.links.router.ended(replica.name, asked.target)
             if best is None:
                 return
-            if best.status_code != 503 or _SAID_BY_ALL.search(best.body):
+            if best.status_code not in (503, 507) or _SAID_BY_ALL.search(best.body):
                 break
+            if _NOT_RECORDED.search(best.body):
+                self.links.router.failed(replica.name)
+                lost_id = ledger_id
         if lost_id is not None:
             await asyncio.shield(self._bill(asked, lost_id, "error", Counts(0, 0, 0)))
         if best is None:

@@ -37,6 +37,7 @@ from manylora.server.cluster.wire import (
 from manylora.server.hop import Hop
 from manylora.server.http.sse import ClosingResponse
 from manylora.server.services import Services
+from manylora.server.status.readiness import can_generate
 from manylora.server.threads import cancel_all
 
 RESIDENTS_S = 1.0
@@ -108,7 +109,7 @@ class Reports:
         state = self._membership.server.state
         return Report(
             boot_id=self._membership.server.boot_id,
-            state="down" if state == "ready" and self._services.engine.ready is None else state,
+            state="down" if state == "ready" and not can_generate(self._services) else state,
             backlog_s=backlog / rate if rate else 0.0,
             rate=rate,
             running=gate.num_running,

@@ -45,7 +45,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     boot_id: str
     state: Literal["ready", "draining", "down"]
-    """down: its engine is away."""
+    """down: its engine is away, or it cannot record usage; it answers what needs neither."""
     backlog_s: float
     """Seconds of work that wait in its engine."""
     rate: float

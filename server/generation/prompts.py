@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from manylora.engine.grammar.json_schema import json_rule
 from manylora.engine.request import Grammar
 from manylora.engine.sampling_params import SamplingParams
 from manylora.errors import ContextLengthError, InvalidRequestError
 from manylora.server.generation.chat_schemas import ChatBody, Message
-from manylora.server.generation.grammar import checked_grammar, json_rule
+from manylora.server.generation.grammar import Part, checked_grammar
 from manylora.server.generation.schemas import CompletionBody, GenerationBody
 from manylora.server.generation.vllm_fields import bad_word_tokens
 from manylora.server.services import Services
@@ -57,12 +59,12 @@ def prompts_and_params(body: CompletionBody | ChatBody, services: Services, tena
     _check_candidates(body, len(body.prompt), services)
     echoed = body.logprobs if body.echo else None
     params = _params(body, services, max_tokens=body.max_tokens, logprobs=body.logprobs, echoed_logprobs=echoed)
-    grammar = _grammar(body.grammar_rule(), body.grammar_param, services, tenant)
+    grammar = _grammar(body.grammar_rule(), body.grammar_param, body.grammar_parts(), services, tenant)
     return [(replace(_completion_prompt(given, body, services), grammar=grammar), params) for given in body.prompt]
 
 
-def _grammar(lark: str | None, param: str, services: Services, tenant: str) -> Grammar | None:
-    return None if lark is None else checked_grammar(lark, param, services.tokenizer.folder, tenant)
+def _grammar(lark: str | None, param: str, parts: list[Part], services: Services, tenant: str) -> Grammar | None:
+    return None if lark is None else checked_grammar(lark, param, services.tokenizer.folder, tenant, parts)
 
 
 def _completion_prompt(given: str | list[int], body: CompletionBody, services: Services) -> Prompt:
@@ -96,13 +98,14 @@ def _chat(body: ChatBody, services: Services, tenant: str) -> tuple[Prompt, Samp
     rendered = rendered_chat(body, services)
     token_ids = services.tokenizer.encode(rendered, add_special_tokens=body.add_special_tokens)
     prompt = _truncated(Prompt(token_ids=token_ids), body.truncate_prompt_tokens, body.token_limit or 1, services)
-    lark, param = body.grammar_rule(), body.grammar_param
+    lark, param, parts = body.grammar_rule(), body.grammar_param, body.grammar_parts()
     if answer is not None:
         begun = rendered if any(body.template_options.values()) else ""
         plan = plan_answer(answer, body.offered, begun, shows_reasoning=body.include_reasoning)
         prompt = replace(prompt, answer=plan)
-        lark, param = _held_answer(body, plan, lark, services), "tools" if plan.tools else param
-    prompt = replace(prompt, grammar=_grammar(lark, param, services, tenant))
+        lark, of_tools = _held_answer(body, plan, lark, services)
+        param, parts = "tools" if plan.tools else param, [*parts, *of_tools]
+    prompt = replace(prompt, grammar=_grammar(lark, param, parts, services, tenant))
     room = services.ready.max_model_len - len(prompt.token_ids)
     limit = body.token_limit or max(room, 1)
     if body.may_fill_context:
@@ -136,8 +139,10 @@ def _answer_format(body: ChatBody, services: Services) -> AnswerFormat | None:
     return answer if answer and (body.shown_tools or answer.has_reasoning) else None
 
 
-def _held_answer(body: ChatBody, plan: AnswerPlan, lark: str | None, services: Services) -> str | None:
-    """The grammar of reasoning, then calls or an answer that `lark` allows; None where all is free.
+def _held_answer(
+    body: ChatBody, plan: AnswerPlan, lark: str | None, services: Services
+) -> tuple[str | None, Sequence[Part]]:
+    """The grammar of reasoning, then calls or an answer that `lark` allows, and the tools' schemas; None for free text.
 
     Raises:
         InvalidRequestError: A tool's parameters are no schema that answers can be held to.
@@ -153,13 +158,14 @@ def _held_answer(body: ChatBody, plan: AnswerPlan, lark: str | None, services: S
                 code="tools_not_supported_by_model",
                 param="tools",
             )
-        return None
+        return None, ()
     if body.has_own_grammar or (lark is None and not plan.tools):
-        return lark
+        return lark, ()
     writer = CallGrammar(format=plan.format, special_tokens=services.tokenizer.grammar_tokens, json_rule=json_rule)
-    return writer.lark(
+    whole = writer.lark(
         tools=plan.tools, choice=choice, is_parallel=body.parallel_tool_calls, thinks=plan.reader().thinks, answer=lark
     )
+    return whole, writer.schemas
 
 
 def as_tools(tools: list[Tool]) -> list[dict[str, Any]]:

@@ -51,7 +51,8 @@ class AdapterValidator:
         self._base_names = base_names
         self._blobs = blobs
         self._processes = SandboxedProcesses("manylora.server.adapters.validation_worker")
-        self._places = FairSemaphore(CHILDREN)
+        self.places = FairSemaphore(CHILDREN)
+        """Of uploads that are validated."""
         self._pages: dict[str, int] = {}
         self._pages_by_header: dict[tuple[str, int], int] = {}
 
@@ -69,7 +70,7 @@ class AdapterValidator:
             "max_rank": self._ready.max_rank,
             "cpu_s": CPU_S * (1 + (size_bytes >> 30)),
         }
-        async with self._places.place(*acting.get()):
+        async with self.places.place(*acting.get()):
             found = await self.in_child(job)
         if "too_large" in found:
             raise errors.PayloadTooLargeError(**found["too_large"])

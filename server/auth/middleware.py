@@ -21,6 +21,7 @@ from manylora.server.auth.browser import check_own_page, session_token
 from manylora.server.errors import error_response
 from manylora.server.http.dashboard import is_public
 from manylora.server.http.wire import TRUST
+from manylora.server.threads import Acting, acting
 
 SIGN_IN = "/v1/session"
 SESSION_CREATE_PATHS = frozenset({SIGN_IN, f"{SIGN_IN}/links"})
@@ -54,6 +55,7 @@ class AuthMiddleware:
             except ManyloraError as error:
                 await error_response(error, scope["path"])(scope, receive, send)
                 return
+            acting.set(Acting(identity.tenant_id or "", identity.tenant_weight))
             state = scope.get("state", {})
             if trust := state.get(TRUST):
                 trust()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing, suppress
+from functools import partial
 from weakref import WeakValueDictionary
 
 import structlog
@@ -21,7 +22,7 @@ from manylora.server.batches.results import ResultCommits, write_files
 from manylora.server.drain import first_of
 from manylora.server.limits.fair_semaphore import FairSemaphore
 from manylora.server.services import Services
-from manylora.server.threads import cancel_all
+from manylora.server.threads import Acting, acting, cancel_all
 
 log = structlog.get_logger("manylora.server")
 LOOK_S = 2.0
@@ -100,6 +101,7 @@ class BatchWorker:
 
     async def _run(self, runner: LineRunner) -> None:
         """Continue a batch from its current status."""
+        acting.set(Acting(runner.batch.tenant_id))
         try:
             await self._commits.settle()  # of a run before
             await self._go_through(runner)
@@ -115,6 +117,7 @@ class BatchWorker:
         runner.batch, runner.is_ending = found, self._is_over(found)
         with suppress(RequestError):  # which the lines will say
             await runner.caller()
+        acting.set(Acting(found.tenant_id, runner.weight))
         batch = await self._check(found, runner.weight) if found.status == "validating" else found
         if batch is None or batch.status not in OPEN:
             return
@@ -139,6 +142,7 @@ class BatchWorker:
                     batch.endpoint,
                     max_lines=config.batch.max_lines,
                     max_bytes=config.server.max_body_bytes,
+                    work=partial(services.long_work.run, tenant=batch.tenant_id, weight=weight),
                 )
         except AdapterUnavailableError:
             lost = "The file's bytes are missing or damaged: send it again."
@@ -164,7 +168,9 @@ class BatchWorker:
                 async for number, raw in lines:
                     if number not in done:
                         await ahead.acquire()
-                        task = group.create_task(runner.run(number, parse_line(raw, batch.endpoint, limit)))
+                        parse = partial(parse_line, raw, batch.endpoint, limit)
+                        line = await services.long_work.run(parse, len(raw), batch.tenant_id, runner.weight)
+                        task = group.create_task(runner.run(number, line))
                         task.add_done_callback(lambda _: ahead.release())
         except BaseExceptionGroup as several:
             error = several.exceptions[0]

@@ -25,6 +25,7 @@ from manylora.server.cluster.wire import (
     CLUSTER,
     LEDGER_ID,
     LENGTH,
+    PROBE,
     REPORT_S,
     STATE_PATH,
     STICKY,
@@ -151,6 +152,9 @@ class FromGateways:
             if trust := scope.get("state", {}).get(TRUST):
                 trust()
             await ClosingResponse(self._reports.lines(), media_type="application/x-ndjson")(scope, receive, send)
+        elif PROBE in headers:
+            scope["state"] = {**scope.get("state", {}), "is_probe": True}
+            await self._app(scope, receive, send)
         elif not _LEDGER_ID.fullmatch(headers.get(LEDGER_ID, "")):
             await self._app(scope, receive, send)
         else:

@@ -18,11 +18,13 @@ CLUSTER = "x-manylora-cluster"
 LEDGER_ID = "x-manylora-ledger-id"
 WEIGHT_SHARE = "x-manylora-weight-share"
 STICKY = "x-manylora-sticky"
+PROBE = "x-manylora-probe"
+"""Asks, without the body, whether the caller's limits let a request in: nothing is counted, and 204 says yes."""
 LENGTH = "x-manylora-length"
 """In a framed answer: the Content-Length that the client is to see."""
-INTERNAL = frozenset({CLUSTER, LEDGER_ID, WEIGHT_SHARE, STICKY, LENGTH})
+INTERNAL = frozenset({CLUSTER, LEDGER_ID, WEIGHT_SHARE, STICKY, PROBE, LENGTH})
 """Headers that no client may send."""
-SHARED = "manylora cluster 1"
+SHARED = "manylora cluster 2"
 """The digest of this text under the pepper is the value of CLUSTER; the number counts up with each change of what they
 say."""
 STATE_PATH = "/internal/state"

@@ -38,6 +38,9 @@ CPU_S = 30
 """CPU seconds of a validation, and as many more per GiB of weights."""
 WALL_FACTOR = 4
 """Seconds that a validation may take for each of its CPU seconds."""
+TRIES = 2
+LOOK_S = 1.0
+"""Seconds between two looks at whether a process was stopped."""
 PAGES_CACHED = 4096
 USUAL_HEADER_BYTES = 1 << 16
 """Bytes that are read of a weights file first; a longer header takes a second read."""
@@ -161,9 +164,23 @@ class KeptProcesses:
         self._idle: list[Process] = []
 
     async def run(self, job: dict[str, Any], wall_s: float) -> bytes | None:
-        """The answer of a fork; None where it failed or took longer than `wall_s` seconds."""
-        self._idle = [process for process in self._idle if process.returncode is None]
-        process = self._idle.pop() if self._idle else await _start()
+        """The answer of a fork; None where it failed or took longer than `wall_s` seconds.
+
+        Raises:
+            CapacityError: Two processes were stopped meanwhile, which is not the job's doing.
+        """
+        for _ in range(TRIES):
+            self._idle = [process for process in self._idle if process.returncode is None]
+            process = self._idle.pop() if self._idle else await _start()
+            stopping = asyncio.create_task(_end_if_stopped(process))
+            answer = await self._answer(process, job, wall_s)
+            if answer or not stopping.done():
+                stopping.cancel()
+                return answer.strip() or None
+        raise errors.CapacityError("Adapters cannot be checked just now. Try again in a moment.", retry_after_s=5.0)
+
+    async def _answer(self, process: Process, job: dict[str, Any], wall_s: float) -> bytes:
+        """The line with which a process answers; empty where it ended or took too long."""
         answer = b""
         try:
             if process.stdin is None or process.stdout is None:
@@ -177,7 +194,7 @@ class KeptProcesses:
                 self._idle.append(process)
             else:  # it died, or its child still runs
                 await _end(process)
-        return answer.strip() or None
+        return answer
 
     async def close(self) -> None:
         """End them."""
@@ -196,6 +213,23 @@ async def _start() -> Process:
         start_new_session=True,
         limit=MAX_ANSWER_BYTES,
     )
+
+
+async def _end_if_stopped(process: Process) -> None:
+    """Wait until the process or its fork is stopped, and kill both."""
+    while not await asyncio.to_thread(_is_stopped, process.pid):  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(LOOK_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+        stats = [Path(f"/proc/{each}/stat").read_text(encoding="utf-8") for each in (pid, *children)]
+    except OSError:  # one of them has ended
+        return False
+    return any(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 async def _end(process: Process) -> None:

@@ -23,7 +23,7 @@ from manylora.adapters.ref import LoraSpec, content_digest
 from manylora.engine.status import EngineReady
 from manylora.registry.records import VersionFacts
 from manylora.server.limits.fair_semaphore import FairSemaphore
-from manylora.server.sandbox.processes import LimitReachedError, NoAnswerError, SandboxedProcesses
+from manylora.server.sandbox.processes import LimitReachedError, NoAnswerError, ProcessLostError, SandboxedProcesses
 from manylora.server.threads import acting
 
 CHILDREN = 2
@@ -94,9 +94,13 @@ class AdapterValidator:
 
         Raises:
             AdapterFormatError: It used more time or memory than a valid adapter needs, or crashed.
+            CapacityError: Two processes were ended or stopped meanwhile, which is not the job's doing.
         """
         try:
             return dict(await self._processes.ask(job, WALL_FACTOR * job["cpu_s"]))
+        except ProcessLostError as error:
+            message = "Adapters cannot be checked just now. Try again in a moment."
+            raise errors.CapacityError(message, retry_after_s=5.0) from error
         except (LimitReachedError, NoAnswerError) as error:
             needed = "Validating this adapter took more time or memory than a valid adapter needs."
             hint = "Save the adapter again with PEFT's save_pretrained, and upload that."

@@ -101,12 +101,16 @@ class BatchWorker:
 
     async def _go_on(self) -> None:
         changed, began = self._services.batches_changed, self._services.drain.began
+        waits_for: str | None = None
         while not (began.is_set() or self._is_stopping.is_set()):
             changed.clear()
             try:
                 await self.look()
+                waits_for = None
             except ManyloraError as error:
-                log.warning("batches_wait", code=error.code)
+                if error.code != waits_for:  # else it was said
+                    log.warning("batches_wait", code=error.code)
+                waits_for = error.code
             except Exception:
                 log.exception("batches_failed")
             await first_of(LOOK_S, changed, began, self._is_stopping)

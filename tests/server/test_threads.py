@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import text
+from structlog.testing import capture_logs
 
+from manylora.errors import CapacityError
 from manylora.registry.db.database import Database
 from manylora.server.limits.database_turns import database_turns
-from manylora.server.threads import Acting, FairThreads, acting
+from manylora.server.threads import Acting, FairThreads, acting, repeat
 from postgres_server import KINDS, database_of
 
 pytestmark = pytest.mark.anyio
@@ -166,3 +168,19 @@ async def test_reads_that_last_leave_connections_to_others(tmp_path: Path, datab
         assert not may_end.is_set()
         may_end.set()
     await database.close()
+
+
+async def test_what_stays_wrong_is_logged_once_and_again_when_it_comes_back() -> None:
+    said = iter(["away", "away", "lost", "", "lost"])
+
+    async def step() -> None:
+        try:
+            message = next(said)
+        except StopIteration:
+            raise asyncio.CancelledError from None
+        if message:
+            raise CapacityError(message)
+
+    with capture_logs() as lines, pytest.raises(asyncio.CancelledError):
+        await repeat(step, 0.0, "not_done")
+    assert [line["error"] for line in lines] == ["away", "lost", "lost"]

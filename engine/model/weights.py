@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from manylora.engine.model.config_fields import shown
 from manylora.engine.model.decoder import Decoder, DecoderLayer
 from manylora.engine.model.formats import FORMATS, dequantised, int8_rows
 from manylora.engine.model.formats.gguf_tensors import GgufTensors
@@ -61,7 +62,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise ConfigError(f"model.path: cannot read {index}: {error}", param="model.path") from error
     missing = sorted(set(names) - {file.name for file in files if file.is_file()})
     if missing or not files:
-        raise ConfigError(f"model.path: {index} names files that are not there: {missing}", param="model.path")
+        raise ConfigError(f"model.path: {index} names files that are not there: {shown(missing)}", param="model.path")
     return files
 
 

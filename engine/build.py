@@ -162,6 +162,7 @@ def build_engine(
         geometry=geometry,
         memory=plan,
         max_rank=config.adapter.max_rank,
+        token_s=costs.token_s,
     )
     kv = KvPages(
         geometry,

@@ -96,6 +96,11 @@ class EngineCore:
         self._last_step_s: float | None = None
         """When the last step was complete."""
 
+    @property
+    def num_compiles(self) -> int:
+        """Kernels compiled since start, each while requests waited."""
+        return sum(tuple(self._compiles.counts.values()))  # a copy: another thread may ask during a compilation
+
     def submit(self, request: GenerationRequest) -> None:
         """Take a request in.
 
@@ -185,7 +190,7 @@ class EngineCore:
             evictions=dict(kv.evictor.evictions),
             prefix_queries=kv.prefixes.num_queries,
             prefix_hits=kv.prefixes.num_hits,
-            kernel_compiles=self._compiles.counts.total(),
+            kernel_compiles=self.num_compiles,
             host_pages=kv.swap.counts(),
             tenants=self._scheduler.tenants(),
             service_tokens=table.service.tokens(NUM_KEPT_TENANTS),

@@ -17,6 +17,7 @@ from manylora.adapters.checkpoint.reader import read_checkpoint
 from manylora.adapters.ref import AdapterRef, content_digest
 from manylora.config import AdapterConfig, Config, MemoryConfig, ModelConfig, RegistryConfig, SchedulerConfig
 from manylora.engine.build import build_engine
+from manylora.engine.grammar.json_schema import with_schemas_read
 from manylora.engine.request import (
     ERRORS_BY_KIND,
     FinishReason,
@@ -128,6 +129,7 @@ class LLM:
 
         Raises:
             RequestError: A prompt cannot be served; none was.
+            InvalidRequestError: A grammar holds a JSON schema that nothing can be held to.
             CapacityError: More prompts than may wait, or an adapter could not be loaded.
         """
         texts: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -140,7 +142,7 @@ class LLM:
                 prompt_token_ids=self.tokenizer.encode(text) if isinstance(text, str) else list(text),
                 params=own,
                 adapter=self._ref(chosen),
-                grammar=None if lark is None else Grammar.of(lark),
+                grammar=None if lark is None else Grammar.of(with_schemas_read(lark)),
             )
             for text, own, chosen, lark in zip(texts, all_params, adapters, grammars, strict=True)
         ]

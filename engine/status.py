@@ -77,6 +77,8 @@ class EngineReady:
     geometry: PageGeometry
     memory: MemoryPlan
     max_rank: int
+    token_s: float = 0.0
+    """Seconds that a token of a prompt takes, as measured at the start."""
 
     @property
     def number_format(self) -> str:

@@ -352,7 +352,8 @@ class BatchConfig:
     max_stored_bytes: int = 10 * GIB
     """Most bytes of all files of a tenant."""
     max_running: int = 128
-    """Most requests of all batches that run on this server at once."""
+    """Most requests of all batches that run on this server at once. Tenants share them by weight; one that comes later
+    gets its share at once, beyond this number until lines of others have ended."""
 
     def __post_init__(self) -> None:
         _check_bounds("batch", self, **dict.fromkeys(self.__slots__, (1, math.inf)))

@@ -239,12 +239,13 @@ class Batches(Transactions):
     async def claim(self, owner: str) -> Sequence[BatchRow]:
         """The batches that `owner` runs from now on: those it runs already, and those without an owner.
 
-        Where there are too many, each tenant's oldest come first: one tenant does not take all places.
+        Where there are too many, each tenant's oldest come first, before others that `owner` runs already: so a tenant
+        that comes later has its places, too.
         """
         now = to_seconds(self.clock())
         free = (BatchRow.status.in_(OPEN), or_(BatchRow.owner == owner, BatchRow.lease_until < now))
         turn = func.row_number().over(partition_by=BatchRow.tenant_id, order_by=BatchRow.id)
-        due = select(BatchRow.id).where(*free).order_by(BatchRow.owner != owner, turn, BatchRow.id).limit(MAX_CLAIMED)
+        due = select(BatchRow.id).where(*free).order_by(turn, BatchRow.owner != owner, BatchRow.id).limit(MAX_CLAIMED)
         ids = [row.id for row in await self.database.rows(due)]
         if not ids:
             return ()

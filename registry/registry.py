@@ -116,7 +116,14 @@ class Registry:
             await self.database.close()
 
     async def check(self) -> None:
-        """Return if the database answers, or did in the last minute: known keys are served for as long without it."""
+        """Return if requests can be served to their end.
+
+        The database may have been away for a minute: known keys are served for as long without it.
+
+        Raises:
+            CapacityError: They cannot; code db.unavailable, db.lost, storage.full or storage.unavailable.
+        """
+        self.usage.check()
         await self._answers.ask("answers", self.database.check)
 
     async def last_change(self) -> int:

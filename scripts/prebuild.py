@@ -13,8 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from manylora.kernels.native.compilation import COMMON_FLAGS, build, compiler_command
 from manylora.kernels.native.levels import LEVELS
-from manylora.kernels.native.library import COMMON_FLAGS, build, compiler_command
 
 LIBRARIES = {
     "libc.so.6",

@@ -1,8 +1,8 @@
 """Count the Python tokens of the product, and the lines of its C++ and JavaScript; fail above a budget.
 
-Tokens instead of lines, so that a line break, a longer name or a docstring costs nothing and only less code is a saving.
-Comments, docstrings and line ends do not count; an f-string counts as one token under every Python. Raising a budget is
-a commit of its own, with a reason.
+Tokens instead of lines: a line break, a longer name or a docstring costs nothing, and only less code is a saving.
+Comments, docstrings and line ends do not count; an f-string counts as one token under every Python. Raising a budget
+is a commit of its own, with a reason.
 """
 
 from __future__ import annotations

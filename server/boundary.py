@@ -1,6 +1,7 @@
 """The outermost ASGI layers: CORS, request ids, the answer while shutting down, the last catch, and authentication.
 
-A request's part of its caller's limits is made and ended here, so it is given back however the request ends.
+A request's part of its caller's limits, and its part of the memory for bodies, are made and ended here, so they are
+given back however the request ends.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,10 +20,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from manylora.config import ServerConfig
 from manylora.errors import ManyloraError
+from manylora.registry.records import Identity
 from manylora.registry.registry import Registry
 from manylora.server.auth.middleware import AuthMiddleware
 from manylora.server.drain import Drain
 from manylora.server.errors import error_response
+from manylora.server.http.body import MOST_BODIES, MOST_BYTES, BodyBudget, HeldBody
 from manylora.server.http.dashboard import PUBLIC_PATHS
 from manylora.server.limits.reservation import LimitReservation
 
@@ -37,8 +41,9 @@ def outer_layers(
 ) -> list[Middleware]:
     """What is around the routes of every role, outermost first: CORS, then `Boundary`, then authentication."""
     keys, uses_links = registry if config.auth == "on" else None, config.role != "gateway"
+    bodies = BodyBudget(max(MOST_BYTES, MOST_BODIES * config.max_body_bytes))
     layers = [
-        Middleware(Boundary, drain=drain, answered=answered),
+        Middleware(Boundary, drain=drain, answered=answered, bodies=bodies),
         Middleware(AuthMiddleware, keys=keys, uses_links=uses_links),
     ]
     if origins := config.allowed_origins:
@@ -53,9 +58,10 @@ def outer_layers(
 class Boundary:
     """Pure ASGI; nothing but lifespan and HTTP passes."""
 
-    def __init__(self, app: ASGIApp, drain: Drain, answered: Callable[[int], None]) -> None:
+    def __init__(self, app: ASGIApp, drain: Drain, answered: Callable[[int], None], bodies: BodyBudget) -> None:
         self._app = app
         self._drain = drain
+        self._bodies = bodies
         self._answered = answered
         """Called with the status of each answer."""
 
@@ -68,8 +74,9 @@ class Boundary:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = request_id_of(Headers(scope=scope))
-        reservation, has_started = LimitReservation(), False
-        scope["state"] = {**scope.get("state", {}), "request_id": request_id, "reservation": reservation}
+        reservation, body, has_started = LimitReservation(), HeldBody(self._bodies, partial(_tenant_of, scope)), False
+        made = {"request_id": request_id, "reservation": reservation, "body": body}
+        scope["state"] = {**scope.get("state", {}), **made}
 
         async def send_with_headers(message: Message) -> None:
             nonlocal has_started
@@ -96,6 +103,7 @@ class Boundary:
             await error_response(ManyloraError(str(error)), scope["path"])(scope, receive, send_with_headers)
         finally:
             reservation.end()
+            body.end()
 
     def _add_headers(self, headers: MutableHeaders, request_id: str, reservation: LimitReservation) -> None:
         headers["x-request-id"] = request_id
@@ -104,6 +112,12 @@ class Boundary:
         if self._drain.is_draining:
             headers["connection"] = "close"
         headers.update(reservation.headers())
+
+
+def _tenant_of(scope: Scope) -> str:
+    """The caller's tenant; empty for an admin, and where nobody was identified."""
+    identity: Identity | None = scope["state"].get("identity")
+    return (identity.tenant_id if identity else None) or ""
 
 
 def request_id_of(headers: Headers) -> str:

@@ -50,7 +50,7 @@ STATUS_BY_CODE = {
     "idempotency.key_reused": 422,
 }
 """Codes whose status differs from that of their class."""
-LAST_BYTES = frozenset({401, 408, 413, 415, 431})
+LAST_BYTES = frozenset({401, 408, 413, 415, 431, 507})
 """Answers that may come before the whole body was read: the connection is closed after them."""
 LAST_BYTES_CODES = frozenset({"quota.storage", "upload.too_many", "upload.busy", "idempotency.in_progress"})
 """The same by error code, where the status alone does not tell."""

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from manylora.engine.grammar.matcher import PARSER_LIMITS, GrammarTokens, compiled_parser
+from manylora.engine.grammar.problems import TOO_COMPLEX
 from manylora.engine.text.tokenizer import read_eos_token_ids
 from manylora.errors import CapacityError, ManyloraError
 
@@ -43,7 +44,6 @@ NICENESS = 10
 """What the child adds to its own: where steps use all cores it gets a tenth of one."""
 VERDICTS = frozenset({-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV})
 """How a child ends by a grammar: by its CPU time, memory or stack."""
-TOO_COMPLEX = "it takes too long to read. Use fewer properties, alternatives and allOf, and simpler patterns"
 
 
 class GrammarChecker:

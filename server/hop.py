@@ -37,6 +37,11 @@ class Hop:
     """What would be billed if the request ended now."""
 
 
+def is_probe(request: Request) -> bool:
+    """Whether a gateway asks, without the body, if the caller's limits let a request like this one in."""
+    return getattr(request.state, "is_probe", False) is True
+
+
 def hop_of(request: Request) -> Hop | None:
     """The hop of a request; None where it came from a client."""
     hop = getattr(request.state, "hop", None)

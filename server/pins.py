@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from manylora.errors import AdapterUnavailableError, ForbiddenError
 from manylora.registry.records import Adapter, VersionFacts
 from manylora.server.services import Services
+from manylora.server.threads import acting
 
 
 async def check_pinned_pages(
@@ -52,7 +53,7 @@ async def pinned_pages(services: Services, tenant_id: str, besides: str | None =
 
 async def sync_pins(services: Services) -> None:
     """Send the engine the changes that make its pins those of the registry that this server has to keep."""
-    async with services.pin_lock:
+    async with services.pin_turns.place(*acting.get()):
         pinned = [
             adapter
             for adapter in await services.registry.adapters.pinned_adapters()

@@ -36,6 +36,7 @@ from manylora.server.auth.callers import DEFAULT_TENANT
 from manylora.server.batches.worker import BatchWorker
 from manylora.server.drain import Drain
 from manylora.server.garbage import Sweeper
+from manylora.server.limits.database_turns import database_turns
 from manylora.server.limits.gate import Gate
 from manylora.server.limits.windows import Accounts
 from manylora.server.listen import (
@@ -49,6 +50,7 @@ from manylora.server.listen import (
     url_of,
 )
 from manylora.server.logs import configure_logs
+from manylora.server.long_work import SWITCH_S
 from manylora.server.pins import sync_pins
 from manylora.server.sandbox.chat_renderer import ChatRenderer
 from manylora.server.services import Services, base_names
@@ -112,6 +114,7 @@ async def _serve_until(config: Config, announce: Announce, shutdown: Shutdown) -
                 stack, metrics_app(partial(metrics_response, services)), config.server.host, config.server.metrics_port
             )
         shutdown.server = server
+        sys.setswitchinterval(SWITCH_S)
         gc.freeze()  # a full collection would look at all that the libraries made, for 0.3 s
         gc.set_threshold(10_000, 20)  # else collections are a twelfth of the time under load
         sign_in = await sign_in_fragment(services.registry, key.secret) if config.server.auth == "on" else ""
@@ -155,6 +158,7 @@ async def open_services(
         grace_s=WITNESS_S if is_replica else 0.0,
     )
     stack.push_async_callback(registry.close)
+    registry.database.share(database_turns())
     blobs = await asyncio.to_thread(open_blob_store, config)
     engine = EngineClient(config, announce=announce)
     stack.push_async_callback(engine.close)
@@ -193,6 +197,7 @@ async def open_services(
         prices=prices,
         default_tenant=await _default_tenant(registry) if config.server.auth == "off" else None,
     )
+    stack.callback(services.long_work.close)
     stack.push_async_callback(cancel_all, services.removals)  # the next start deletes what is left
     stack.push_async_callback(cancel_all, [await Sweeper(services).start()])
     await sync_pins(services)

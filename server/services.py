@@ -18,7 +18,9 @@ from manylora.errors import EngineUnavailableError
 from manylora.server.adapters.upload_guards import Intake
 from manylora.server.http.body import Pace
 from manylora.server.limits.arrivals import Arrivals
+from manylora.server.limits.fair_semaphore import FairSemaphore
 from manylora.server.limits.windows import Accounts
+from manylora.server.long_work import LongWork
 from manylora.server.status.feed import EngineFeed
 
 if TYPE_CHECKING:
@@ -82,8 +84,8 @@ class Services:
     is_duty: Callable[[str, int], bool] = lambda *_: True
     """Whether this server is one of those that keep so many copies of a pinned version, by digest. After its answers
     have changed, call `sync_pins`."""
-    pin_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while the engine is told what to pin."""
+    pin_turns: FairSemaphore = field(default_factory=lambda: FairSemaphore(1))
+    """Whose place is held while the engine is told what to pin."""
     accounts: Accounts = field(default_factory=Accounts)
     """How much of their limits callers have used."""
     pace: Pace = field(default_factory=Pace)
@@ -92,6 +94,8 @@ class Services:
     """Decides which requests may wait in the engine."""
     arrivals: Arrivals = field(default_factory=Arrivals)
     """Decides which tenant's request the event loop goes on with."""
+    long_work: LongWork = field(default_factory=LongWork)
+    """Parses and tokenizes what is long."""
     batches_changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when this process made or cancelled a batch, so that the worker need not wait for its next look."""
     engine_feed: EngineFeed = field(default_factory=EngineFeed)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from time_by_file import TimeByFile
+
 if TYPE_CHECKING:
     from api_server import Api
     from s3_server import S3Server
@@ -25,6 +27,10 @@ settings.load_profile("manylora")
 # but at the end: nanobind reports what is left then.
 gc.disable()
 atexit.register(gc.unfreeze)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(TimeByFile())
 
 
 def pytest_collection_finish() -> None:

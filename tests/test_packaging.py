@@ -72,7 +72,10 @@ def test_what_is_to_be_installed_is_ours_and_has_its_extras() -> None:
     for file, what in hints():
         package, _, extras = re.split(r"[<>=!~;]", what)[0].rstrip("].,:)").partition("[")
         named |= set(extras.split(",")) - {""}
-        is_ours = package in (project["name"], ".") and set(extras.split(",")) <= {*project["optional-dependencies"], ""}
+        is_ours = package in (project["name"], ".") and set(extras.split(",")) <= {
+            *project["optional-dependencies"],
+            "",
+        }
         if not is_ours and not {(file, what), (file, package)} & OTHERS:
             wrong.add((file, what))
     assert wrong == set()

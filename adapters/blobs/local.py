@@ -24,10 +24,15 @@ PIECE_BYTES = 1 << 20
 """Read and hashed in one go: about a millisecond."""
 REST_BYTES = 1 << 14
 """The same for what follows the last byte that was asked for, which is mostly nothing."""
+PROBE_BYTES = 1 << 12
+"""Written to see whether the disk takes anything: a quota is not in its free space."""
 CORRUPT = "adapter_blob_corrupt"
 """Error code for bytes that do not have their digest."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_PASSING = frozenset(
+    {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE}
+)
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -44,7 +49,7 @@ class BlobWriter:
         self._name = secrets.token_hex(16) + ".part"
         self._hash = hashlib.sha256()
         self.size = 0
-        with _folder(blobs.root, ("tmp",)) as folder, full_disk_is_capacity():
+        with disk_trouble_is_capacity(), _folder(blobs.root, ("tmp",)) as folder:
             self._fd = os.open(self._name, _CREATE_FLAGS, 0o600, dir_fd=folder)
 
     @property
@@ -72,7 +77,7 @@ class BlobWriter:
         Raises:
             CapacityError: The bytes cannot be kept (code storage.full or storage.unavailable); discard the writer.
         """
-        with full_disk_is_capacity():
+        with disk_trouble_is_capacity():
             os.fsync(self._fd)
 
     def commit(self) -> str:
@@ -85,7 +90,7 @@ class BlobWriter:
             CapacityError: The bytes cannot be kept (code storage.full or storage.unavailable); discard the writer.
         """
         digest = self.sha256()
-        with full_disk_is_capacity():
+        with disk_trouble_is_capacity():
             os.fsync(self._fd)
             self._blobs.make_folders(digest)
             with _folder(self._blobs.root, ("tmp",)) as source, _folder(self._blobs.root, parents(digest)) as target:
@@ -99,7 +104,7 @@ class BlobWriter:
         if self._fd < 0:
             return
         self._close()
-        with _folder(self._blobs.root, ("tmp",)) as folder, contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError), _folder(self._blobs.root, ("tmp",)) as folder:  # else a sweep removes it
             os.unlink(self._name, dir_fd=folder)
 
     def _close(self) -> None:
@@ -255,6 +260,19 @@ class LocalBlobs:
                         removed += 1
         return removed
 
+    def check_room(self, num_bytes: int) -> None:
+        """Return if a blob of this size can be stored, as far as the disk says beforehand.
+
+        Raises:
+            CapacityError: It cannot (code storage.full or storage.unavailable).
+        """
+        with disk_trouble_is_capacity(), _folder(self.root, ("tmp",)) as folder:
+            disk = os.fstatvfs(folder)
+            if disk.f_blocks and disk.f_bavail * disk.f_frsize < num_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with self.create() as writer:
+            writer.write(bytes(PROBE_BYTES))
+
     def reach(self) -> None:
         """A folder is always there."""
 
@@ -317,15 +335,18 @@ def _folder(root: Path, names: Sequence[str]) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def full_disk_is_capacity() -> Iterator[None]:
-    """Turn a full disk into a CapacityError with code storage.full."""
+def disk_trouble_is_capacity() -> Iterator[None]:
+    """Turn what may pass into a CapacityError: with code storage.full for a full disk, else storage.unavailable."""
     try:
         yield
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno in _FULL:
+            message = "The adapter store's disk is full; try again once space was freed."
+            raise CapacityError(message, retry_after_s=30.0, code="storage.full") from error
+        if error.errno not in _PASSING:
             raise
-        message = "The adapter store's disk is full; try again once space was freed."
-        raise CapacityError(message, retry_after_s=30.0, code="storage.full") from error
+        message = f"The adapter store cannot be written now ({error.strerror}); try again once that is mended."
+        raise CapacityError(message, retry_after_s=30.0, code="storage.unavailable") from error
 
 
 def write_all(fd: int, chunk: bytes | bytearray | memoryview) -> None:
@@ -335,7 +356,7 @@ def write_all(fd: int, chunk: bytes | bytearray | memoryview) -> None:
         CapacityError: The disk is full (code storage.full).
     """
     rest = memoryview(chunk)
-    with full_disk_is_capacity():
+    with disk_trouble_is_capacity():
         while rest:
             rest = rest[os.write(fd, rest) :]
 

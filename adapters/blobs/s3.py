@@ -114,6 +114,10 @@ class S3Blobs:
         """Remove temporary files of crashed writers."""
         return self._cache.sweep(max_age_s)
 
+    def check_room(self, num_bytes: int) -> None:
+        """Return if a blob of this size can be written beside the copies; raises CapacityError as `LocalBlobs` does."""
+        self._cache.check_room(num_bytes)
+
     def reach(self) -> None:
         """Return if S3 answers; raises CapacityError (storage.unavailable) where it does not."""
         self.bucket.size("probe/reach")

@@ -29,7 +29,7 @@ def is_mlx(config: Mapping[str, object]) -> bool:
 
 
 def as_peft(config: Mapping[str, object]) -> dict[str, object]:
-    """The fields of PEFT that say the same; rank and alpha are still to be checked.
+    """The fields of PEFT that stand for the same, `lora_alpha` for the factor; both are still to be checked.
 
     Raises:
         AdapterFormatError: Not what mlx-lm writes; codes `config.*`.
@@ -62,4 +62,4 @@ def as_peft(config: Mapping[str, object]) -> dict[str, object]:
             message = f"{what}, so {shown(value)} might change what the adapter computes."
             hint = "Remove it if it does not, as where only the training needed it."
             refuse_unsupported("config.field_unknown", message, named(name), hint)
-    return {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank}
+    return {"peft_type": "LORA", "r": rank, "lora_alpha": scale}

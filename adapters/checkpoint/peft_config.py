@@ -1,6 +1,6 @@
-"""Reads PEFT's `adapter_config.json`: what changes the result goes into a `LoraSpec`, what is not served is refused.
+"""Reads PEFT's `adapter_config.json`: what changes the result goes into `LoraFields`, what is not served is refused.
 
-Nothing in the file is run, imported, opened or used as a pattern. Which modules an adapter changes is not read here:
+Nothing in the file is run, imported or opened. Which modules an adapter changes is not read here:
 the tensors decide (`checkpoint`).
 """
 
@@ -9,11 +9,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NoReturn, TypeVar
 
 from manylora.adapters.checkpoint import peft_fields
 from manylora.adapters.checkpoint.findings import Findings, refuse, refuse_unsupported
+from manylora.adapters.checkpoint.lora_fields import LoraFields
 from manylora.adapters.checkpoint.mlx_config import as_peft, is_mlx
+from manylora.adapters.checkpoint.module_patterns import (
+    InvalidKeyError,
+    Matcher,
+    ModulePatterns,
+    UnsupportedKeyError,
+    matcher,
+)
 from manylora.adapters.checkpoint.strict_json import (
     MAX_INT,
     DuplicateKeyError,
@@ -24,7 +33,6 @@ from manylora.adapters.checkpoint.strict_json import (
     parse,
     shown,
 )
-from manylora.adapters.ref import LoraSpec
 from manylora.errors import PayloadTooLargeError
 
 MAX_CONFIG_BYTES = 64 << 10
@@ -33,6 +41,8 @@ MAX_STRING_LENGTH = 4096
 MAX_PATTERN_KEYS = 1024
 MAX_SCALING = 64.0
 MIN_SCALING = 1e-8
+DEFAULT_ALPHA = 8
+"""PEFT's own, where the config has no `lora_alpha`."""
 
 Number = TypeVar("Number", int, float)
 
@@ -40,17 +50,15 @@ _AS_SAVED = "Upload the adapter_config.json that PEFT's save_pretrained wrote, u
 _SWAPPED = "Upload the weights as the weights, and PEFT's adapter_config.json as the config."
 _LENGTH_BYTES = 8
 """What a safetensors file begins with, before its JSON."""
-_MAX_ALPHA = MAX_SCALING * 256
 _CLASS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _TRANSFORMERS_MODULE = re.compile(r"transformers\.models\.[a-z0-9_]{1,64}\.modeling_[a-z0-9_]{1,64}")
 
 
-def check_config(raw: bytes, max_rank: int, findings: Findings) -> LoraSpec | None:
+def check_config(raw: bytes, findings: Findings) -> LoraFields | None:
     """Read and check an `adapter_config.json` of PEFT or of mlx-lm, and note what is wrong with its fields.
 
     Args:
         raw: The file. The first `MAX_CONFIG_BYTES + 1` bytes of a longer one are enough for the right refusal.
-        max_rank: Largest rank that this server serves.
         findings: Takes what is wrong; codes `config.*`.
 
     Returns:
@@ -68,39 +76,44 @@ def check_config(raw: bytes, max_rank: int, findings: Findings) -> LoraSpec | No
         findings.attempt(_check_field, name, value)
     findings.attempt(_check_initialisation, config.get("init_lora_weights", True))
     findings.attempt(_check_auto_mapping, config.get("auto_mapping"))
-    spec = _spec(config, max_rank, findings)
+    fields = _lora_fields(config, findings)
+    if fields and config is not written:
+        fields = replace(fields, rank=None, scale=fields.alpha)
     reported = findings.params
     for name, value in written.items():
         if name not in reported:
             findings.attempt(_check_values, name, name, value)
-    return spec
+    return fields
 
 
-def _spec(config: Mapping[str, object], max_rank: int, findings: Findings) -> LoraSpec | None:
-    def read_rank(name: str, value: object) -> int:
-        return _rank(name, value, max_rank, findings)
-
-    rank = findings.attempt(lambda: read_rank("r", _required(config, "r")))
-    alpha = findings.attempt(lambda: _alpha("lora_alpha", _required(config, "lora_alpha")))
+def _lora_fields(config: Mapping[str, object], findings: Findings) -> LoraFields | None:
+    seen = findings.seen
+    rank = None if config.get("r") is None else findings.attempt(_rank, "r", config["r"])
+    alpha = findings.attempt(_alpha, "lora_alpha", config.get("lora_alpha", DEFAULT_ALPHA))
     use_rslora = findings.attempt(_use_rslora, config.get("use_rslora"))
-    ranks = _entries(config, "rank_pattern", read_rank, findings)
-    alphas = _entries(config, "alpha_pattern", _alpha, findings)
-    if rank is None or alpha is None or use_rslora is None or ranks is None or alphas is None:
+    ranks, rank_keys = _entries(config, "rank_pattern", _rank, findings)
+    alphas, alpha_keys = _entries(config, "alpha_pattern", _alpha, findings)
+    if findings.seen > seen or alpha is None:
         return None
-    return LoraSpec(rank=rank, alpha=alpha, use_rslora=use_rslora, rank_pattern=ranks, alpha_pattern=alphas)
+    return LoraFields(
+        rank=rank,
+        alpha=alpha,
+        use_rslora=bool(use_rslora),
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
+        rank_keys=rank_keys,
+        alpha_keys=alpha_keys,
+    )
 
 
 def _entries(
     config: Mapping[str, object], name: str, read: Callable[[str, object], Number], findings: Findings
-) -> dict[str, Number] | None:
-    """The entries of a pattern; None where there is one that cannot be used."""
-    pattern = findings.attempt(_pattern, name, config.get(name))
-    keys = [findings.attempt(_literal, name, key) for key in pattern or ()]
-    if pattern is None or None in keys:
-        return None
-    found = {key: findings.attempt(read, f"{name}[{key}]", value) for key, value in pattern.items()}
-    usable = {key: value for key, value in found.items() if value is not None}
-    return usable if len(usable) == len(found) else None
+) -> tuple[dict[str, Number], ModulePatterns]:
+    """The entries of a pattern that can be used, and their keys."""
+    pattern = findings.attempt(_pattern, name, config.get(name)) or {}
+    values = {key: findings.attempt(read, f"{name}[{key}]", value) for key, value in pattern.items()}
+    matchers = {key: findings.attempt(_matcher, name, key) for key in pattern}
+    return {key: value for key, value in values.items() if value is not None}, ModulePatterns(matchers)
 
 
 def check_scaling(scaling: float, module: str) -> float:
@@ -235,21 +248,17 @@ def _check_auto_mapping(value: object) -> None:
     refuse_unsupported("config.field_unsupported", message, "auto_mapping", "Set it to null: it is not used.")
 
 
-def _rank(name: str, value: object, max_rank: int, findings: Findings) -> int:
-    """The rank, also one that is only larger than this server serves: the tensors are measured by it."""
-    if type(value) is not int or not 1 <= value <= MAX_INT:
-        message = f"{name} must be an integer from 1 to {max_rank}, got {shown(value)}."
+def _rank(name: str, value: object) -> int:
+    """The rank, also one that no module has or that is larger than this server serves: the tensors decide."""
+    if type(value) is not int or not 0 <= value <= MAX_INT:
+        message = f"{name} must be an integer, at least 0, got {shown(value)}."
         refuse("config.rank_invalid", message, name, "Give the rank that was trained, as PEFT wrote it.")
-    if value > max_rank:
-        message = f"{name} is {value}; this server serves ranks up to {max_rank}."
-        hint = "Retrain with a smaller rank, or have adapter.max_rank raised on the server."
-        findings.attempt(refuse_unsupported, "config.rank_invalid", message, name, hint)
     return value
 
 
 def _alpha(name: str, value: object) -> float:
-    if type(value) not in (int, float) or not isinstance(value, int | float) or not 0 < value <= _MAX_ALPHA:
-        message = f"{name} must be a number above 0, at most {_MAX_ALPHA:g}, got {shown(value)}."
+    if type(value) not in (int, float) or not isinstance(value, int | float) or not 0 < value <= MAX_INT:
+        message = f"{name} must be a number above 0, got {shown(value)}."
         refuse("config.alpha_invalid", message, name, "Give the alpha that was trained with, as PEFT wrote it.")
     return float(value)
 
@@ -270,15 +279,19 @@ def _pattern(name: str, value: object) -> dict[str, object]:
     return value
 
 
-def _literal(name: str, key: str) -> str:
-    if not peft_fields.is_literal_path(key):
-        expected = (
-            "only module paths or their endings are read, as in 'layers.0.self_attn.q_proj', no regular expressions"
-        )
-        message = f"{name} has the key {shown(key)}; {expected}."
-        hint = "List the modules one by one."
+def _matcher(name: str, key: str) -> Matcher | None:
+    try:
+        return matcher(key)
+    except InvalidKeyError as error:
+        message, hint = _wrong_key(name, key, error), "PEFT cannot load it either: correct the key."
+        refuse("config.pattern_invalid", message, named(f"{name}[{key}]"), hint)
+    except UnsupportedKeyError as error:
+        message, hint = _wrong_key(name, key, error), "Name the modules in a simpler way."
         refuse_unsupported("config.pattern_unsupported", message, named(f"{name}[{key}]"), hint)
-    return key
+
+
+def _wrong_key(name: str, key: str, error: ValueError) -> str:
+    return f"{name} has the key {shown(key)}; it is {error}."
 
 
 def _check_values(field: str, *values: object) -> None:

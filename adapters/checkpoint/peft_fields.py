@@ -5,8 +5,8 @@ trained), or a feature, which must have one of its neutral values, PEFT's own de
 `scripts/list_peft_defaults.py` to see the fields and defaults of the installed PEFT; a test compares them with these.
 
 PEFT matches a key of `rank_pattern` and `alpha_pattern` as a regular expression, at the end of a path and after a dot,
-so a dot in the key stands for any character. Keys that mean the same when read letter by letter are literal; all
-others are not. No key is ever run.
+so a dot in the key stands for any character. Keys that mean the same when read letter by letter are literal;
+`module_patterns` matches all others.
 """
 
 from __future__ import annotations

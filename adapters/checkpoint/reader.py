@@ -18,9 +18,11 @@ from typing import NamedTuple, NoReturn
 
 from manylora.adapters.base_shape import MODULE_PATHS, BaseShape
 from manylora.adapters.checkpoint.findings import Findings, refuse, refuse_unsupported
+from manylora.adapters.checkpoint.lora_fields import LoraFields
 from manylora.adapters.checkpoint.peft_config import check_config, check_scaling, parse_config
 from manylora.adapters.checkpoint.report import report_on
 from manylora.adapters.checkpoint.safetensors_header import TensorEntry, check_header
+from manylora.adapters.checkpoint.strict_json import named
 from manylora.adapters.checkpoint.tensor_names import TensorName, TensorNames, TensorPlace
 from manylora.adapters.checkpoint.values import scan_values as scan
 from manylora.adapters.ref import LoraSpec
@@ -50,6 +52,17 @@ class LoraTensor(NamedTuple):
     """Its shape and its bytes."""
     name: TensorName
     """Which matrix it is."""
+
+    @property
+    def path(self) -> str:
+        """Path of its module, without wrappers: `model.layers.0.self_attn.q_proj`."""
+        return f"{self.name.stem}.{self.name.place.layer}.{MODULE_PATHS[self.name.place.module]}"
+
+
+Pairs = Mapping[tuple[int, int], tuple[LoraTensor, LoraTensor]]
+"""`lora_A` and `lora_B` by (layer, module index)."""
+MakeSpec = Callable[[Pairs], LoraSpec | None]
+"""The spec that these modules are measured by; None where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,13 +130,17 @@ def read_checkpoint(
     """
     findings = Findings()
     findings.attempt(_check_base, base)
-    spec = findings.attempt(check_config, config_bytes, max_rank, findings)
-    found = findings.attempt(_check_file, spec, weights, base, scan_values, findings)
+    fields = findings.attempt(check_config, config_bytes, findings)
+
+    def make_spec(pairs: Pairs) -> LoraSpec | None:
+        return None if fields is None else _spec_of(fields, pairs, max_rank, findings)
+
+    found = findings.attempt(_check_file, make_spec, weights, base, scan_values, findings)
     checkpoint, zeros = findings.passed(found)
     if not scan_values:
         return checkpoint
     config = parse_config(config_bytes)
-    report = report_on(checkpoint.spec, config, checkpoint.tensors, zeros, base_names)
+    report = report_on(findings.passed(fields), config, checkpoint.tensors, zeros, base_names)
     written = config.get("peft_version")
     version = written if isinstance(written, str) and _PEFT_VERSION.fullmatch(written) else None
     return replace(checkpoint, peft_version=version, report=report)
@@ -149,7 +166,7 @@ def check_weights(
     findings.attempt(_check_base, base)
     tensors = findings.passed(findings.attempt(check_header, io.BytesIO(header), file_size, findings))
     pause()
-    return findings.passed(findings.attempt(_check_tensors, spec, tensors, base, findings))
+    return findings.passed(findings.attempt(_check_tensors, lambda _: spec, tensors, base, findings))
 
 
 def _check_base(base: BaseShape | None) -> None:
@@ -158,12 +175,12 @@ def _check_base(base: BaseShape | None) -> None:
 
 
 def _check_file(
-    spec: LoraSpec | None, weights: Path | int, base: BaseShape | None, scan_values: bool, findings: Findings
+    make_spec: MakeSpec, weights: Path | int, base: BaseShape | None, scan_values: bool, findings: Findings
 ) -> tuple[Checkpoint, frozenset[str]] | None:
     with _open_plain(weights) as file:
         seen = findings.seen
         tensors = check_header(file, os.fstat(file.fileno()).st_size, findings)
-        found = _check_tensors(spec, tensors, base, findings)
+        found = _check_tensors(make_spec, tensors, base, findings)
         if findings.seen > seen:
             return None
         zeros = scan(file, tensors, findings) if scan_values else frozenset()
@@ -180,12 +197,13 @@ def _open_plain(file: Path | int) -> BufferedReader:
 
 
 def _check_tensors(
-    spec: LoraSpec | None, tensors: Sequence[TensorEntry], base: BaseShape | None, findings: Findings
+    make_spec: MakeSpec, tensors: Sequence[TensorEntry], base: BaseShape | None, findings: Findings
 ) -> Checkpoint | None:
-    """What the tensors are; None where something is wrong with them, or there is no `spec` to measure them by."""
+    """What the tensors are; None where something is wrong with them, or there is no spec to measure them by."""
     seen = findings.seen
     placed = _place(tensors, base, findings)
     pairs = _pair(placed, findings)
+    spec = make_spec(pairs) if pairs else None
     if spec is None:
         return None
     widths: dict[int, tuple[int, int]] = {}
@@ -194,16 +212,15 @@ def _check_tensors(
     ranks: dict[tuple[int, int], int] = {}
     scalings: dict[tuple[int, int], float] = {}
     for (layer, module), (lora_a, lora_b) in sorted(pairs.items()):
-        path = f"{lora_a.name.stem}.{layer}.{MODULE_PATHS[module]}"
+        path = lora_a.path
         # Without a base, the first layer that touches a module says how wide it is.
         width_in, width_out = widths.setdefault(module, (_width(lora_a), _width(lora_b)))
-        rank = findings.attempt(_rank_of, spec, path, lora_a)
-        if rank is None:
-            continue
+        rank = spec.module_rank(path)
         findings.attempt(_check_shape, lora_a, rank, width_in)
         findings.attempt(_check_shape, lora_b, rank, width_out)
         ranks[layer, module] = rank
-        scalings[layer, module] = findings.attempt(check_scaling, spec.module_scaling(path), path) or 0.0
+        if rank:
+            scalings[layer, module] = findings.attempt(check_scaling, spec.module_scaling(path), path) or 0.0
     if findings.seen > seen:
         return None
     modules = sorted({module for _, module in ranks})
@@ -221,22 +238,39 @@ def _check_tensors(
     )
 
 
-def _rank_of(spec: LoraSpec, path: str, tensor: LoraTensor) -> int:
-    """The rank of one module; refuses patterns that mean something else on the wrapped model that was trained."""
-    rank, written = spec.module_rank(path), tensor.name.written
-    if written != path and (rank, spec.module_scaling(path)) != (
-        spec.module_rank(written),
-        spec.module_scaling(written),
-    ):
+def _spec_of(fields: LoraFields, pairs: Pairs, max_rank: int, findings: Findings) -> LoraSpec:
+    """What is kept of the config, with these modules; what cannot be served with them is noted."""
+    ranks = {}
+    for lora_a, _ in pairs.values():
+        rank = ranks[lora_a.path] = lora_a.entry.shape[lora_a.name.rank_axis]
+        findings.attempt(_check_rank_limit, fields, lora_a, rank, max_rank)
+        findings.attempt(_check_written_path, fields, lora_a, rank)
+    return fields.spec(ranks)
+
+
+def _check_rank_limit(fields: LoraFields, tensor: LoraTensor, rank: int, max_rank: int) -> None:
+    wanted, field = fields.rank_of(tensor.path)
+    if rank > max_rank and wanted in (None, rank):
+        message = f"Tensor {tensor.entry.name} has rank {rank}; this server serves ranks up to {max_rank}."
+        hint = "Retrain with a smaller rank, or have adapter.max_rank raised on the server."
+        refuse_unsupported("config.rank_invalid", message, named(field), hint)
+
+
+def _check_written_path(fields: LoraFields, tensor: LoraTensor, rank: int) -> None:
+    """Refuse patterns that mean something else on the wrapped model that was trained."""
+    path, written = tensor.path, tensor.name.written
+    if written == path:
+        return
+    of_rank = fields.rank_of(path)[0] == fields.rank_of(written)[0]
+    if not of_rank or fields.alpha_of(path, rank) != fields.alpha_of(written, rank):
         refuse_unsupported(
             "config.pattern_unsupported",
             f"Tensor {tensor.entry.name} is of a wrapped model, where rank_pattern and alpha_pattern match other "
             f"modules than on the plain one: {path} is {written} there.",
-            "rank_pattern" if spec.rank_pattern else "alpha_pattern",
+            "alpha_pattern" if of_rank else "rank_pattern",
             "Write the patterns by module name alone, as in q_proj, or save the adapter from the model without its "
             "wrappers.",
         )
-    return rank
 
 
 def _place(tensors: Sequence[TensorEntry], base: BaseShape | None, findings: Findings) -> dict[TensorPlace, LoraTensor]:
@@ -324,8 +358,11 @@ def _check_shape(lora: LoraTensor, rank: int, width: int) -> None:
         return
     got = list(tensor.shape)
     if got_width == width:
-        message = f"Tensor {tensor.name} has shape {got}, so rank {got_rank}; the config gives this module rank {rank}."
-        hint = "Set r, or rank_pattern for single modules, to the rank that was trained."
+        message = f"Tensor {tensor.name} has shape {got}, so rank {got_rank}; expected rank {rank}."
+        hint = (
+            "Set r, or rank_pattern for single modules, to the rank of the tensors, and lora_alpha so that lora_alpha "
+            "/ r is the scaling that was trained with."
+        )
         refuse("weights.rank_mismatch", message, tensor.name, hint)
     expected = [rank, width] if name.rank_axis == 0 else [width, rank]
     is_transposed = got_rank == width and got_width == rank

@@ -9,19 +9,22 @@ import re
 from collections.abc import Mapping, Sequence
 
 from manylora.adapters.base_shape import MODULE_PATHS
+from manylora.adapters.checkpoint.lora_fields import LoraFields
+from manylora.adapters.checkpoint.module_patterns import ModulePatterns
+from manylora.adapters.checkpoint.peft_config import DEFAULT_ALPHA
 from manylora.adapters.checkpoint.safetensors_header import TensorEntry
 from manylora.adapters.checkpoint.strict_json import shown
 from manylora.adapters.checkpoint.tensor_names import TensorName, unwrapped
-from manylora.adapters.ref import LoraSpec
 
 MAX_NAMES = 8
 """Names that one warning lists."""
 _MOVED = "The layers that the file has at {} were taken for those of the served model."
+_NO_ALPHA = f"The config has no lora_alpha. It was taken for {DEFAULT_ALPHA}, PEFT's own."
 _QUANTISED = re.compile(r"(-unsloth)?-bnb-4bit$")
 
 
 def report_on(
-    spec: LoraSpec,
+    fields: LoraFields,
     config: Mapping[str, object],
     tensors: Sequence[tuple[TensorEntry, TensorName]],
     zeros: frozenset[str],
@@ -30,7 +33,7 @@ def report_on(
     """Report on an adapter that was checked.
 
     Args:
-        spec: What was read of the config.
+        fields: What was read of the config.
         config: The config file, parsed.
         tensors: All of the file.
         zeros: Names of those that hold nothing but zeros.
@@ -44,8 +47,9 @@ def report_on(
     warnings = [
         _untrained([entry.name in zeros for entry, name in tensors if name.place.part == "b"]),
         _MOVED.format(names[0].stem) if "language_model" in names[0].stem else "",
-        _unused(spec, config, names),
-        _overlap(spec),
+        _unused(fields, config, names),
+        _overlap(fields.alpha_pattern),
+        "" if "lora_alpha" in config or "peft_type" not in config else _NO_ALPHA,
         _other_base(config.get("base_model_name_or_path") or config.get("model"), base_names),
     ]
     return {
@@ -64,26 +68,29 @@ def _untrained(is_zero: Sequence[bool]) -> str:
     return f"{sum(is_zero)} of {len(is_zero)} lora_B are zero: these modules answer as the base does."
 
 
-def _unused(spec: LoraSpec, config: Mapping[str, object], names: Sequence[TensorName]) -> str:
+def _unused(fields: LoraFields, config: Mapping[str, object], names: Sequence[TensorName]) -> str:
     """A warning of modules that the config names and the file does not hold."""
-    paths = [f"{name.stem}.{name.place.layer}.{MODULE_PATHS[name.place.module]}".split(".") for name in names]
-    endings = {".".join(path[start:]) for path in paths for start in range(len(path))}
+    paths = sorted({f"{name.stem}.{name.place.layer}.{MODULE_PATHS[name.place.module]}" for name in names})
     targets = None if config.get("exclude_modules") else config.get("target_modules")
-    wanted = [*spec.rank_pattern, *spec.alpha_pattern, *(targets if isinstance(targets, list) else [])]
-    missing = sorted({key for key in wanted if unwrapped(key) not in endings})
+    listed_targets = dict.fromkeys(map(unwrapped, targets)) if isinstance(targets, list) else {}
+    missing = {
+        *fields.rank_keys.unused(paths),
+        *fields.alpha_keys.unused(paths),
+        *ModulePatterns(listed_targets).unused(paths),
+    }
     if not missing:
         return ""
     more = f" and {len(missing) - MAX_NAMES} more" if len(missing) > MAX_NAMES else ""
-    listed = ", ".join(shown(key) for key in missing[:MAX_NAMES])
+    listed = ", ".join(shown(key) for key in sorted(missing)[:MAX_NAMES])
     return f"The config names modules of which the file holds nothing: {listed}{more}. Nothing is changed there."
 
 
-def _overlap(spec: LoraSpec) -> str:
+def _overlap(alpha_pattern: Mapping[str, float]) -> str:
     """A warning of alpha_pattern keys that match the same module. For ranks the tensors' sizes decide."""
-    for key in spec.alpha_pattern:
+    for key in alpha_pattern:
         parts = key.split(".")
         for shorter in (".".join(parts[start:]) for start in range(1, len(parts))):
-            if shorter in spec.alpha_pattern:
+            if shorter in alpha_pattern:
                 return (
                     f"alpha_pattern has {shown(key)} and {shown(shorter)}, which match the same modules. The first in "
                     "the file counts, as in PEFT; as PEFT sorts them when it saves, in training another may have."

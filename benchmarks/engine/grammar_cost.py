@@ -36,10 +36,11 @@ from manylora.benchmarks.metrics import distribution, percentile
 from manylora.benchmarks.qwen_shape import VOCAB_SIZE
 from manylora.benchmarks.report import AddOption, goal, take_turns
 from manylora.config import Config, MemoryConfig
+from manylora.engine.grammar.json_schema import json_grammar
 from manylora.engine.request import FlowKey, GenerationRequest, Grammar
 from manylora.engine.sampling_params import SamplingParams
 from manylora.errors import InvalidRequestError
-from manylora.server.generation.grammar import checked_grammar, json_rule
+from manylora.server.generation.grammar import checked_grammar
 
 PROMPT = [10, 11]
 TEXTS = {"name": {"type": "string"}, "tags": {"type": "array", "items": {"type": "string", "maxLength": 30}}}
@@ -118,7 +119,7 @@ def _byte_level_tokenizer() -> Tokenizer:
 
 def _steps(engine: OwnEngine, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Milliseconds of steps whose rows are all free, or all held to a list of objects that has no end."""
-    endless = Grammar.of(f"start: {json_rule({'type': 'array', 'items': ORDER, 'minItems': 100_000})}")
+    endless = Grammar.of(json_grammar({"type": "array", "items": ORDER, "minItems": 100_000}))
     most = engine.parts.ready.max_model_len - len(PROMPT)
 
     def run(phase: str, round_: int) -> list[float]:
@@ -195,7 +196,7 @@ def _request(
 
 def _schema_number(number: int) -> Grammar:
     properties = {**ORDER["properties"], f"field {number}": {"type": "string", "maxLength": number % 50 + 1}}
-    return Grammar.of(f"start: {json_rule({**ORDER, 'properties': properties})}")
+    return Grammar.of(json_grammar({**ORDER, "properties": properties}))
 
 
 def _hostile() -> dict[str, dict[str, Any]]:
@@ -217,7 +218,7 @@ def _refusal_cpu_ms(name: str, schema: dict[str, Any], folder: Path) -> float:
     checked_grammar(f'start: "{name}"', "schema", folder)  # whose child starts again, if the last schema ended it
     before_s = _cpu_s()
     try:
-        checked_grammar(f"start: {json_rule(schema)}", "schema", folder)
+        checked_grammar(json_grammar(schema), "schema", folder)
     except InvalidRequestError:
         return (_cpu_s() - before_s) * 1e3
     return math.nan

@@ -101,7 +101,7 @@ def plan_memory(
     row_bytes, asked_slots = slot_bytes(base, config.adapter.max_rank), config.adapter.slots
     largest_tables = (asked_slots or _slots(left, row_bytes, base, geometry)) * row_bytes
     arena_default = min(MAX_CPU_ARENA_BYTES, left // 4) if on_cpu else max(left - largest_tables, 0)
-    arena_bytes = _wanted_bytes(config.memory.gib, arena_default)
+    arena_bytes = _whole_pages(_wanted_bytes(config.memory.gib, arena_default), geometry)
     slots = asked_slots or _slots(arena_bytes, row_bytes, base, geometry)
     table_bytes = slots * row_bytes
     host_default = min(MAX_CPU_SLAB_BYTES, left // 8) if on_cpu else min(MAX_GPU_SLAB_BYTES, free.host // 4)
@@ -127,7 +127,7 @@ def plan_memory(
         weight_bytes=weight_bytes,
         weights=weights,
         reserved=reserved,
-        arena_bytes=arena_bytes // geometry.page_bytes * geometry.page_bytes,
+        arena_bytes=arena_bytes,
         num_pages=num_pages,
         kv_tokens=max(num_pages, 0) // geometry.num_groups * geometry.page_tokens,
         rank16_pages=rank16_pages,
@@ -217,6 +217,10 @@ def _reserved(config: Config, spec: DecoderSpec, step_tokens: int, dtype_bytes: 
 
 def _wanted_bytes(gib: float | None, default: int) -> int:
     return default if gib is None else int(gib * GIB)
+
+
+def _whole_pages(num_bytes: int, geometry: PageGeometry) -> int:
+    return num_bytes // geometry.page_bytes * geometry.page_bytes
 
 
 def _check_room(plan: MemoryPlan, geometry: PageGeometry, asked: int | None) -> None:

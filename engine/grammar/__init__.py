@@ -1,4 +1,4 @@
-"""Outputs that are held to a grammar: compiled beside the steps, a matcher for each request, a mask for each token.
+"""Outputs that are held to a grammar: schemas made into one, compiling beside the steps, a matcher for each request.
 
 Only requests with a grammar bring llguidance into the process.
 """

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manylora.engine.grammar.problems import grammar_problem, schema_problem
 from manylora.engine.request import GRAMMAR_TOO_COMPLEX, INTERNAL, RequestError
 from manylora.errors import InvalidRequestError
 
@@ -97,8 +98,8 @@ class GrammarTokens:
         """
         parser = compiled_parser(self.tokenizer, text)
         if parser.is_error():
-            reason = parser.get_error().partition("\n")[0][:200]
-            message = f"No answer can be held to this grammar or schema: {reason}. Make it simpler."
+            problem = schema_problem if "%json" in text else grammar_problem
+            message = f"No answer can be held to this grammar or schema: {problem(parser.get_error())}."
             raise InvalidRequestError(message, code="grammar_too_complex")
         return Matcher(parser, self.tokenizer)
 

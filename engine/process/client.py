@@ -23,6 +23,7 @@ from manylora.adapters.ref import AdapterRef
 from manylora.config import Config, Device, Dtype
 from manylora.engine.process import messages
 from manylora.engine.process.inbox import Inbox
+from manylora.engine.process.pulse import SILENT_S, STUCK_S, STUCK_STEPS, StallDetector
 from manylora.engine.process.supervisor import (
     CRASH_LOOP_DEATHS,
     CRASH_LOOP_DELAY_S,
@@ -41,7 +42,7 @@ REQUESTS_A_ROUND = 8
 
 
 class EngineClient:
-    """Starts the engine process, restarts it when it dies, and carries requests to it and outputs back.
+    """Starts the engine process, restarts it when it dies or stands still, and carries requests and outputs.
 
     Args:
         config: All settings.
@@ -268,9 +269,8 @@ class EngineClient:
     async def _supervise(self, connection: EngineConnection) -> None:
         """Read from the engine until it dies, end all open requests, start another engine; repeat for ever."""
         while True:
-            await self._read_until_exit(connection)
-            code = connection.exited.result()
-            logger.error("the engine process %s ended with exit code %s", connection.pid, code)
+            problem = await self._read_until_over(connection)
+            logger.error("the engine process %s %s", connection.pid, problem)
             delay_s = self._note_death("The engine stopped and is being restarted; send the request again.")
             await connection.kill()
             connection = await self._relaunch(delay_s)
@@ -306,17 +306,28 @@ class EngineClient:
             if not answer.done():
                 answer.set_exception(_copy_of(error))
 
-    async def _read_until_exit(self, connection: EngineConnection) -> None:
+    async def _read_until_over(self, connection: EngineConnection) -> str:
+        """Read until the engine has ended or stopped; returns what happened to it, which may still live."""
         reading = asyncio.create_task(self._read(connection))
-        either: set[asyncio.Future[Any]] = {reading, connection.exited}
+        watching = asyncio.create_task(connection.stall(StallDetector(SILENT_S, self._stuck_s())))
+        any_of: set[asyncio.Future[Any]] = {reading, watching, connection.exited}
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
                 logger.error("reading from the engine failed; it is ended", exc_info=reading.exception())
                 await connection.kill()
+            if connection.exited.done():
+                return f"ended with exit code {connection.exited.result()}"
+            return watching.result()
         finally:
+            watching.cancel()
             reading.cancel()
             await asyncio.wait([reading])  # it passes on what has come
+
+    def _stuck_s(self) -> float:
+        """Seconds without the end of a step after which it has none: many times what the longest step takes."""
+        step_s = self._first.memory.step_tokens * self._first.token_s if self._first else 0.0
+        return max(STUCK_S, STUCK_STEPS * step_s)
 
     async def _read(self, connection: EngineConnection) -> None:
         """Pass outputs on: first tokens at once, others of a few requests in each round of the event loop.

@@ -21,6 +21,8 @@ class Launch(msgspec.Struct, frozen=True):
     config: Config
     address: str
     """ZeroMQ address that the client listens on."""
+    pulse_fd: int
+    """Descriptor of the page of `Pulse`, which the process inherits."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +20,7 @@ import zmq.asyncio
 
 from manylora.config import Config, environment
 from manylora.engine.process import messages
+from manylora.engine.process.pulse import LOOK_S, SILENT_START_S, Pulse, StallDetector
 from manylora.errors import ConfigError, EngineUnavailableError
 
 SOCKET_NAME = "engine"
@@ -55,6 +58,7 @@ class EngineConnection:
         self.exited: asyncio.Future[int] = self._loop.create_future()
         """Done with the exit code when the process has ended."""
         self._popen: subprocess.Popen[bytes] | None = None
+        self._pulse: Pulse | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="manylora-", dir=_short_folder()))
         self.address = f"ipc://{self._folder / SOCKET_NAME}"
         self._context = zmq.asyncio.Context()
@@ -78,15 +82,18 @@ class EngineConnection:
 
         Raises:
             ConfigError: A setting is wrong.
-            EngineUnavailableError: It ended without being ready.
+            EngineUnavailableError: It ended, or stopped, without being ready.
         """
         self._start_process()
         receiving = asyncio.ensure_future(self.receive())
-        either: set[asyncio.Future[Any]] = {receiving, self.exited}
+        watching = asyncio.ensure_future(self.stall(StallDetector(SILENT_START_S, inf)))
+        any_of: set[asyncio.Future[Any]] = {receiving, watching, self.exited}
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
                 await asyncio.wait({receiving}, timeout=LAST_WORDS_S)
+            if not receiving.done() and watching.done():
+                raise EngineUnavailableError(f"The engine process {watching.result()} while starting.")
             if not receiving.done():
                 raise EngineUnavailableError(
                     f"The engine process ended while starting, with exit code {self.exited.result()}; its log says why."
@@ -94,12 +101,22 @@ class EngineConnection:
             first = receiving.result()
         finally:
             receiving.cancel()
+            watching.cancel()
         if isinstance(first, messages.StartFailed):
             kind = ConfigError if first.is_setting else EngineUnavailableError
             raise kind(first.message, code=first.code, param=first.param)
         if not isinstance(first, messages.Ready):
             raise EngineUnavailableError(f"The engine's first word was {type(first).__name__}, not Ready.")
         return first
+
+    async def stall(self, detector: StallDetector) -> str:
+        """Watch the process until it does not go on, although it lives; returns what is wrong with it."""
+        problem = None
+        while problem is None:
+            await asyncio.sleep(LOOK_S)
+            if self._popen is not None and self._pulse is not None:
+                problem = detector.problem(self._pulse.signs(self._popen.pid))
+        return problem
 
     async def receive(self) -> messages.FromEngine:
         """The next message."""
@@ -144,12 +161,19 @@ class EngineConnection:
     def _start_process(self) -> None:
         kept = {name: value for name, value in environment().items() if name not in KEPT_FROM_ENGINE}
         command = [sys.executable, "-P", "-m", "manylora.engine.process.worker"]
-        popen = subprocess.Popen(command, stdin=subprocess.PIPE, env=kept)  # noqa: S603 - our own program
-        self._popen = popen
+        fd = Pulse.create()
+        try:
+            pulse = Pulse(fd)
+            popen = subprocess.Popen(  # noqa: S603 - our own program
+                command, stdin=subprocess.PIPE, env=kept, pass_fds=[fd]
+            )
+        finally:
+            os.close(fd)
+        self._popen, self._pulse = popen, pulse
         threading.Thread(target=self._wait_for_exit, args=(popen,), name="engine-wait", daemon=True).start()
         if popen.stdin is not None:
             with suppress(BrokenPipeError):  # it died at once; its exit code says so
-                popen.stdin.write(messages.encode_launch(messages.Launch(self._config, self.address)))
+                popen.stdin.write(messages.encode_launch(messages.Launch(self._config, self.address, fd)))
                 popen.stdin.flush()
 
     def _wait_for_exit(self, popen: subprocess.Popen[bytes]) -> None:

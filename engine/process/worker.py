@@ -26,6 +26,7 @@ from manylora.engine.build import build_engine
 from manylora.engine.core import EngineCore
 from manylora.engine.execution.memory_plan import format_plan
 from manylora.engine.process import messages
+from manylora.engine.process.pulse import Heart, Pulse
 from manylora.engine.request import GenerationRequest, RequestOutput, request_error
 from manylora.errors import ConfigError, ManyloraError
 
@@ -95,11 +96,17 @@ class EngineLoop:
         self._is_idle_told = True
         self._num_ahead = 0
         """Messages of outputs that the client has not passed on."""
+        self._num_rounds = 0
+
+    def turns(self) -> int:
+        """Count of what this has done: rounds, and kernels that a step waited for. Any thread may ask."""
+        return self._num_rounds + self.core.num_compiles
 
     def run(self) -> None:
         """Serve until the client says so or is gone."""
         timeout_ms = 0
         while True:
+            self._num_rounds += 1
             self._poller.poll(timeout_ms)
             self.wakeup.clear()
             refusals = self._read()
@@ -198,6 +205,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     launch = messages.decode_launch(sys.stdin.buffer.readline(messages.MAX_LAUNCH_BYTES))
+    heart = Heart(Pulse(launch.pulse_fd))
+    heart.start()
     wakeup, parent_gone = Wakeup(), threading.Event()
     threading.Thread(target=_watch_parent, args=(wakeup, parent_gone), name="parent-watch", daemon=True).start()
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -207,13 +216,15 @@ def main() -> int:
         socket.set(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
         socket.connect(launch.address)
         try:
-            return _serve(launch, socket, wakeup, parent_gone)
+            return _serve(launch, socket, wakeup, parent_gone, heart)
         finally:
             if parent_gone.is_set():
                 _remove_socket(launch.address)
 
 
-def _serve(launch: messages.Launch, socket: zmq.Socket[bytes], wakeup: Wakeup, parent_gone: threading.Event) -> int:
+def _serve(
+    launch: messages.Launch, socket: zmq.Socket[bytes], wakeup: Wakeup, parent_gone: threading.Event, heart: Heart
+) -> int:
     try:
         parts = build_engine(launch.config, notify=wakeup.wake)
     except ManyloraError as error:
@@ -222,10 +233,12 @@ def _serve(launch: messages.Launch, socket: zmq.Socket[bytes], wakeup: Wakeup, p
         return 2
     parts.grammar_tokens.prepare()  # later, all requests would wait for it
     _tune_interpreter(parts.ready.device)
+    loop = EngineLoop(parts.core, parts.memory, socket, wakeup, parent_gone)
+    heart.turns = loop.turns
     ready = messages.Ready(ready=parts.ready, memory_plan=format_plan(parts.ready.memory, parts.ready))
     socket.send(messages.encode(ready))
     try:
-        EngineLoop(parts.core, parts.memory, socket, wakeup, parent_gone).run()
+        loop.run()
     except Exception:
         logger.exception("the engine ends")
         # A lost device may never answer what closing asks of it, and the parent waits for the end of this process.

@@ -6,9 +6,10 @@ Both databases have one writer at a time, and readers see one snapshot. Nothing 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +37,45 @@ _CLOCKS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """How those who share this process take turns at the database."""
+
+    writer: Callable[[], AbstractAsyncContextManager[None]]
+    """The place of the only writer."""
+    threads: Callable[[int, str], ThreadPoolExecutor] = ThreadPoolExecutor
+    """Makes so many threads of a name, which run short reads."""
+
+
+def in_order() -> Turns:
+    """Turns in order of arrival."""
+    lock = asyncio.Lock()
+    return Turns(lambda: lock)
+
+
 class Database:
     """Transactions over one database.
 
-    Thread: the event loop that opened it. Writers queue for one lock in this process, and for the database's own
-    lock between processes.
+    Thread: the event loop that opened it. Writers take turns in this process, and queue for the database's own lock
+    between processes.
     """
 
-    def __init__(self, engine: AsyncEngine, reader: Engine | None, revisions: tuple[str | None, str | None]) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        reader: Engine | None,
+        revisions: tuple[str | None, str | None],
+        file: sqlite.DatabaseFile | None,
+    ) -> None:
         self.revision_before, self.revision = revisions
         """The schema's revision before the upgrade (None: the database was empty), and after it."""
         self._engine = engine
+        self._file = file
+        """Of SQLite."""
         self._reader = reader
         """For SQLite: runs single statements in a thread, which is faster."""
-        self._threads = ThreadPoolExecutor(sqlite.MAX_READERS, "registry-reader")
-        self._writer = asyncio.Lock()
+        self._turns = in_order()
+        self._threads = self._turns.threads(sqlite.MAX_READERS, "registry-reader")
         self._reads: dict[asyncio.Future[None], asyncio.Task[object] | None] = {}
         """The reads under way: a future for the end of each, and its task."""
         self._read_sessions = async_sessionmaker(engine, expire_on_commit=False)
@@ -69,6 +94,7 @@ class Database:
         """
         parsed = database_url(url, data_dir)
         is_sqlite = parsed.get_backend_name() == "sqlite"
+        file = sqlite.DatabaseFile(Path(parsed.database or "")) if is_sqlite else None
         engine = sqlite.open_sqlite(parsed) if is_sqlite else postgres.open_postgres(parsed)
         try:
             revisions = await _upgrade(engine)
@@ -80,7 +106,13 @@ class Database:
         except BaseException:
             await engine.dispose()
             raise
-        return cls(engine, sqlite.open_sqlite_reader(parsed) if is_sqlite else None, revisions)
+        return cls(engine, sqlite.open_sqlite_reader(parsed) if is_sqlite else None, revisions, file)
+
+    def share(self, turns: Turns) -> None:
+        """Let those who wait for the database take turns, instead of in order of arrival."""
+        self._threads.shutdown(wait=False)
+        self._turns = turns
+        self._threads = turns.threads(sqlite.MAX_READERS, "registry-reader")
 
     async def close(self) -> None:
         """Wait up to `CLOSE_S` seconds for the reads under way, and close all connections."""
@@ -96,6 +128,20 @@ class Database:
             self._reader.dispose()
         await self._engine.dispose()
 
+    async def look_for_file(self) -> None:
+        """See whether SQLite's file is still at its path, for `check_file`."""
+        if self._file is not None:
+            await asyncio.to_thread(self._file.look)
+
+    def check_file(self) -> None:
+        """Return if the file was there at the last look.
+
+        Raises:
+            CapacityError: It was deleted or replaced; code db.lost.
+        """
+        if self._file is not None:
+            self._file.check()
+
     async def check(self) -> object:
         """Ask the database for one row; returns if it answers.
 
@@ -109,8 +155,9 @@ class Database:
         """A transaction that only reads, on one snapshot.
 
         Raises:
-            CapacityError: The database cannot answer; code db.unavailable.
+            CapacityError: The database cannot answer; code db.unavailable or db.lost.
         """
+        self.check_file()
         end = asyncio.get_running_loop().create_future()
         self._reads[end] = asyncio.current_task()
         try:
@@ -141,12 +188,16 @@ class Database:
         """A transaction that may write; commits at the end, rolls back on an error.
 
         Raises:
-            CapacityError: The database cannot answer; code db.unavailable, or storage.full.
+            CapacityError: The database cannot answer, or what was written is in no file that stays; code
+                db.unavailable, db.lost or storage.full.
         """
+        self.check_file()
         with _own_errors():
-            async with turn(self._writer), self._write_sessions() as session, session.begin():
+            async with turn(self._turns.writer()), self._write_sessions() as session, session.begin():
                 await session.connection()
                 yield session
+        await self.look_for_file()
+        self.check_file()
 
 
 async def _upgrade(engine: AsyncEngine) -> tuple[str | None, str | None]:
@@ -206,21 +257,19 @@ def _reason(error: DBAPIError) -> str:
 
 
 @asynccontextmanager
-async def turn(lock: asyncio.Lock) -> AsyncIterator[None]:
-    """Hold a lock that others hold during a transaction; wait at most `TURN_S` seconds for it.
+async def turn(place: AbstractAsyncContextManager[None]) -> AsyncIterator[None]:
+    """Hold a place, or a lock, that others hold during a transaction; wait at most `TURN_S` seconds for it.
 
     Raises:
-        CapacityError: The lock was not free in time; code db.unavailable.
+        CapacityError: It was not free in time; code db.unavailable.
     """
-    try:
-        async with asyncio.timeout(TURN_S):
-            await lock.acquire()
-    except TimeoutError as error:
-        raise unavailable() from error
-    try:
+    async with AsyncExitStack() as stack:
+        try:
+            async with asyncio.timeout(TURN_S):
+                await stack.enter_async_context(place)
+        except TimeoutError as error:
+            raise unavailable() from error
         yield
-    finally:
-        lock.release()
 
 
 @contextmanager

@@ -5,14 +5,21 @@ A transaction that has read can always write: it never finds that another one wr
 
 from __future__ import annotations
 
+import logging
+import os
 import sqlite3
 from contextlib import suppress
+from pathlib import Path
+from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+from manylora.errors import CapacityError
+
+_logger = logging.getLogger(__name__)
 BUSY_TIMEOUT_MS = 5000
 MAX_READERS = 2
 """Connections, and threads, of the engine for single reads."""
@@ -25,7 +32,7 @@ def open_sqlite(url: URL) -> AsyncEngine:
     # No cache of prepared statements: an INSERT of many rows takes 100 kB, for each number of rows and each
     # connection. Preparing a statement again costs less than the way to the connection's thread.
     engine = create_async_engine(
-        url.set(drivername="sqlite+aiosqlite"),
+        _of_existing(url.set(drivername="sqlite+aiosqlite")),
         pool_size=4,
         max_overflow=4,
         connect_args={"cached_statements": 0, "factory": _Connection},
@@ -37,7 +44,7 @@ def open_sqlite(url: URL) -> AsyncEngine:
 
 def open_sqlite_reader(url: URL) -> Engine:
     """A second engine for the same file, for reads in our threads: aiosqlite changes threads six times a statement."""
-    engine = create_engine(url.set(drivername="sqlite"), pool_size=MAX_READERS)
+    engine = create_engine(_of_existing(url.set(drivername="sqlite")), pool_size=MAX_READERS)
     event.listen(engine, "connect", _set_up_connection)
     return engine
 
@@ -50,6 +57,60 @@ def is_busy(error: DBAPIError) -> bool:
 def is_full(error: DBAPIError) -> bool:
     """Whether the disk is full."""
     return getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+
+
+class DatabaseFile:
+    """The file of the database, and whether it is still at its path. Thread-safe.
+
+    Connections to a deleted file go on as if nothing was wrong, and what they write is gone when they close.
+
+    Args:
+        path: Where it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_lost = False
+        with suppress(OSError):  # SQLite says what is wrong with the path
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        self._identity = self._find()
+
+    def look(self) -> None:
+        """See which file is at the path now, for `check`. Blocks."""
+        was_lost, self._is_lost = self._is_lost, self._find() != self._identity
+        if self._is_lost and not was_lost:
+            _logger.error(
+                "%s was deleted or replaced. Requests are refused, and their usage stays in the journal: put the file "
+                "back at its path, or restart the server to use what is there now.",
+                self._path,
+            )
+        elif was_lost and not self._is_lost:
+            _logger.info("%s is back", self._path)
+
+    def check(self) -> None:
+        """Return if the file was at its path when `look` was called last.
+
+        Raises:
+            CapacityError: It was deleted or replaced; code db.lost.
+        """
+        if self._is_lost:
+            message = (
+                "The database's file was deleted or replaced while the server runs; its operator must put it back."
+            )
+            raise CapacityError(message, retry_after_s=5.0, code="db.lost")
+
+    def _find(self) -> tuple[int, int] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+
+def _of_existing(url: URL) -> URL:
+    """The same file, which is not made if it is not there: an empty one would stand in for one that was deleted."""
+    named = url.set(database=f"file:{quote(os.path.abspath(url.database or ''))}")
+    return named.update_query_dict({"mode": "rw", "uri": "true"})
 
 
 class _Connection(sqlite3.Connection):

@@ -1,6 +1,7 @@
 """An append-only journal on disk: lines with a checksum, and one fsync for all callers that wait.
 
 The journal is a folder of numbered files. One process writes a file until it is closed; nobody writes to it after that.
+When a write failed, the journal tries in the background whether it can be written again, and says so until then.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ from manylora.errors import CapacityError, ConfigError
 
 MAX_FILE_BYTES = 4 << 20
 
+PROBE_S = 1.0
+"""Seconds between two tries after a write failed."""
+PROBE_BYTES = 64 << 10
+"""Room for many events; less would soon be used up."""
+
+_LOCK = "lock"
 _SUFFIX = ".journal"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -62,13 +69,22 @@ def read_lines(path: Path, decode: Callable[[bytes], PayloadT]) -> tuple[list[Pa
 
 
 class JournalFiles:
-    """The folder: the file being written, and the closed files. Blocks. Thread: one at a time."""
+    """The folder: the file being written, and the closed files. Blocks. Thread: one at a time.
+
+    Where the folder or the file being written was deleted or replaced, both are made again with all that was written:
+    the bytes of a deleted file stay as long as it is open.
+    """
 
     def __init__(self, folder: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
         self._max_file_bytes = max_file_bytes
-        self._lock_fd = _lock(folder)
+        try:
+            self._lock_fd = _lock(folder)
+        except BlockingIOError as error:
+            message = f"server.data_dir is in use by another Manylora process ({folder.parent})"
+            hint = "stop it, or choose another folder."
+            raise ConfigError(f"{message}; {hint}", param="server.data_dir") from error
         self.closed = sorted(folder.glob(f"*{_SUFFIX}"))
         """Closed files, oldest first; at the start those of the last process."""
         self._next_number = 1 + max((int(path.stem) for path in folder.glob("[0-9]*.*")), default=0)
@@ -82,6 +98,22 @@ class JournalFiles:
         Raises:
             OSError: None of the lines was written.
         """
+        self._find_place()
+        self._append(lines, durable=durable)
+
+    def probe(self) -> None:
+        """Write some bytes beside the files, and remove them; raises OSError if that fails."""
+        self._find_place()
+        path = self._folder / "probe"
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            _write_all(fd, bytes(PROBE_BYTES))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+            path.unlink()
+
+    def _append(self, lines: bytes, *, durable: bool) -> None:
         if self._fd is None:
             self._fd = self._open_next()
         try:
@@ -92,22 +124,52 @@ class JournalFiles:
             # After a failed write or fsync the end of the file is unknown: cut it off, and go on in a new file.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._size)
-            self.close_current()
+            self._end_file()
             raise
         self._size += len(lines)
         if self._size >= self._max_file_bytes:
-            self.close_current()
+            self._end_file()
 
     def close_current(self) -> None:
-        """Close the file being written, if there is one; the next write begins a new file."""
+        """Close the file being written, if there is one; the next write begins a new file.
+
+        Raises:
+            OSError: It was deleted, and cannot be written again now; it is kept open.
+        """
+        if self._fd is not None:
+            self._find_place()
+        self._end_file()
+
+    def _end_file(self) -> None:
         if self._fd is not None:
             fd, self._fd = self._fd, None
             self.closed.append(self._path)
             os.close(fd)
 
+    def _find_place(self) -> None:
+        """Make folder and file again if others are at their paths now."""
+        if not _is_at(self._lock_fd, self._folder / _LOCK):
+            self._folder.mkdir(mode=0o700, exist_ok=True)  # in the data folder, which must be there
+            lock_fd = _lock(self._folder)
+            os.close(self._lock_fd)
+            self._lock_fd = lock_fd
+            _logger.error("usage journal: %s was deleted or replaced, and is made again", self._folder)
+        if self._fd is None or _is_at(self._fd, self._path):
+            return
+        lost, lost_path, lost_size = self._fd, self._path, self._size
+        self._fd = None
+        try:
+            self._append(os.pread(lost, lost_size, 0), durable=True)
+        except OSError:
+            self._fd, self._path, self._size = lost, lost_path, lost_size  # for a later try
+            raise
+        os.close(lost)
+        _logger.error("usage journal: %s was deleted or replaced, and is written again", lost_path)
+
     def discard(self, path: Path, *, is_damaged: bool) -> None:
         """Delete a closed file, after its events are in the database; a damaged one is renamed to `.damaged`."""
-        path.rename(path.with_suffix(".damaged")) if is_damaged else path.unlink()
+        with contextlib.suppress(FileNotFoundError):  # somebody else deleted it
+            path.rename(path.with_suffix(".damaged")) if is_damaged else path.unlink()
         self.closed.remove(path)
 
     def close(self) -> None:
@@ -115,11 +177,12 @@ class JournalFiles:
         try:
             self.close_current()
         finally:
+            self._end_file()
             os.close(self._lock_fd)
 
     def _open_next(self) -> int:
         path = self._folder / f"{self._next_number:016d}{_SUFFIX}"
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         self._next_number += 1
         try:
             _sync_folder(self._folder)
@@ -141,6 +204,9 @@ class Journal:
         self._waiters: list[asyncio.Future[None]] = []
         self._turn = asyncio.Lock()
         self._writer: asyncio.Task[None] | None = None
+        self._prober: asyncio.Task[None] | None = None
+        self._trouble: OSError | None = None
+        """Why the last write failed; None while writes succeed."""
         self._is_closed = False
 
     @classmethod
@@ -156,6 +222,15 @@ class Journal:
     def closed(self) -> tuple[Path, ...]:
         """Closed files, oldest first."""
         return tuple(self._files.closed)
+
+    def check(self) -> None:
+        """Return if what is appended will be on disk, as far as is known.
+
+        Raises:
+            CapacityError: The last write failed; code storage.full or storage.unavailable.
+        """
+        if self._trouble is not None:
+            raise _refusal(self._trouble)
 
     async def append(self, payload: bytes, *more: bytes) -> None:
         """Append payloads as one group; returns when they are durable.
@@ -196,6 +271,8 @@ class Journal:
     async def close(self) -> None:
         """Write what was appended, and unlock the folder."""
         self._is_closed = True
+        if self._prober is not None:
+            self._prober.cancel()
         try:
             await self.seal()
         finally:
@@ -216,14 +293,37 @@ class Journal:
         try:
             await self._run(lambda: self._files.write(b"".join(lines), durable=bool(waiters)))
         except OSError as error:
-            _logger.warning("usage journal: %d lines could not be written: %s", len(lines), error)
+            self._note_trouble(error)
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_exception(_refusal(error))
         else:
+            self._end_trouble()
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
+
+    def _note_trouble(self, error: OSError) -> None:
+        if self._trouble is None:
+            _logger.error("usage journal: cannot be written, so that requests are refused: %s", error)
+            self._prober = asyncio.create_task(self._probe(), name="manylora-journal-probe")
+        self._trouble = error
+
+    def _end_trouble(self) -> None:
+        if self._trouble is not None:
+            self._trouble = None
+            _logger.info("usage journal: can be written again")
+
+    async def _probe(self) -> None:
+        """Try to write until that succeeds, here or elsewhere."""
+        while self._trouble is not None:
+            await asyncio.sleep(PROBE_S)
+            try:
+                await self._run(self._files.probe)
+            except OSError as error:
+                self._trouble = error
+            else:
+                self._end_trouble()
 
     async def _run(self, work: Callable[[], ResultT]) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -236,17 +336,22 @@ def _refusal(error: OSError) -> CapacityError:
 
 
 def _lock(folder: Path) -> int:
-    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    """The descriptor that keeps the folder; BlockingIOError where another process has it."""
+    fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except OSError:
         os.close(fd)
-        raise ConfigError(
-            f"server.data_dir is in use by another Manylora process ({folder.parent}); stop it, "
-            "or choose another folder.",
-            param="server.data_dir",
-        ) from error
+        raise
     return fd
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether the open file is the one that this path names."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _write_all(fd: int, lines: bytes) -> None:

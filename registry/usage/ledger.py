@@ -34,6 +34,8 @@ from manylora.registry.usage.prices import PriceTable
 
 INTERVAL_S = 1.0
 """Seconds from an event until the journal is moved to the database; also the wait after a failed move."""
+LOOK_S = 1.0
+"""Seconds between two looks at whether the database's file is still there."""
 BATCH_EVENTS = 500
 INTERRUPTED = "interrupted"
 
@@ -80,6 +82,7 @@ class UsageLedger:
         self._num_flushes = 0
         self._last_good_flush = 0
         self._mover: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
         self._biller: asyncio.Task[None] | None = None
 
     async def start(self, grace_s: float = 0.0) -> None:
@@ -99,10 +102,20 @@ class UsageLedger:
         if marks:
             self._biller = asyncio.create_task(self._bill_later(marks, grace_s), name="manylora-usage-biller")
         self._mover = asyncio.create_task(self._move_forever(), name="manylora-usage-mover")
+        self._watcher = asyncio.create_task(self._watch_file(), name="manylora-database-file")
+
+    def check(self) -> None:
+        """Return if the end of a request can be recorded, as far as is known; ask before computing for it.
+
+        Raises:
+            CapacityError: It cannot; code storage.full, storage.unavailable or db.lost.
+        """
+        self.journal.check()
+        self.database.check_file()
 
     async def close(self) -> None:
         """Move the rest of the journal if the database answers; else it is replayed at the next start."""
-        for task in (self._mover, self._biller):
+        for task in (self._mover, self._biller, self._watcher):
             if task is not None:
                 async with self._moving:  # not in the middle of a transaction
                     task.cancel()
@@ -162,7 +175,12 @@ class UsageLedger:
             try:
                 # One file at a time: after a long outage all files may not fit into memory.
                 for path in await self.journal.seal():
-                    entries, num_damaged = await asyncio.to_thread(read_lines, path, _decoder.decode)
+                    try:
+                        entries, num_damaged = await asyncio.to_thread(read_lines, path, _decoder.decode)
+                    except FileNotFoundError:
+                        _logger.error("usage journal: %s was deleted before it was moved; its usage is lost", path)  # noqa: TRY400
+                        await self.journal.discard(path, is_damaged=False)
+                        continue
                     await self._insert(entry.event for entry in entries if entry.kind == "final")
                     # On a full disk a file with marks stays; files without marks are removed and make room.
                     with contextlib.suppress(CapacityError):
@@ -337,6 +355,11 @@ class UsageLedger:
             if not await self._flush_or_log():
                 await asyncio.sleep(self.interval_s)
                 self._has_unmoved.set()  # not before: another caller's flush may have failed meanwhile
+
+    async def _watch_file(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.database.look_for_file()
 
     async def _flush_or_log(self) -> bool:
         try:

@@ -25,7 +25,7 @@ from manylora.server.adapters.schemas import adapter_view, residents_now
 from manylora.server.adapters.upload_guards import once
 from manylora.server.auth.callers import Caller, TenantCaller, bound, for_tenant
 from manylora.server.garbage import delete_blobs, in_background, remove_unreferenced
-from manylora.server.http.body import content_length, read_chunks
+from manylora.server.http.body import STREAM_BYTES, content_length, held_body, read_chunks
 from manylora.server.http.form import WRITE_BYTES, UploadForm, read_form
 from manylora.server.pins import check_pinned_pages, sync_pins
 from manylora.server.services import Services
@@ -51,6 +51,8 @@ async def receive_adapter(request: Request, services: Services, caller: Caller) 
     Raises:
         ManyloraError: Whatever is wrong with it; nothing of it stays.
     """
+    most = services.config.server.max_upload_bytes
+    await in_thread(services.blobs.check_room, min(most, content_length(request) or 0))
     with (
         services.drain.cancelling(),
         once(request, services, caller.tenant_id or caller.actor) as retried,
@@ -200,9 +202,11 @@ async def write_body(request: Request, services: Services, limit: int, write: Ca
     """Hand a body to `write` in pieces of about a MiB, in threads; also what came before an error.
 
     Raises:
+        RateLimitError, CapacityError: There is no room for it among the bodies in memory.
         PayloadTooLargeError, TimeoutExceededError: Codes upload.too_large, upload.timeout.
     """
     pending = bytearray()
+    held_body(request).keep(STREAM_BYTES)
     try:
         async for chunk in read_chunks(request, limit, services.pace, "upload.too_large"):
             pending += chunk

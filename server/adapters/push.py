@@ -72,7 +72,9 @@ async def push_version(  # noqa: PLR0913 - one parameter per option
     with services.drain.cancelling(), services.intake.stream(caller.tenant_id):
         async with room_for_upload(request, services, caller.tenant_id) as limit:
             create = services.blobs.create
-            if life is not None:
+            if life is None:
+                await in_thread(services.blobs.check_room, min(limit, content_length(request) or 0))
+            else:
                 create = await _room_in_memory(services, caller, content_length(request) or limit)
             with create() as weights:
                 await write_body(request, services, limit, weights.write)

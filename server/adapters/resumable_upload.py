@@ -78,6 +78,7 @@ async def receive_file(request: Request, services: Services, owner: TenantCaller
     if upload.state != "uploading":
         raise errors.ConflictError("The upload has ended; make a new one.", code="upload.ended")
     offset = _offset(request, file)
+    await in_thread(services.blobs.check_room, file.size - (offset or 0))
     intake, writer = services.intake, services.staged.writer(upload_id, name)
     with services.drain.cancelling(), intake.stream(owner.tenant_id), intake.writing(upload_id, name):
         try:

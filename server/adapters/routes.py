@@ -37,6 +37,7 @@ from manylora.server.http.openapi import takes, takes_bytes, takes_form, takes_r
 from manylora.server.model_name import resolve_model
 from manylora.server.pins import check_pinned_pages, sync_pins
 from manylora.server.services import Services, Wired
+from manylora.server.threads import acting
 
 router = APIRouter(tags=["adapters"])
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -109,7 +110,7 @@ async def list_versions(name: str, services: Wired, caller: TenantReader) -> sch
 async def update_adapter(name: str, request: Request, services: Wired, caller: TenantWriter) -> schemas.AdapterView:
     """Change description, pin or aliases; moving the alias `default` back is a rollback."""
     body = await json_body(request, schemas.AdapterPatchBody, services.config.server.max_body_bytes, services.pace)
-    async with services.pin_lock:
+    async with services.pin_turns.place(*acting.get()):
         await _check_pin(services, caller, name, body)
         adapter = await services.registry.adapters.update_adapter(
             caller.tenant_id,

@@ -18,7 +18,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from manylora.adapters.blobs.local import PIECE_BYTES, full_disk_is_capacity, write_all
+from manylora.adapters.blobs.local import PIECE_BYTES, disk_trouble_is_capacity, write_all
 from manylora.adapters.blobs.store import BlobStore
 from manylora.config import Config
 from manylora.errors import BusyError, CapacityError, ConflictError
@@ -110,7 +110,7 @@ class FolderWriter:
             BusyError: Another server writes it; code upload.busy.
             CapacityError: The disk is full, or cannot be used; codes storage.full, storage.unavailable.
         """
-        with full_disk_is_capacity():
+        with disk_trouble_is_capacity():
             try:
                 self._path.parent.mkdir(mode=0o700, exist_ok=True)
                 self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _FLAGS, 0o600)
@@ -131,7 +131,7 @@ class FolderWriter:
         if self._fd < 0:
             return
         try:
-            with full_disk_is_capacity():
+            with disk_trouble_is_capacity():
                 os.fsync(self._fd)
         finally:
             os.close(self._fd)

@@ -22,7 +22,9 @@ from manylora.adapters.lora.layout import adapter_pages
 from manylora.adapters.ref import LoraSpec, content_digest
 from manylora.engine.status import EngineReady
 from manylora.registry.records import VersionFacts
+from manylora.server.limits.fair_semaphore import FairSemaphore
 from manylora.server.sandbox.processes import LimitReachedError, NoAnswerError, SandboxedProcesses
+from manylora.server.threads import acting
 
 CHILDREN = 2
 """Uploads that are validated at once."""
@@ -49,7 +51,7 @@ class AdapterValidator:
         self._base_names = base_names
         self._blobs = blobs
         self._processes = SandboxedProcesses("manylora.server.adapters.validation_worker")
-        self._at_once = asyncio.Semaphore(CHILDREN)
+        self._places = FairSemaphore(CHILDREN)
         self._pages: dict[str, int] = {}
         self._pages_by_header: dict[tuple[str, int], int] = {}
 
@@ -67,7 +69,7 @@ class AdapterValidator:
             "max_rank": self._ready.max_rank,
             "cpu_s": CPU_S * (1 + (size_bytes >> 30)),
         }
-        async with self._at_once:
+        async with self._places.place(*acting.get()):
             found = await self.in_child(job)
         if "too_large" in found:
             raise errors.PayloadTooLargeError(**found["too_large"])

@@ -20,6 +20,8 @@ from manylora.registry.sessions import LINK_PREFIX
 from manylora.server.auth.browser import check_own_page, session_token
 from manylora.server.errors import error_response
 from manylora.server.http.dashboard import is_public
+from manylora.server.http.wire import TRUST
+from manylora.server.threads import Acting, acting
 
 GIVEN_ONCE = ("host", "cookie", "origin", "sec-fetch-site")
 """Headers by which sessions are checked. Of several, two servers in a row could each read another one."""
@@ -55,7 +57,11 @@ class AuthMiddleware:
             except ManyloraError as error:
                 await error_response(error, scope["path"])(scope, receive, send)
                 return
-            scope["state"] = {**scope.get("state", {}), "identity": identity, "identify": identify}
+            acting.set(Acting(identity.tenant_id or "", identity.tenant_weight))
+            state = scope.get("state", {})
+            if trust := state.get(TRUST):
+                trust()
+            scope["state"] = {**state, "identity": identity, "identify": identify}
         if scope["type"] in ("http", "lifespan"):
             await self._app(scope, receive, send)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import orjson
 import structlog
@@ -26,6 +27,7 @@ from manylora.server.generation.response import PlannedGeneration, whole_answer
 from manylora.server.generation.routes import plan_generation
 from manylora.server.generation.schemas import CompletionBody
 from manylora.server.http.json_body import validate
+from manylora.server.limits.fair_semaphore import FairSemaphore
 from manylora.server.limits.rates import admit
 from manylora.server.limits.reservation import LimitReservation
 from manylora.server.responses.routes import plan_response
@@ -51,13 +53,18 @@ class LineRunner:
 
     services: Services
     batch: BatchRow
-    places: asyncio.Semaphore
+    places: FairSemaphore
     """Places of all lines that run on this server. A line that waits for a limit has none."""
     keep: Callable[[LineResult], Awaitable[bool]]
     """Makes a result durable; False if it no longer counts."""
     is_ending: bool = False
     """The batch is cancelled or has expired: no more lines run, and lines that are cut do not run again."""
     _known: tuple[float, Caller] | None = field(default=None)
+
+    @property
+    def weight(self) -> float:
+        """The tenant's weight as it was last read; 1 before `caller` was asked."""
+        return self._known[1].weight if self._known else 1.0
 
     async def run(self, number: int, line: Line) -> None:
         """Run a line until it has a result."""
@@ -69,7 +76,7 @@ class LineRunner:
         while True:
             reservation = LimitReservation()
             try:
-                async with self.places:
+                async with self.places.place(self.batch.tenant_id, self.weight):
                     await self._try(number, line, reservation, is_last=losses + 1 == MAX_LOSSES)
             except PASSING as error:
                 losses += isinstance(error, LOSSES)
@@ -119,7 +126,7 @@ class LineRunner:
         services, name = self.services, f"{self.batch.id}-{number}"
         if services.engine.ready is None:
             raise errors.CapacityError("The engine is starting.")
-        caller = await self._caller()
+        caller = await self.caller()
         await services.arrivals.turn(caller.tenant_id or "")
         await admit(services, caller, reservation, 1, lambda _: None)
         origin = Origin(
@@ -130,14 +137,16 @@ class LineRunner:
             request_id=name,
             session=name,
             line_id=name,
+            num_bytes=line.num_bytes,
         )
         if self.batch.endpoint == "/v1/responses":
-            return await plan_response(origin, validate(ResponsesBody, line.body))
-        is_chat = self.batch.endpoint == "/v1/chat/completions"
-        body = validate(ChatBody, line.body) if is_chat else validate(CompletionBody, line.body)
+            response = await origin.work(partial(validate, ResponsesBody, line.body), line.num_bytes)
+            return await plan_response(origin, response)
+        kind = ChatBody if self.batch.endpoint == "/v1/chat/completions" else CompletionBody
+        body = await origin.work(partial(validate, kind, line.body), line.num_bytes)
         return await plan_generation(origin, body)
 
-    async def _caller(self) -> Caller:
+    async def caller(self) -> Caller:
         """The caller who made the batch, with the rights that the key has now.
 
         Raises:
@@ -153,7 +162,10 @@ class LineRunner:
         if "infer" not in identity.scopes:
             raise errors.ForbiddenError("The API key lacks the scope infer.")
         tenant = (await registry.tenants.tenant_names([tenant_id])).get(tenant_id)
-        caller = Caller(identity=identity, tenant_id=tenant_id, tenant=tenant, weight=identity.tenant_weight)
+        weight = identity.tenant_weight
+        if identity.tenant_id is None and tenant is not None:
+            weight = (await registry.tenants.get_tenant(tenant)).weight
+        caller = Caller(identity=identity, tenant_id=tenant_id, tenant=tenant, weight=weight)
         self._known = (now_s, caller)
         return caller
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
+from contextvars import Context
 
 import structlog
 
@@ -40,7 +41,7 @@ class ResultCommits:
         while True:
             self._results.append(result)
             if self._next is None:
-                self._next = asyncio.create_task(self._commit())
+                self._next = asyncio.create_task(self._commit(), context=Context())  # for many tenants
                 self._tasks.add(self._next)
                 self._next.add_done_callback(self._tasks.discard)
             try:

@@ -17,6 +17,7 @@ from manylora.registry.records import Page
 from manylora.server.auth.callers import InferTenant
 from manylora.server.batches.schemas import BatchBody, BatchList, BatchView, FileDeleted, FileList, FileView
 from manylora.server.garbage import delete_blobs
+from manylora.server.http.body import content_length
 from manylora.server.http.form import Form, read_form
 from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import BINARY, sends, takes, takes_form
@@ -41,6 +42,7 @@ async def create_file(request: Request, services: Wired, caller: InferTenant) ->
     """Keep a file of requests for batches."""
     limits, files = services.config.batch, services.registry.files
     limit = min(limits.max_file_bytes, await files.bytes_left(caller.tenant_id, limits))
+    await in_thread(services.blobs.check_room, min(limit, content_length(request) or 0))
     with services.drain.cancelling(), services.intake.stream(caller.tenant_id), services.blobs.create() as blob:
         form = await read_form(request, FileForm, blob, limit, services.pace)
         if form.text("purpose") != "batch":

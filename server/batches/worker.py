@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing, suppress
+from functools import partial
+from weakref import WeakValueDictionary
 
 import structlog
 
-from manylora.errors import AdapterUnavailableError, ManyloraError
+from manylora.errors import AdapterUnavailableError, ManyloraError, RequestError
 from manylora.registry.batches import OPEN
 from manylora.registry.db.clock import to_seconds
 from manylora.registry.db.models import BatchRow
@@ -18,12 +20,15 @@ from manylora.server.batches.input_lines import check_input, input_error, parse_
 from manylora.server.batches.line_run import LineRunner
 from manylora.server.batches.results import ResultCommits, write_files
 from manylora.server.drain import first_of
+from manylora.server.limits.fair_semaphore import FairSemaphore
 from manylora.server.services import Services
-from manylora.server.threads import cancel_all
+from manylora.server.threads import Acting, acting, cancel_all
 
 log = structlog.get_logger("manylora.server")
 LOOK_S = 2.0
 """Seconds between two looks for batches. Each look also renews this server's claim on its batches."""
+CHECKS = 2
+"""Inputs that are checked at the same time."""
 
 
 class BatchWorker:
@@ -37,7 +42,11 @@ class BatchWorker:
     def __init__(self, services: Services, owner: str) -> None:
         self._services = services
         self._owner = owner
-        self._places = asyncio.Semaphore(services.config.batch.max_running)
+        most = services.config.batch.max_running
+        self._places = FairSemaphore(most, spare=most)
+        self._checks = FairSemaphore(CHECKS)
+        self._ahead: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
+        """Lines in memory, by tenant and key: one key's limits do not hold up batches of another."""
         self._commits = ResultCommits(services, owner)
         self._runs: dict[str, tuple[LineRunner, asyncio.Task[None]]] = {}
         self._is_stopping = asyncio.Event()
@@ -92,6 +101,7 @@ class BatchWorker:
 
     async def _run(self, runner: LineRunner) -> None:
         """Continue a batch from its current status."""
+        acting.set(Acting(runner.batch.tenant_id))
         try:
             await self._commits.settle()  # of a run before
             await self._go_through(runner)
@@ -105,7 +115,10 @@ class BatchWorker:
         # What was claimed may have been cancelled, or have ended, since.
         found = await batches.get(runner.batch.tenant_id, runner.batch.id)
         runner.batch, runner.is_ending = found, self._is_over(found)
-        batch = await self._check(found) if found.status == "validating" else found
+        with suppress(RequestError):  # which the lines will say
+            await runner.caller()
+        acting.set(Acting(found.tenant_id, runner.weight))
+        batch = await self._check(found, runner.weight) if found.status == "validating" else found
         if batch is None or batch.status not in OPEN:
             return
         if batch.status != "finalizing" and batch.total:
@@ -118,17 +131,19 @@ class BatchWorker:
     def _is_over(self, batch: BatchRow) -> bool:
         return batch.status == "cancelling" or batch.expires_at <= to_seconds(self._services.now())
 
-    async def _check(self, batch: BatchRow) -> BatchRow | None:
-        """Check the input, and enter the next status; None if no line is to run."""
+    async def _check(self, batch: BatchRow, weight: float) -> BatchRow | None:
+        """Check the input in the tenant's turn, and enter the next status; None if no line is to run."""
         services, config = self._services, self._services.config
         try:
-            total, errors = await check_input(
-                services.blobs,
-                batch.input_sha256,
-                batch.endpoint,
-                max_lines=config.batch.max_lines,
-                max_bytes=config.server.max_body_bytes,
-            )
+            async with self._checks.place(batch.tenant_id, weight):
+                total, errors = await check_input(
+                    services.blobs,
+                    batch.input_sha256,
+                    batch.endpoint,
+                    max_lines=config.batch.max_lines,
+                    max_bytes=config.server.max_body_bytes,
+                    work=partial(services.long_work.run, tenant=batch.tenant_id, weight=weight),
+                )
         except AdapterUnavailableError:
             lost = "The file's bytes are missing or damaged: send it again."
             total, errors = 0, [input_error("file_unavailable", lost)]
@@ -142,7 +157,8 @@ class BatchWorker:
         """Run each line that has no result yet."""
         services, config = self._services, self._services.config
         limit = config.server.max_body_bytes
-        ahead = asyncio.Semaphore(config.batch.max_running)  # so that one batch does not keep all its lines in memory
+        own = batch.tenant_id, batch.key_id
+        ahead = self._ahead.setdefault(own, asyncio.Semaphore(2 * config.batch.max_running))
         done = await services.registry.batches.done_lines(batch.id)
         try:
             async with (
@@ -152,7 +168,9 @@ class BatchWorker:
                 async for number, raw in lines:
                     if number not in done:
                         await ahead.acquire()
-                        task = group.create_task(runner.run(number, parse_line(raw, batch.endpoint, limit)))
+                        parse = partial(parse_line, raw, batch.endpoint, limit)
+                        line = await services.long_work.run(parse, len(raw), batch.tenant_id, runner.weight)
+                        task = group.create_task(runner.run(number, line))
                         task.add_done_callback(lambda _: ahead.release())
         except BaseExceptionGroup as several:
             error = several.exceptions[0]

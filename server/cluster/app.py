@@ -77,6 +77,7 @@ class OwnRoutes:
 
     async def _ready(self, _: Request) -> Response:
         self._gateway.drain.check(or_near=True)
+        self._gateway.registry.database.check_file()
         if not any(report.state == "ready" for report in self._gateway.links.reports.values()):
             raise no_replica()
         return JSONResponse({"status": "ready"})

@@ -151,7 +151,7 @@ class Forwarding:
                     if is_feed := answer.content_type == "text/event-stream":
                         watchers.append(asyncio.create_task(self._end_feed(exchange)))
                     has_begun = True
-                    told = headers_for_client(answer)
+                    told = headers_for_client(answer, is_last=body is not None and not watchers)
                     await send({"type": "http.response.start", "status": answer.status, "headers": told})
                     async for data in answer.content.iter_any():
                         await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -233,11 +233,17 @@ def url_of(replica: Replica | Server, request: Request) -> URL:
     return URL(replica.url + path.decode("latin-1"), encoded=True)
 
 
-def headers_for_client(answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
-    """A replica's headers for the client."""
+def headers_for_client(answer: aiohttp.ClientResponse, *, is_last: bool = False) -> list[tuple[bytes, bytes]]:
+    """A replica's headers for the client.
+
+    Args:
+        answer: What the replica answered.
+        is_last: The client's connection ends with it: nobody reads the rest of the body.
+    """
     kept = [(name.lower(), value) for name, value in answer.raw_headers]
     length = next((value for name, value in kept if name == LENGTH.encode()), None)
     headers = [(name, value) for name, value in kept if name.decode("latin-1") not in _NOT_ANSWERED]
+    headers += [(b"connection", b"close")] if is_last else []
     return [*headers, (b"content-length", length)] if length is not None else headers
 
 

@@ -1,9 +1,11 @@
 """A gateway's ASGI app: finds a replica for each request and passes both ways byte for byte.
 
-When a replica is lost or answers 503, and the client has received nothing yet, another replica is asked. An answer
-that has begun ends with one error event. Each replica that is asked gets a ledger id of its own. Of one that is lost,
-the gateway records what the client was sent, which overrules what that replica may write: it bills what it had computed
-if only the connection broke, or some of it when it starts again.
+What `before_body` refuses, and bodies for which there is no room, are not read.
+
+When a replica is lost or answers 503 or 507, and the client has received nothing yet, another replica is asked. An
+answer that has begun ends with one error event. Each replica that is asked gets a ledger id of its own. Of one that is
+lost, the gateway records what the client was sent, which overrules what that replica may write: it bills what it had
+computed if only the connection broke, or some of it when it starts again.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from typing import NamedTuple
 
 import structlog
 from starlette.requests import Request
@@ -25,9 +28,11 @@ from starlette.types import Receive, Scope, Send
 
 from manylora.config import ServerConfig
 from manylora.errors import DrainingError, ManyloraError, NotFoundError, ReplicaLostError
+from manylora.registry.limits import Limits
 from manylora.registry.records import RETRIED, AdapterIdentity, AdapterVersion, Identity, UsageEvent
 from manylora.registry.registry import Registry
 from manylora.server.auth.callers import DEFAULT_TENANT
+from manylora.server.cluster.before_body import BeforeBody
 from manylora.server.cluster.forwarding import (
     BROKEN,
     MAX_TRIES,
@@ -48,16 +53,28 @@ from manylora.server.drain import Drain, Exchange
 from manylora.server.errors import as_anthropic, error_body
 from manylora.server.hop import SESSION_HEADER, Counts
 from manylora.server.http import sse
-from manylora.server.http.body import Pace
+from manylora.server.http.body import Pace, held_body
 from manylora.server.http.json_body import json_bytes
 from manylora.server.http.unknown_routes import MAX_SHOWN
+from manylora.server.limits.rates import reservation_of
 from manylora.server.threads import cancel_all
 
 log = structlog.get_logger("manylora.server")
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
-_SAID_BY_ALL = re.compile(rb'"code":"(adapter_(load_failed|blob_missing|blob_corrupt)|db\.unavailable)"')
+_SAID_BY_ALL = re.compile(rb'"code":"(adapter_(load_failed|blob_missing|blob_corrupt)|db\.(unavailable|lost))"')
 """In refusals that every replica would repeat."""
+_NOT_RECORDED = re.compile(rb'"code":"storage\.(full|unavailable)"')
+"""In the answer of a replica that cannot record usage. It may have computed for the request, and may yet find a record
+that it could not write."""
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", RESPONSES, MESSAGES})
+
+
+class Tenant(NamedTuple):
+    """The tenant of a request."""
+
+    id: str | None
+    name: str | None
+    limits: Limits
 
 
 @dataclass(slots=True)
@@ -74,6 +91,12 @@ class Asked:
     started_s: float
     tried: list[str] = field(default_factory=list)
     """Names of the replicas that were asked."""
+
+    def answered(self) -> None:
+        """Let the body go, and what was counted while no replica had answered."""
+        self.body = b""
+        held_body(self.request).end()
+        reservation_of(self.request).end()
 
 
 class Gateway:
@@ -97,6 +120,7 @@ class Gateway:
         self._max_body_bytes = config.max_body_bytes
         self._default_tenant = DEFAULT_TENANT if config.auth == "off" else None
         self._forwarding = Forwarding(links, drain)
+        self.before_body = BeforeBody(links, self._forwarding)
         self._pace = Pace()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,26 +135,37 @@ class Gateway:
                 await self._forwarding.pass_on(Request(scope, receive), exchange, send)
 
     async def _generate(self, request: Request, exchange: Exchange, send: Send) -> None:
-        asked = await self._asked(request, await json_bytes(request, self._max_body_bytes, self._pace))
+        tenant = await self._tenant(request)
+        self.before_body.count(request, tenant.id, tenant.limits)
+        if (refusal := await self.before_body.refusal(request, exchange)) is not None:
+            await refusal(request.scope, request.receive, send)
+            return
+        asked = await self._asked(request, tenant, await json_bytes(request, self._max_body_bytes, self._pace))
         watcher = watch(request.receive, exchange)
         try:
             await self._try_replicas(asked, exchange, send)
         finally:
             await cancel_all([watcher])
 
-    async def _asked(self, request: Request, body: bytes) -> Asked:
+    async def _tenant(self, request: Request) -> Tenant:
+        """The tenant that the caller acts for; none for an admin who names none, or what is no tenant."""
         identity: Identity = request.state.identity
-        fields, tenant_id, tenant = read_fields(body), identity.tenant_id, identity.tenant
+        named = request.query_params.get("tenant", self._default_tenant)
+        if identity.role == "admin" and named is not None:
+            with suppress(ManyloraError):  # the replica says what is wrong
+                row = await self.registry.tenants.get_tenant(named)
+                return Tenant(row.id, row.name, Limits(**row.limits))
+        return Tenant(identity.tenant_id, identity.tenant, identity.tenant_limits)
+
+    async def _asked(self, request: Request, caller: Tenant, body: bytes) -> Asked:
+        identity: Identity = request.state.identity
+        fields, tenant_id, tenant = read_fields(body), caller.id, caller.name
         session, sticky = fields.sticky or request.headers.get(SESSION_HEADER), secrets.token_hex(16)
         if session:  # any text, so not itself in a header
             sticky = hashlib.blake2b(session.encode(), digest_size=16, key=(tenant_id or "").encode()).hexdigest()
         adapter: AdapterIdentity | None = None
         version: AdapterVersion | None = None
         with suppress(ManyloraError):  # the replica says what is wrong
-            named = request.query_params.get("tenant", self._default_tenant)
-            if identity.role == "admin" and named is not None:
-                row = await self.registry.tenants.get_tenant(named)
-                tenant_id, tenant = row.id, row.name
             adapter, version = await self._resolve(tenant_id, fields, sticky)
         target = Target(
             adapter=version.digest if version else None,
@@ -191,8 +226,11 @@ class Gateway:
                 self.links.router.ended(replica.name, asked.target)
             if best is None:
                 return
-            if best.status_code != 503 or _SAID_BY_ALL.search(best.body):
+            if best.status_code not in (503, 507) or _SAID_BY_ALL.search(best.body):
                 break
+            if _NOT_RECORDED.search(best.body):
+                self.links.router.failed(replica.name)
+                lost_id = ledger_id
         if lost_id is not None:
             await asyncio.shield(self._bill(asked, lost_id, "error", Counts(0, 0, 0)))
         if best is None:
@@ -230,7 +268,8 @@ class Gateway:
                         if payload := frames.take(data):
                             if not has_begun:
                                 self.links.router.answered(replica.name)
-                                has_begun, asked.body = True, b""
+                                has_begun = True
+                                asked.answered()
                                 await send({"type": "http.response.start", **start})
                             await send({"type": "http.response.body", "body": payload, "more_body": True})
                             payload = b""

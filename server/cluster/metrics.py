@@ -41,6 +41,10 @@ class GatewayMetrics(Collector):
         yield CounterMetricFamily("manylora_gateway_retries", about, self._gateway.num_retried)
         about = "Answers that ended early because their replica was lost."
         yield CounterMetricFamily("manylora_gateway_lost_answers", about, self._gateway.num_lost)
+        about = "Requests refused by a limit of their tenant or key before their body was read."
+        limited = CounterMetricFamily("manylora_limited", about, labels=["role", "limit"])
+        limited.add_metric(["gateway", "concurrent_requests"], self._gateway.before_body.num_refused)
+        yield limited
         ready = GaugeMetricFamily(
             "manylora_replica_ready", "Whether a replica takes requests.", labels=["replica", "url"]
         )

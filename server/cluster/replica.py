@@ -25,6 +25,7 @@ from manylora.server.cluster.wire import (
     CLUSTER,
     LEDGER_ID,
     LENGTH,
+    PROBE,
     REPORT_S,
     STATE_PATH,
     STICKY,
@@ -35,7 +36,9 @@ from manylora.server.cluster.wire import (
 )
 from manylora.server.hop import Hop
 from manylora.server.http.sse import ClosingResponse
+from manylora.server.http.wire import TRUST
 from manylora.server.services import Services
+from manylora.server.status.readiness import can_generate
 from manylora.server.threads import cancel_all
 
 RESIDENTS_S = 1.0
@@ -107,7 +110,7 @@ class Reports:
         state = self._membership.server.state
         return Report(
             boot_id=self._membership.server.boot_id,
-            state="down" if state == "ready" and self._services.engine.ready is None else state,
+            state="down" if state == "ready" and not can_generate(self._services) else state,
             backlog_s=backlog / rate if rate else 0.0,
             rate=rate,
             running=gate.num_running,
@@ -146,7 +149,12 @@ class FromGateways:
         if headers is None or not hmac.compare_digest(headers.get(CLUSTER, "").encode(), self._token.encode()):
             await self._app(scope, receive, send)
         elif scope["path"] == STATE_PATH:
+            if trust := scope.get("state", {}).get(TRUST):
+                trust()
             await ClosingResponse(self._reports.lines(), media_type="application/x-ndjson")(scope, receive, send)
+        elif PROBE in headers:
+            scope["state"] = {**scope.get("state", {}), "is_probe": True}
+            await self._app(scope, receive, send)
         elif not _LEDGER_ID.fullmatch(headers.get(LEDGER_ID, "")):
             await self._app(scope, receive, send)
         else:

@@ -18,11 +18,13 @@ CLUSTER = "x-manylora-cluster"
 LEDGER_ID = "x-manylora-ledger-id"
 WEIGHT_SHARE = "x-manylora-weight-share"
 STICKY = "x-manylora-sticky"
+PROBE = "x-manylora-probe"
+"""Asks, without the body, whether the caller's limits let a request in: nothing is counted, and 204 says yes."""
 LENGTH = "x-manylora-length"
 """In a framed answer: the Content-Length that the client is to see."""
-INTERNAL = frozenset({CLUSTER, LEDGER_ID, WEIGHT_SHARE, STICKY, LENGTH})
+INTERNAL = frozenset({CLUSTER, LEDGER_ID, WEIGHT_SHARE, STICKY, PROBE, LENGTH})
 """Headers that no client may send."""
-SHARED = "manylora cluster 1"
+SHARED = "manylora cluster 2"
 """The digest of this text under the pepper is the value of CLUSTER; the number counts up with each change of what they
 say."""
 STATE_PATH = "/internal/state"
@@ -43,7 +45,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     boot_id: str
     state: Literal["ready", "draining", "down"]
-    """down: its engine is away."""
+    """down: its engine is away, or it cannot record usage; it answers what needs neither."""
     backlog_s: float
     """Seconds of work that wait in its engine."""
     rate: float

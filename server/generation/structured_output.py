@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from manylora.engine.grammar.json_schema import json_grammar, json_object_grammar
 from manylora.errors import InvalidRequestError
-from manylora.server.generation.grammar import json_object_rule, json_rule
+from manylora.server.generation.grammar import Part
 from manylora.server.http.bodies import Body
 
 MAX_TEXT_LENGTH = 256 * 1024
@@ -47,8 +48,8 @@ class AnswerFormat(Body):
         """The grammar's rule; None for free text."""
         schema = self.json_schema.schema_ if self.json_schema is not None else None
         if schema is not None:
-            return f"start: {json_rule(schema, 'response_format.json_schema.schema')}"
-        return None if self.type == "text" else f"start: {json_object_rule()}"
+            return json_grammar(schema, "response_format.json_schema.schema")
+        return None if self.type == "text" else json_object_grammar()
 
 
 class StructuredOutputs(Body):
@@ -78,17 +79,27 @@ class StructuredOutputs(Body):
     def rule(self) -> str:
         """The grammar."""
         if self.json_ is not None:
-            return f"start: {json_rule(_parsed(self.json_), 'structured_outputs.json')}"
+            return json_grammar(self.json_schema, "structured_outputs.json")
         if self.regex is not None:
             from llguidance import regex_to_lark
 
             if (len(self.regex) - len(self.regex.rstrip("\\"))) % 2:
                 message = "The regex ends in a backslash that escapes nothing. Write two to mean one."
-                raise InvalidRequestError(message, param="structured_outputs", code="invalid_grammar")
+                raise InvalidRequestError(message, param="structured_outputs.regex", code="invalid_grammar")
             return f"start: /{regex_to_lark(self.regex)}/"
         if self.choice is not None:  # a name in capitals is a terminal, of which the texts are parts
             return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in self.choice)
-        return f"start: {json_object_rule()}" if self.grammar is None else _own_grammar(self.grammar)
+        return json_object_grammar() if self.grammar is None else _own_grammar(self.grammar)
+
+    @property
+    def json_schema(self) -> object:
+        """The JSON schema; None if it is something else."""
+        return _parsed(self.json_) if self.json_ is not None else None
+
+    @property
+    def place(self) -> str:
+        """The field of the request."""
+        return "structured_outputs." + next(name for name, value in self if value not in (None, False)).rstrip("_")
 
 
 class GrammarFields(Body):
@@ -114,6 +125,15 @@ class GrammarFields(Body):
     def grammar_param(self) -> str:
         """The field that asks for it."""
         return "structured_outputs" if self.structured_outputs is not None else "response_format"
+
+    def grammar_parts(self) -> list[Part]:
+        """What the client sent of it, with its place."""
+        if self.structured_outputs is not None:
+            schema = self.structured_outputs.json_schema
+            return [(self.structured_outputs.rule() if schema is None else schema, self.structured_outputs.place)]
+        form = self.response_format
+        schema = form.json_schema.schema_ if form is not None and form.json_schema is not None else None
+        return [] if schema is None else [(schema, "response_format.json_schema.schema")]
 
     def grammar_rule(self) -> str | None:
         """The grammar that answers are held to, with the rule `start`; None if they are free.
@@ -148,8 +168,9 @@ def _parsed(schema: Schema | str) -> object:
     try:
         return json.loads(schema[:MAX_TEXT_LENGTH])
     except (ValueError, RecursionError) as error:
-        message = f"structured_outputs.json must be a JSON schema of at most {MAX_TEXT_LENGTH} characters: {error}."
-        raise InvalidRequestError(message[:300], param="structured_outputs.json") from error
+        where = f"; it is no JSON at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
+        message = f"structured_outputs.json must be a JSON schema of at most {MAX_TEXT_LENGTH} characters{where}."
+        raise InvalidRequestError(message, param="structured_outputs.json") from error
 
 
 def _own_grammar(grammar: str) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
+import orjson
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import JSONResponse, Response
@@ -12,15 +15,18 @@ from manylora.errors import InvalidRequestError
 from manylora.server.auth.callers import Caller
 from manylora.server.generation import unsupported_params
 from manylora.server.generation.chat_schemas import MAX_MESSAGES, Message, ToolsBody
-from manylora.server.generation.prompts import chat_job
+from manylora.server.generation.prompts import check_text, render_job
 from manylora.server.http.bodies import Body, Token, View
+from manylora.server.http.body import content_length
 from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import OBJECT, sends, takes
-from manylora.server.limits.rates import TokenizingCaller
+from manylora.server.limits.rates import TokenizingCaller, reservation_of
+from manylora.server.long_work import BYTES_PER_CHARACTER
 from manylora.server.model_name import resolve_model
-from manylora.server.services import Services, Wired
+from manylora.server.services import Services, Wired, services_of
 
 router = APIRouter(tags=["tokens"])
+ResultT = TypeVar("ResultT")
 
 
 class TokenizeView(View):
@@ -65,27 +71,51 @@ class DetokenizeBody(Body):
     tokens: list[Token]
 
 
-@router.post("/tokenize", openapi_extra=takes(TokenizeBody))
-async def tokenize(request: Request, services: Wired, caller: TokenizingCaller) -> TokenizeView:
+@router.post("/tokenize", response_model=TokenizeView, openapi_extra=takes(TokenizeBody))
+async def tokenize(request: Request, services: Wired, caller: TokenizingCaller) -> Response:
     """Turn a prompt or a chat into token ids."""
     body = await json_body(request, TokenizeBody, services.config.server.max_body_bytes, services.pace)
     await _check_model(services, caller, body.model)
-    rendered = None
+    text = body.prompt or ""
     if body.messages is not None:
-        rendered = await services.chats.render(chat_job(body, body.messages), caller.tenant_id or "")
-    tokens = await asyncio.to_thread(_encode, services, body, rendered)
-    texts = [services.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
-    return TokenizeView(count=len(tokens), max_model_len=services.ready.max_model_len, tokens=tokens, token_strs=texts)
+        text = await rendered_chat(request, caller, partial(render_job, body, body.messages))
+    count, answer = await unbilled(request, caller, partial(_tokenized, services, body, text))
+    reservation_of(request).spend(count)
+    return Response(answer, media_type="application/json")
 
 
-@router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
-async def detokenize(request: Request, services: Wired, caller: TokenizingCaller) -> DetokenizeView:
+@router.post("/detokenize", response_model=DetokenizeView, openapi_extra=takes(DetokenizeBody))
+async def detokenize(request: Request, services: Wired, caller: TokenizingCaller) -> Response:
     """Turn token ids into text."""
     body = await json_body(request, DetokenizeBody, services.config.server.max_body_bytes, services.pace)
     await _check_model(services, caller, body.model)
     if max(body.tokens, default=0) >= services.ready.vocab_size:
         raise InvalidRequestError(f"The ids in tokens must be at most {services.ready.vocab_size - 1}.", param="tokens")
-    return DetokenizeView(prompt=await asyncio.to_thread(services.tokenizer.decode, body.tokens))
+    answer = await unbilled(request, caller, partial(_detokenized, services, body))
+    reservation_of(request).spend(len(body.tokens))
+    return Response(answer, media_type="application/json")
+
+
+async def unbilled(request: Request, caller: Caller, work: Callable[[], ResultT]) -> ResultT:
+    """Tokenize a body for a caller who does not generate; its tokens count in the minute when it has spent them.
+
+    Raises:
+        RateLimitError: The tokens of the minute are used up when its turn comes.
+    """
+    num_bytes, begin = BYTES_PER_CHARACTER * _num_bytes(request), reservation_of(request).check_minute
+    return await services_of(request).long_work.run(work, num_bytes, caller.tenant_id, caller.weight, begin)
+
+
+async def rendered_chat(request: Request, caller: Caller, job: Callable[[], dict[str, Any]]) -> str:
+    """A chat of a caller who does not generate, as the model reads it; `job` makes what `ChatRenderer.render` takes."""
+    services = services_of(request)
+    made = await services.long_work.run(job, _num_bytes(request), caller.tenant_id, caller.weight)
+    return await services.chats.render(made)
+
+
+def _num_bytes(request: Request) -> int:
+    length = content_length(request)
+    return services_of(request).config.server.max_body_bytes if length is None else length
 
 
 @router.get("/tokenizer_info", response_class=JSONResponse, responses=sends("application/json", OBJECT))
@@ -100,7 +130,16 @@ async def _check_model(services: Services, caller: Caller, model: str | None) ->
         await resolve_model(services, caller, model)
 
 
-def _encode(services: Services, body: TokenizeBody, rendered: str | None) -> list[int]:
-    if rendered is not None:
-        return services.tokenizer.encode(rendered, add_special_tokens=body.add_special_tokens or False)
-    return services.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+def _tokenized(services: Services, body: TokenizeBody, text: str) -> tuple[int, bytes]:
+    """How many tokens there are, and the answer, which takes as long to write as they take to find."""
+    tokenizer, is_chat = services.tokenizer, body.messages is not None
+    check_text(text, services)
+    begins = not is_chat if body.add_special_tokens is None else body.add_special_tokens
+    tokens = tokenizer.encode(text, add_special_tokens=begins)
+    texts = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+    view = {"count": len(tokens), "max_model_len": services.ready.max_model_len, "tokens": tokens, "token_strs": texts}
+    return len(tokens), orjson.dumps(view)
+
+
+def _detokenized(services: Services, body: DetokenizeBody) -> bytes:
+    return orjson.dumps({"prompt": services.tokenizer.decode(body.tokens)})

@@ -1,15 +1,38 @@
-"""Reading request bodies: counted while they arrive, and not slower than a minimum pace."""
+"""Reading request bodies: counted while they arrive, not slower than a minimum pace, and with bounded memory for all.
+
+A tenant may have twice as many bytes in memory as are free, so two thirds of all if it is alone: however much it sends,
+there is room for the bodies of others. What a body announces counts before a byte of it is read.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import cast
 
 from starlette.requests import ClientDisconnect, Request
 
-from manylora.errors import InvalidRequestError, PayloadTooLargeError, TimeoutExceededError
+from manylora.errors import (
+    CapacityError,
+    InvalidRequestError,
+    PayloadTooLargeError,
+    RateLimitError,
+    TimeoutExceededError,
+)
+
+MOST_BYTES = 256 << 20
+"""Bytes of all bodies in memory."""
+MOST_BODIES = 4
+"""So many of the largest bodies there is room for in any case."""
+FREE_FACTOR = 2
+"""A tenant may have so many times as many bytes as are free."""
+STREAM_BYTES = 4 << 20
+"""What a body counts for that goes to a file in pieces, whatever its size."""
+AGAIN_S = 1.0
+"""Retry-After in seconds: there is room when other requests have been read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +49,11 @@ class Pace:
 
 
 async def read_chunks(
-    request: Request, limit: int, pace: Pace, code: str = "payload_too_large"
+    request: Request,
+    limit: int,
+    pace: Pace,
+    code: str = "payload_too_large",
+    keep: Callable[[int], None] = lambda _: None,
 ) -> AsyncIterator[bytes]:
     """Yield the body piece by piece.
 
@@ -35,14 +62,17 @@ async def read_chunks(
         limit: Most bytes; a larger Content-Length is refused unread.
         pace: The slowest pace allowed.
         code: Error code of a body that is too large.
+        keep: Called with the bytes that the body announces, before one is read, and with those that came so far.
 
     Raises:
+        ManyloraError: What `keep` raises.
         InvalidRequestError: The body is compressed, or Content-Length is not a number.
         PayloadTooLargeError: The body exceeds `limit`.
         TimeoutExceededError: The client stalls or is too slow.
         ClientDisconnect: The client is gone.
     """
     _check_headers(request, limit, code)
+    keep(content_length(request) or 0)
     started, received, more = pace.clock(), 0, True
     while more:
         try:
@@ -56,6 +86,7 @@ async def read_chunks(
         received += len(chunk)
         if received > limit:
             raise _too_large(limit, code)
+        keep(received)
         elapsed = pace.clock() - started
         if more and elapsed > pace.grace_s and received < elapsed * pace.bytes_per_s:
             raise TimeoutExceededError(f"The body came at less than {pace.bytes_per_s:g} bytes per second.")
@@ -88,3 +119,81 @@ def _check_headers(request: Request, limit: int, code: str) -> None:
 
 def _too_large(limit: int, code: str) -> PayloadTooLargeError:
     return PayloadTooLargeError(f"The body exceeds the limit of {limit} bytes.", code=code)
+
+
+class BodyBudget:
+    """Counts bytes of bodies by tenant. Thread: one event loop.
+
+    Args:
+        most_bytes: Most bytes of all tenants.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self.held: Counter[str] = Counter()
+        """Bytes in memory, by tenant."""
+        self.most_bytes = most_bytes
+        self._total = 0
+
+    def take(self, tenant: str, num_bytes: int) -> None:
+        """Count bytes that come in.
+
+        Raises:
+            RateLimitError: The tenant has its part of what there is room for; code limit.bodies.
+            CapacityError: There is no room, by the doing of others; code server.overloaded.
+        """
+        free, held = self.most_bytes - self._total - num_bytes, self.held[tenant]
+        if free < 0 or (held and held + num_bytes > FREE_FACTOR * free):
+            num_tenants = len(self.held | Counter({tenant: 1})) + 1  # and one that may come
+            if (held + num_bytes) * num_tenants > self.most_bytes:
+                message = (
+                    f"The tenant's requests on their way have {held} bytes, and there is no room for more of them."
+                )
+                raise RateLimitError(
+                    f"{message} Try again in {AGAIN_S:g} s.", retry_after_s=AGAIN_S, code="limit.bodies"
+                )
+            message = f"The server holds as many bytes of requests as it may. Try again in {AGAIN_S:g} s."
+            raise CapacityError(message, retry_after_s=AGAIN_S, code="server.overloaded")
+        self.held[tenant] += num_bytes
+        self._total += num_bytes
+
+    def give_back(self, tenant: str, num_bytes: int) -> None:
+        """Count bytes as gone."""
+        self._total -= num_bytes
+        self.held[tenant] -= num_bytes
+        if not self.held[tenant]:
+            del self.held[tenant]
+
+
+class HeldBody:
+    """The bytes of one request's body. Its owner must call `end`, whatever happens.
+
+    Args:
+        budget: Counts them.
+        tenant: Whose body it is, which is known when its first byte is read.
+    """
+
+    def __init__(self, budget: BodyBudget, tenant: Callable[[], str]) -> None:
+        self._budget = budget
+        self._tenant_of = tenant
+        self._tenant = ""
+        self._num_bytes = 0
+
+    def keep(self, num_bytes: int) -> None:
+        """Have room for so many bytes in all; raises like `BodyBudget.take`."""
+        if num_bytes <= self._num_bytes:
+            return
+        if not self._num_bytes:
+            self._tenant = self._tenant_of()
+        self._budget.take(self._tenant, num_bytes - self._num_bytes)
+        self._num_bytes = num_bytes
+
+    def end(self) -> None:
+        """Give back all of it: nobody needs the body any more. Later calls do nothing."""
+        if self._num_bytes:
+            self._budget.give_back(self._tenant, self._num_bytes)
+            self._num_bytes = 0
+
+
+def held_body(request: Request) -> HeldBody:
+    """The request's body. `Boundary` makes it, and ends it with the request."""
+    return cast(HeldBody, request.state.body)

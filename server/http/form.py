@@ -16,7 +16,7 @@ from starlette.requests import Request
 from manylora.adapters.blobs.local import BlobWriter
 from manylora.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES
 from manylora.errors import AdapterFormatError, InvalidRequestError, PayloadTooLargeError, TimeoutExceededError
-from manylora.server.http.body import Pace, read_chunks
+from manylora.server.http.body import STREAM_BYTES, Pace, held_body, read_chunks
 from manylora.server.http.openapi import BINARY, TEXT
 from manylora.server.threads import in_thread
 
@@ -194,6 +194,7 @@ async def read_form(request: Request, kind: type[FormT], file: BlobWriter, limit
         pace: How slowly the client may send.
 
     Raises:
+        RateLimitError, CapacityError: There is no room for it among the bodies in memory.
         InvalidRequestError: Not multipart, or a part that is missing or not allowed; codes `upload.*`.
         PayloadTooLargeError: Code upload.too_large.
         TimeoutExceededError: Code upload.timeout.
@@ -201,6 +202,7 @@ async def read_form(request: Request, kind: type[FormT], file: BlobWriter, limit
         ClientDisconnect: The client is gone.
     """
     form = kind(_boundary(request), limit)
+    held_body(request).keep(STREAM_BYTES)
     try:
         async for chunk in read_chunks(request, limit + FORM_BYTES, pace, "upload.too_large"):
             for start in range(0, len(chunk), WRITE_BYTES):

@@ -55,8 +55,10 @@ async def admit(
     services: Services, caller: Caller, reservation: LimitReservation, tokens: int, on_refusal: Callable[[str], None]
 ) -> None:
     """Count one request of the caller, if there is room for it and for `tokens`; raises like `Admitted`."""
+    if tokens:  # its usage will have to be recorded
+        services.registry.usage.check()
     shares = await shares_of(services, caller)
-    await services.accounts.secure(shares, requests=1, tokens=tokens)
+    await services.accounts.secure(shares, requests=1, tokens=max(tokens, 1))
     reservation.admit(shares, services.monotonic, on_refusal, tokens)
 
 
@@ -64,11 +66,12 @@ class Admitted(CallerDependency):
     """Dependency: a caller with the scope `infer`, within the limits.
 
     Args:
-        tokens: Least tokens of a request.
+        tokens: Least tokens of a request that are billed. Without any, it needs room in the minute all the same.
 
     Raises:
         RateLimitError: The tenant or the key has reached a limit.
-        CapacityError: What is used is not known, and the database cannot answer now.
+        CapacityError: What is used is not known, and the database cannot answer now; or what will be used cannot be
+            recorded.
     """
 
     def __init__(self, tokens: int) -> None:

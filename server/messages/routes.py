@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Request
 
 from manylora.server.generation.items import named
-from manylora.server.generation.prompts import rendered_chat
+from manylora.server.generation.prompts import chat_job, check_text
 from manylora.server.generation.response import PlannedGeneration
-from manylora.server.generation.routes import GenerationRoute, off_loop, plan_generation, post, received
+from manylora.server.generation.routes import GenerationRoute, plan_generation, post, received
+from manylora.server.generation.tokens import rendered_chat, unbilled
 from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import takes
-from manylora.server.limits.rates import GeneratingCaller, TokenizingCaller
+from manylora.server.limits.rates import GeneratingCaller, TokenizingCaller, reservation_of
 from manylora.server.messages.chat import NAMES, chat_of
 from manylora.server.messages.schemas import MessagesBody, MessageView, TokenCountBody, TokenCountView
 from manylora.server.messages.writer import MessageWriter
@@ -28,7 +27,7 @@ async def message(request: Request, caller: GeneratingCaller) -> PlannedGenerati
     """Answer a conversation, as Anthropic's clients ask."""
     origin, body = await received(request, caller, MessagesBody)
     max_model_len = origin.services.ready.max_model_len
-    chat = await off_loop(lambda: chat_of(body, max_model_len), origin.num_bytes)
+    chat = await origin.work(lambda: chat_of(body, max_model_len), origin.num_bytes)
     with named(NAMES):
         return await plan_generation(origin, chat, MessageWriter)
 
@@ -39,7 +38,13 @@ async def count_tokens(request: Request, services: Wired, caller: TokenizingCall
     body = await json_body(request, TokenCountBody, services.config.server.max_body_bytes, services.pace)
     await resolve_model(services, caller, body.model)
 
-    chat = await asyncio.to_thread(chat_of, body, services.ready.max_model_len)
-    rendered = await rendered_chat(chat, services, caller.tenant_id or "")
-    tokens = await asyncio.to_thread(services.tokenizer.encode, rendered, add_special_tokens=False)
-    return TokenCountView(input_tokens=len(tokens))
+    max_model_len = services.ready.max_model_len
+    rendered = await rendered_chat(request, caller, lambda: chat_job(chat_of(body, max_model_len), services))
+
+    def count() -> int:
+        check_text(rendered, services)
+        return len(services.tokenizer.encode(rendered, add_special_tokens=False))
+
+    tokens = await unbilled(request, caller, count)
+    reservation_of(request).spend(tokens)
+    return TokenCountView(input_tokens=tokens)

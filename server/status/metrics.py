@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 import manylora
 from manylora.engine.status import EngineStatus
 from manylora.registry.limits import TENANT_LIMITS
+from manylora.server.status.readiness import REASONS
 from manylora.server.status.vllm_names import VllmNames
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -82,6 +83,9 @@ class Metrics(Collector):
         for hundreds in range(2, 6):
             self._responses.labels(f"{hundreds}xx")
         self._engine_up = Gauge("manylora_engine_up", "1 while the engine answers, else 0.", registry=own)
+        self._not_ready = Gauge(
+            "manylora_not_ready", "1 for the reason why requests are refused, else 0.", ["reason"], registry=own
+        )
         self._lag = Gauge(
             "manylora_usage_outbox_lag_seconds", "Age of the oldest usage event not in SQL.", registry=own
         )
@@ -135,9 +139,11 @@ class Metrics(Collector):
         """Count an answer by the class of its HTTP status, also of requests that come to no generation."""
         self._responses.labels(f"{status // 100}xx").inc()
 
-    def render(self, status: EngineStatus | None, usage_lag_s: float) -> bytes:
+    def render(self, status: EngineStatus | None, usage_lag_s: float, not_ready: str | None = None) -> bytes:
         """The text that Prometheus reads; `status` is None while the engine is away."""
         self._lag.set(usage_lag_s)
+        for reason in REASONS:
+            self._not_ready.labels(reason).set(reason == not_ready)
         self._engine_up.set(status is not None)
         self._status = status
         if status is not None:

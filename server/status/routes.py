@@ -20,6 +20,7 @@ from manylora.server.http.bodies import View
 from manylora.server.http.openapi import OBJECT, TEXT, sends
 from manylora.server.services import Services, Wired
 from manylora.server.status import metrics
+from manylora.server.status.readiness import check_ready, why_not_ready
 
 ValueT = TypeVar("ValueT")
 router = APIRouter(tags=["engine"])
@@ -121,10 +122,7 @@ async def health() -> HealthView:
 @health_router.get("/ready")
 async def ready(services: Wired) -> HealthView:
     """Answer 200 when requests are taken, else 503 with the reason. While the engine is paused they are, and wait."""
-    services.drain.check(or_near=True)
-    if services.engine.ready is None:
-        raise EngineUnavailableError("The engine is starting; try again in a moment.", code="engine_starting")
-    await services.registry.check()
+    await check_ready(services)
     return HealthView(status="paused" if services.engine.is_paused else "ready")
 
 
@@ -150,5 +148,5 @@ async def metrics_response(services: Services) -> Response:
         status = await services.engine_status()
     except EngineUnavailableError:
         status = None
-    page = services.metrics.render(status, services.registry.usage.lag_s())
+    page = services.metrics.render(status, services.registry.usage.lag_s(), await why_not_ready(services))
     return Response(page, headers={"content-type": metrics.CONTENT_TYPE})

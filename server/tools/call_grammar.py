@@ -31,6 +31,8 @@ class CallGrammar:
     format: AnswerFormat
     special_tokens: Mapping[str, int]
     json_rule: JsonRule
+    schemas: list[tuple[object, str]] = field(default_factory=list)
+    """Schemas of the arguments that are held to them, each with its place in the body."""
     _rules: dict[str, str] = field(default_factory=dict)
 
     def lark(
@@ -133,7 +135,9 @@ class CallGrammar:
             schema = {"type": "object", **tool.function.parameters}
             if schema.get("properties"):
                 schema.setdefault("additionalProperties", False)
-        rule = self.json_rule(schema or {"type": "object"}, param)  # with all checks, whatever the notation
+        rule = self.json_rule(schema or {"type": "object"}, param, self._rules)  # with all checks, for any notation
+        if schema:
+            self.schemas.append((schema, param))
         if strings["style"] != "json":
             notation = ArgumentGrammar(
                 strings=strings, rules=self._rules, json_rule=self.json_rule, literal=self._literal

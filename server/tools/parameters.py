@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from manylora.engine.grammar.wide_numbers import in_order
 from manylora.errors import InvalidRequestError
 from manylora.server.tools.schemas import Tool
 
 ANY_TEXT = r"(.|\n)*"
-JsonRule = Callable[[object, str], str]
-"""A JSON schema and its place in the body to an expression for a Lark grammar."""
+JsonRule = Callable[[object, str, dict[str, str]], str]
+"""A JSON schema, its place in the body and the rules of a Lark grammar to an expression, which may need more rules."""
 Schema = Mapping[str, Any]
 MAX_DEPTH = 8
 """Objects within one another that are held to their schema where the notation has its own quotes."""
@@ -119,24 +120,12 @@ class ArgumentGrammar:
             elif key in required:
                 message = "This model cannot write a parameter of this name. Take letters, digits and underscores."
                 raise InvalidRequestError(message, param=place[:200], code="invalid_json_schema")
-        return self._in_order(name, pairs)
+        return in_order(self.rules, name, pairs, self._comma)
 
     def _is_key(self, key: str) -> bool:
         """Whether the parser takes this for a key."""
         is_python = self.strings["style"] == "python"
         return bool(re.fullmatch(self.strings.get("key", ".*"), key)) and not (is_python and keyword.iskeyword(key))
-
-    def _in_order(self, name: str, pairs: list[tuple[str, bool]]) -> str:
-        """A rule for all that are required and any of the others, with commas between them."""
-        self.rules |= dict.fromkeys((f"{name}_first_{len(pairs)}", f"{name}_next_{len(pairs)}"), '""')
-        for index, (pair, is_required) in enumerate(pairs):
-            skip = "" if is_required else f" | {name}_first_{index + 1}"
-            following = f"{self._comma} {name}_{index}"
-            self.rules[f"{name}_{index}"] = pair
-            self.rules[f"{name}_first_{index}"] = f"{name}_{index} {name}_next_{index + 1}{skip}"
-            following = following if is_required else f"({following})?"
-            self.rules[f"{name}_next_{index}"] = f"{following} {name}_next_{index + 1}"
-        return f"{name}_first_0"
 
     def _any_arguments(self) -> str:
         """The rule for arguments that no schema describes."""
@@ -154,7 +143,7 @@ class ArgumentGrammar:
         if quote == "" and (not types or "string" in types):
             return self._raw()
         shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        options = [self.json_rule({**schema, **shared}, param)]
+        options = [self.json_rule({**schema, **shared}, param, self.rules)]
         if not quote:
             options += [_LITERALS[kind] for kind in types if kind in _LITERALS]
             return f"({' | '.join(options)}) {self.literal(self._after)}"
@@ -185,7 +174,7 @@ class ArgumentGrammar:
     def _any_value(self) -> str:
         """The rule for any value where strings have their own quotes."""
         if "any_value" not in self.rules:
-            plain = self.json_rule({"type": ["number", "boolean", "null"]}, "")
+            plain = self.json_rule({"type": ["number", "boolean", "null"]}, "", self.rules)
             self.rules["any_value"] = f"{self._quoted()} | any_object | any_list | {plain}"
             self.rules["any_object"] = f'"{{" {self._any_arguments()} "}}"'
             self.rules["any_list"] = '"[" (any_value ("," any_value)*)? "]"'

@@ -99,8 +99,9 @@ def one_life(trial: Trial, server: ManyloraServer) -> None:
 
 
 def kill_engine(trial: Trial, server: ManyloraServer) -> None:
+    """Kill it, or stop it, which is noticed after some seconds."""
     (engine,) = engines(server)
-    engine.kill()
+    trial.rng.choice([engine.kill, engine.suspend])()
     wait_until(lambda: engines(server) not in ([], [engine]))
     server.wait_ready(PATIENCE_S)
     trial.done["engine kills"] += 1

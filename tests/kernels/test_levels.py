@@ -10,20 +10,19 @@ import pytest
 
 from implementations import copy_sources, needs_compiler
 from manylora.config import environment
-from manylora.kernels.native import levels
+from manylora.kernels.native import compilation, levels
 from manylora.kernels.native import library as native_library
-from manylora.kernels.native.levels import AVX2, AVX512, BF16, LEVELS, TILES, level_for, usable_features
-from manylora.kernels.native.library import (
+from manylora.kernels.native.compilation import (
     COMMON_FLAGS,
     FLAGS,
-    WITHOUT_TILES,
     NativeUnavailableError,
     build,
     compiler_command,
-    describe,
-    find_library,
-    load_library,
+    cpu_features,
+    flags_for,
 )
+from manylora.kernels.native.levels import AVX2, AVX512, BF16, LEVELS, TILES, level_for, usable_features
+from manylora.kernels.native.library import describe, find_library, load_library
 
 on_x86_linux = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="needs Linux on x86-64"
@@ -81,7 +80,7 @@ def test_what_is_compiled_for_a_level_says_so(
     level: levels.Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy_sources(tmp_path / "sources", "level.cpp")
-    monkeypatch.setattr(native_library, "SOURCES", tmp_path / "sources")
+    monkeypatch.setattr(compilation, "SOURCES", tmp_path / "sources")
     library = load_library((*COMMON_FLAGS, *level.flags), tmp_path)  # what it is called for runs on any CPU
     assert describe(library) == f"{level.name}, compiled for this CPU"
 
@@ -97,7 +96,7 @@ def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = folder / "prebuilt" / f"{level.name}.so"
     target.parent.mkdir()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(native_library, "SOURCES", folder / "sources")
+        monkeypatch.setattr(compilation, "SOURCES", folder / "sources")
         build(compiler_command(), (*COMMON_FLAGS, *level.flags), target)
     return target.parent
 
@@ -146,9 +145,8 @@ def test_what_was_compiled_before_is_preferred_and_nothing_is_compiled_beside_pr
     assert describe(find_library()).endswith(", prebuilt")
     assert not list(tmp_path.rglob("*.so"))
     copy_sources(tmp_path / "sources", "level.cpp")
-    monkeypatch.setattr(native_library, "SOURCES", tmp_path / "sources")
-    tiles = () if usable_features(Path("/proc/cpuinfo").read_text()) >= TILES else (WITHOUT_TILES,)
-    load_library((*FLAGS, *tiles))
+    monkeypatch.setattr(compilation, "SOURCES", tmp_path / "sources")
+    load_library(flags_for(cpu_features()))
     assert describe(find_library()).endswith(", compiled for this CPU")
 
 
@@ -168,7 +166,7 @@ def test_kernels_of_another_level_than_this_cpu_s_are_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy_sources(tmp_path / "sources", "level.cpp")
-    monkeypatch.setattr(native_library, "SOURCES", tmp_path / "sources")
+    monkeypatch.setattr(compilation, "SOURCES", tmp_path / "sources")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native_library, "PREBUILT", tmp_path)
     (tmp_path / "no level.so").touch()
@@ -183,7 +181,7 @@ def test_calls_into_an_openmp_runtime_that_torch_does_not_use_are_refused(
     sources.mkdir()
     # What clang calls; torch's runtime is g++'s.
     (sources / "a.cpp").write_text('extern "C" void __kmpc_nothing();\nvoid a() { __kmpc_nothing(); }\n')
-    monkeypatch.setattr(native_library, "SOURCES", sources)
+    monkeypatch.setattr(compilation, "SOURCES", sources)
     with pytest.raises(NativeUnavailableError, match=r"undefined symbol: __kmpc_nothing; .* or CXX to a g\+\+"):
         load_library(FLAGS, tmp_path)
     assert not list(tmp_path.glob("*.so"))

@@ -16,11 +16,14 @@ from implementations import copy_sources, needs_compiler
 from manylora.config import environment
 from manylora.kernels.dispatch import kernels_for, torch_kernels
 from manylora.kernels.kv_layer import KvLayer
+from manylora.kernels.native import compilation
 from manylora.kernels.native import library as native_library
 from manylora.kernels.native import rows as rows_native
 from manylora.kernels.native.attention import ARGUMENTS
-from manylora.kernels.native.library import FLAGS, NativeUnavailableError, load_library, native_function
+from manylora.kernels.native.compilation import FLAGS, NativeUnavailableError
+from manylora.kernels.native.library import load_library, native_function
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="the CPU kernels are compiled on Linux only")
 
 
@@ -45,7 +48,7 @@ def little_sources(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
     (folder / "nothing.cpp").write_text(
         '#include <omp.h>\n#include "nothing.h"\nint n() { return omp_get_num_threads(); }\n'
     )
-    monkeypatch.setattr(native_library, "SOURCES", folder)
+    monkeypatch.setattr(compilation, "SOURCES", folder)
     return folder
 
 
@@ -169,23 +172,29 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch
             load_library(FLAGS)
 
 
-# Waits until both processes compile, so that neither finds the library of the other.
+# Notes that it was called, and compiles once the other process has asked for its version too.
 PATIENT_COMPILER = """#!/bin/sh
-[ "$1" = --version ] && exec c++ --version
-touch "$0.$$"
+[ "$1" = --version ] && touch "$0.asked.$$" && exec c++ --version
+echo "$@" >>"$0.calls"
 for _ in $(seq 200); do
-  [ "$(ls "$0".* | wc -l)" -ge 2 ] && exec c++ "$@"
+  [ "$(ls "$0".asked.* | wc -l)" -ge 2 ] && exec c++ "$@"
   sleep 0.05
 done
 exit 1
+"""
+# Writes what it is asked for.
+HASTY_COMPILER = """#!/bin/sh
+[ "$1" = --version ] && exit 0
+while [ "$1" != -o ]; do shift; done
+echo nothing >"$2"
 """
 COMPILE_AND_COMPUTE = """
 import sys
 from pathlib import Path
 import torch
-from manylora.kernels.native import library as native_library
+from manylora.kernels.native import compilation, library as native_library
 from manylora.kernels.native import rows as rows_native
-native_library.SOURCES = Path(sys.argv[2])
+compilation.SOURCES = Path(sys.argv[2])
 library = native_library.load_library(tuple(sys.argv[3:]), Path(sys.argv[1]))
 native_library.native_library = lambda: library
 print(rows_native.silu_and_mul(torch.tensor([[50.0, 3.0]])).tolist())
@@ -193,7 +202,7 @@ print(rows_native.silu_and_mul(torch.tensor([[50.0, 3.0]])).tolist())
 
 
 @needs_compiler
-def test_two_processes_that_compile_at_once_both_end_with_a_library(tmp_path: Path) -> None:
+def test_of_two_processes_that_need_a_library_one_compiles_and_the_other_waits(tmp_path: Path) -> None:
     compiler, folder = tmp_path / "compiler", tmp_path / "libraries"
     compiler.write_text(PATIENT_COMPILER)
     compiler.chmod(0o700)
@@ -215,6 +224,29 @@ def test_two_processes_that_compile_at_once_both_end_with_a_library(tmp_path: Pa
         assert out == "[[150.0]]\n"
     (kept,) = folder.iterdir()
     assert kept.suffix == ".so"
+    assert len(Path(f"{compiler}.calls").read_text().splitlines()) == 2, "one source, and the library"
+
+
+@needs_compiler
+def test_kernels_are_compiled_where_no_package_is_installed(tmp_path: Path) -> None:
+    """`scripts/setup` does that, while torch is installed."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(HASTY_COMPILER)
+    compiler.chmod(0o700)
+    command = [sys.executable, "-S", "-P", "-m", "manylora.kernels.native.compilation"]
+    env = {
+        "PATH": environment()["PATH"],
+        "CXX": str(compiler),
+        "XDG_CACHE_HOME": str(tmp_path),
+        "PYTHONPATH": str(ROOT),
+    }
+    for _ in range(2):
+        result = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+        assert result.returncode == 0, result.stderr
+    (kept,) = (tmp_path / "manylora" / "kernels").iterdir()
+    assert kept.suffix == ".so"
+    result = subprocess.run(command, env={**env, "CXX": "nowhere"}, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (1, "the CPU kernels cannot be compiled: CXX=nowhere is no program\n")
 
 
 @needs_compiler

@@ -27,6 +27,7 @@ from manylora.server.adapters.staged_files import open_staged
 from manylora.server.app import create_app
 from manylora.server.drain import Drain
 from manylora.server.http.body import Pace
+from manylora.server.limits.database_turns import database_turns
 from manylora.server.limits.gate import Gate
 from manylora.server.listen import ApiServer, bind, url_of
 from manylora.server.serve import metrics_of
@@ -55,10 +56,17 @@ class Api:
     keys: dict[str, str] = field(default_factory=dict)
     ahead: timedelta = timedelta()
     """How far the clocks of registry and server are ahead of the real time."""
+    gateway: ASGIApp | None = None
+    """What clients ask instead of the app, where one stands before it."""
+
+    @property
+    def front(self) -> ASGIApp:
+        """What clients ask."""
+        return self.gateway or self.app
 
     def client(self, key: str | None = None) -> httpx.AsyncClient:
-        """A client of the app without a network; it sees whole responses only."""
-        return new_client(key, "http://test", httpx.ASGITransport(app=self.app, raise_app_exceptions=False))
+        """A client without a network; it sees whole responses only."""
+        return new_client(key, "http://test", httpx.ASGITransport(app=self.front, raise_app_exceptions=False))
 
     @property
     def admin(self) -> httpx.AsyncClient:
@@ -89,6 +97,11 @@ class Api:
         assert answer.status_code == 200, answer.text
         return dict(answer.json()["usage"])
 
+    async def metrics(self) -> str:
+        """The metrics of the app itself."""
+        async with new_client(ADMIN_KEY, "http://test", httpx.ASGITransport(app=self.app)) as admin:
+            return (await admin.get("/metrics")).text
+
     def files(self) -> list[Path]:
         """Everything in the blob store."""
         return sorted(path for path in self.services.config.blob_dir.rglob("*") if path.is_file())
@@ -98,7 +111,7 @@ class Api:
         """The app on a real port, for what only a socket shows."""
 
         async def app(_: str) -> ASGIApp:
-            return self.app
+            return self.front
 
         async with listening(app) as running:
             yield running.url
@@ -200,6 +213,7 @@ async def api(
     if database_url is None:
         put_registry(server.data_dir)
     registry = await Registry.open(database_url, server.data_dir, ADMIN_KEY, clock=now, pepper=pepper)
+    registry.database.share(database_turns())
     blobs = open_blobs(config.registry, server.data_dir)
     default = await registry.tenants.create_tenant("default") if server.auth == "off" else None
     metrics = metrics_of(config, ready)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from bad_upload import EVIL_REGEX, BadUpload, Upload
+from bad_upload import BadUpload, Upload
 from lora_files import PEFT_DEFAULTS, config_bytes
 
 
@@ -27,7 +27,7 @@ def _config_texts() -> list[tuple[str, str, bytes]]:
     good = config_bytes()
     without = {
         field: json.dumps({key: value for key, value in PEFT_DEFAULTS.items() if key != field}).encode()
-        for field in ("r", "lora_alpha", "peft_type")
+        for field in ("peft_type",)
     }
     return [
         ("empty", "config.not_json", b""),
@@ -77,7 +77,7 @@ def _with_text(field: str, text: bytes) -> bytes:
 _FEATURE = "config.feature_unsupported"
 _FIELD = "config.field_unsupported"
 _VALUE = "config.value_invalid"
-_PATTERN = "config.pattern_unsupported"
+_PATTERN, _INVALID = "config.pattern_unsupported", "config.pattern_invalid"
 
 
 _AUTO_MAPPINGS: list[Any] = [
@@ -92,16 +92,15 @@ _AUTO_MAPPINGS: list[Any] = [
 
 
 def _config_values(max_rank: int) -> list[tuple[str, str, list[Any]]]:
-    keys = (
-        *(EVIL_REGEX, ".*", "^model.layers.0.self_attn.q_proj", "q_proj|v_proj", "(q_proj", "q_proj$", "q.proj"),
-        *("", ".q_proj", "q_proj.", "a..b", "q proj", "q_pr\u00f6j", "a" * 300, "q_proj\n"),
-    )
-    hostile_patterns = [{key: 8} for key in keys]
-    wrong_ranks = [{"q_proj": rank} for rank in (0, -1, "8", True, 8.5, None, [8], max_rank + 1)]
+    not_linear = (r"(q)_\1", "(?!v)q_proj", "(?<=x)q_proj", "q_pro(?>j)", "q_pro*+j", "(q)?(?(1)_|x)proj")
+    too_large = ("a" * 1025, "(a{999}){999}", "a{1001}", "(" * 101 + ")" * 101, "(?i:\u017f)")
+    hostile_patterns = [{key: 8} for key in (*not_linear, *too_large)]
+    invalid_patterns = [{key: 8} for key in ("(q_proj", "q_proj)", "*", "[q", "(?i)q_proj", "a{2,1}", "q\\")]
+    wrong_ranks = [{"q_proj": rank} for rank in (-1, "8", True, 8.5, None, [8], 2**54)]
     return [
-        ("r", "config.rank_invalid", [0, -4, "4", True, 4.5, 10**9, 10**30, [], {}, max_rank + 1, 2**63]),
-        ("r", "config.field_missing", [None]),
-        ("lora_alpha", "config.alpha_invalid", [0, -1, 1e308, 10**400 // 1, "16", True, [], 1e-300, 8 * 64 + 1]),
+        ("r", "config.rank_invalid", [-4, "4", True, 4.5, 10**30, [], {}, 2**63]),
+        ("r", "weights.rank_mismatch", [0, 4, 10**9, max_rank + 1]),
+        ("lora_alpha", "config.alpha_invalid", [0, -1, 1e308, 10**400 // 1, "16", True, [], 1e-300, 8 * 64 + 1, None]),
         ("use_rslora", _VALUE, [1, 0, "true", [], 1.0]),
         ("peft_type", "config.peft_type_unsupported", ["IA3", "EVIL", "lora", "ADALORA", 1, True, ["LORA"], {}, ""]),
         ("task_type", "config.task_type_unsupported", ["SEQ_CLS", "SEQ_2_SEQ_LM", "EVIL", 1, [], {}, False, ""]),
@@ -123,10 +122,15 @@ def _config_values(max_rank: int) -> list[tuple[str, str, list[Any]]]:
         ("megatron_config", _FIELD, [{"tensor_model_parallel_size": 2}]),
         ("megatron_core", _FIELD, ["antigravity", "os", True, {}]),
         ("rank_pattern", _PATTERN, hostile_patterns),
-        ("rank_pattern", "config.pattern_invalid", [[], "q_proj", 8, {f"m{i}": 8 for i in range(1025)}]),
+        ("rank_pattern", _INVALID, [[], "q_proj", 8, {f"m{i}": 8 for i in range(1025)}, *invalid_patterns]),
         ("rank_pattern", "config.rank_invalid", wrong_ranks),
+        (
+            "rank_pattern",
+            "weights.rank_mismatch",
+            [{key: rank} for key in ("q_proj", "(q|k)_proj") for rank in (0, 65)],
+        ),
         ("alpha_pattern", _PATTERN, hostile_patterns),
-        ("alpha_pattern", "config.pattern_invalid", [[], "q_proj"]),
+        ("alpha_pattern", _INVALID, [[], "q_proj", *invalid_patterns]),
         ("alpha_pattern", "config.alpha_invalid", [{"q_proj": v} for v in (0, -1, "8", True, 1e308, None, 8 * 65)]),
         ("target_modules", _VALUE, [8, {}, [1], [["q_proj"]], "x" * 4097, ["x" * 4097], True]),
         ("exclude_modules", _VALUE, [8, {}, [None]]),

@@ -277,6 +277,29 @@ SERVED = {
         warnings=("'self_attn.v_proj' and 'v_proj'",),
     ),
     "patterns of nothing": Served(make=saved(alpha_pattern={"k_proj": 3, "v_proj": 9}), warnings=("'k_proj'",)),
+    # PEFT sorts the keys when it saves: those that match the same module are sorted here, or training had others.
+    "patterns as PEFT's documentation has them": Served(
+        make=saved(
+            target_modules=list(ALL_LINEAR),
+            rank_pattern={"(q|k)_proj": 5, r".*\.layers\.[1-2]\..*": 9, "^model.layers.0.self_attn.v_proj": 2},
+            alpha_pattern={"(q|k)_proj": 40, r".*\.layers\.[1-2]\..*": 7, "^model.layers.0.mlp.*": 3, "v_proj": 2},
+        )
+    ),
+    "regexes of which the first counts, also before a name": Served(
+        make=saved(
+            target_modules=list(ALL_LINEAR),
+            rank_pattern={r"\d+\.self_attn\.[a-q]_proj": 4, "k_proj": 12, "mlp.(?:up|gate)_proj$": 6, "self_attn": 50},
+            alpha_pattern={"(?i:K_PROJ)": 1, "[k-v]_proj": 21, "layers.1.self_attn.k_proj": 9},
+        ),
+        warnings=("'self_attn'",),
+    ),
+    "a rank above the limit that no module has": Served(
+        make=saved(r=200, lora_alpha=40, rank_pattern={"(q|k|v)_proj": 8}, use_rslora=True)
+    ),
+    "a rank of nothing": Served(
+        make=edited(dict, rank_pattern={"lm_head": 0, "k_proj": 5000}), warnings=("'k_proj', 'lm_head'",)
+    ),
+    "no rank": Served(make=edited(dict, r=None)),
     "rsLoRA": Served(make=saved(use_rslora=True, lora_alpha=4, rank_pattern={"v_proj": 32})),
     "gaussian start": Served(make=saved(init_lora_weights="gaussian")),
     "EVA": Served(make=_eva),
@@ -357,12 +380,11 @@ REFUSED = {
     "another task": Refused(
         "config.task_type_unsupported", saved(task_type="FEATURE_EXTRACTION"), "task_type", "CAUSAL_LM"
     ),
-    "a regex in rank_pattern": Refused(
-        "config.pattern_unsupported",
-        saved(rank_pattern={r"layers\.[01]\..*q_proj": 4}),
-        "rank_pattern",
-        "regular expressions",
-        "one by one",
+    "a look ahead in rank_pattern": Refused(
+        "config.pattern_unsupported", saved(rank_pattern={"(?!v)[qv]_proj": 4}), "rank_pattern", "looks ahead"
+    ),
+    "a rank that is not the file's": Refused(
+        "weights.rank_mismatch", edited(dict, r=200), "so rank 8; expected rank 200", "lora_alpha / r"
     ),
     "patterns of a wrapped model": Refused(
         "config.pattern_unsupported", _wrapped_patterns, "wrapped model", "module name alone"

@@ -66,6 +66,7 @@ class FakeGateway:
     """A gateway, with the drain of its process."""
 
     http: Listening
+    app: ASGIApp
     metrics: ASGIApp
     """Of its metrics port."""
     registry: Registry
@@ -80,7 +81,7 @@ class FakeGateway:
         async def main(_: str) -> ASGIApp:
             return apps.main
 
-        return cls(await stack.enter_async_context(listening(main)), apps.metrics, registry, drain)
+        return cls(await stack.enter_async_context(listening(main)), apps.main, apps.metrics, registry, drain)
 
     @property
     def url(self) -> str:
@@ -201,3 +202,12 @@ async def gateway_before(api: Api) -> AsyncIterator[tuple[FakeGateway, FakeRepli
         gateway = await FakeGateway.start(config, api.services.registry, stack)
         await gateway.sees(**{replica.name: "ready"})
         yield gateway, replica
+
+
+@asynccontextmanager
+async def behind_a_gateway(api: Api) -> AsyncIterator[None]:
+    """Have the clients of a test's app ask a gateway, which passes on to it."""
+    async with gateway_before(api) as (gateway, _):
+        api.gateway = gateway.app
+        yield
+        api.gateway = None

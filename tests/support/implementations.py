@@ -24,12 +24,17 @@ from fake_flashinfer import FakeFlashInfer
 from manylora.config import environment
 from manylora.kernels.dispatch import Kernels, native_kernels, torch_kernels, triton_kernels
 from manylora.kernels.flashinfer.attention import FlashInferAttention
+from manylora.kernels.native.compilation import COMMON_FLAGS, NATIVE_FLAG, SOURCES, compiler_command
 from manylora.kernels.native.levels import LEVELS, TILES, Level, usable_features
-from manylora.kernels.native.library import COMMON_FLAGS, NATIVE_FLAG, SOURCES, compiler_command, native_library
+from manylora.kernels.native.library import native_library
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
 INTERPRETS = environment().get("TRITON_INTERPRET") == "1"
+if INTERPRETS:
+    from ordered_sums import order_sums
+
+    order_sums()
 needs_compiler = pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")
 LEVEL = {level.name: level for level in LEVELS}
 BUILDS = {

@@ -17,9 +17,10 @@ from typing import Any
 import jsonschema
 
 from manylora import LLM
+from manylora.engine.grammar.json_schema import json_grammar
 from manylora.engine.sampling_params import SamplingParams
 from manylora.errors import InvalidRequestError
-from manylora.server.generation.grammar import checked_grammar, json_rule
+from manylora.server.generation.grammar import checked_grammar
 from tiny_models import make_model
 
 Schema = dict[str, Any]
@@ -125,7 +126,7 @@ def outcomes_of(llm: LLM, seeds: Sequence[int], max_tokens: int = 120) -> Counte
     for seed in seeds:
         schema = random_schema(seed)
         try:
-            grammars.append(checked_grammar(f"start: {json_rule(schema)}", "schema", llm.tokenizer.folder).text)
+            grammars.append(checked_grammar(json_grammar(schema), "schema", llm.tokenizer.folder).text)
         except InvalidRequestError:
             outcomes["refused"] += 1
             continue

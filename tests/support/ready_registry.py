@@ -24,6 +24,7 @@ def put_registry(data_dir: Path) -> None:
 def _empty_registry() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "registry.sqlite"
+        file.touch()
         engine = open_sqlite_reader(URL.create("sqlite", database=str(file)))
         with engine.begin() as connection:
             upgrade(connection)

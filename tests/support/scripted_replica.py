@@ -14,7 +14,7 @@ import manylora
 from fake_cluster import FakeCluster
 from manylora.registry.registry import Registry
 from manylora.registry.servers import Server
-from manylora.server.cluster.wire import STATE_PATH, Report, cluster_token, frame
+from manylora.server.cluster.wire import PROBE, STATE_PATH, Report, cluster_token, frame
 from manylora.server.hop import Counts
 
 SSE_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -121,6 +121,10 @@ class ScriptedReplica:
         named = dict(headers)
         if line.split()[1] == STATE_PATH:
             await self._report(named, writer)
+            return
+        if PROBE in named:
+            writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+            await writer.drain()
             return
         body = b""
         if "expect" in named:

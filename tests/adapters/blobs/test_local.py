@@ -257,13 +257,40 @@ def test_a_disk_that_fills_up_at_any_step_is_a_capacity_error(
     assert store(blobs) == DIGEST
 
 
-def test_other_disk_errors_are_not_called_a_full_disk(blobs: LocalBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [errno.EIO, errno.EROFS, errno.EACCES, errno.EMFILE])
+def test_other_disk_errors_are_not_called_a_full_disk(
+    blobs: LocalBlobs, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
     def broken(fd: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
+        raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(os, "fsync", broken)
-    with pytest.raises(OSError, match="Input/output"):
+    with pytest.raises(CapacityError, match=os.strerror(error)) as caught:
         store(blobs)
+    assert caught.value.code == "storage.unavailable"
+
+
+@pytest.mark.parametrize("lost", ["tmp", "."])
+def test_a_store_whose_folder_was_deleted_says_so_and_comes_back(blobs: LocalBlobs, tmp_path: Path, lost: str) -> None:
+    folder, away = blobs.root / lost, tmp_path / "away"
+    writer = blobs.create()
+    writer.write(CONTENT)
+    folder.rename(away)
+    for work in (blobs.create, writer.commit, lambda: blobs.check_room(1)):
+        with pytest.raises(CapacityError) as caught:
+            work()
+        assert caught.value.code == "storage.unavailable"
+    away.rename(folder)
+    blobs.check_room(1)
+    assert writer.commit() == DIGEST
+
+
+def test_more_than_the_disk_has_room_for_is_refused_beforehand(blobs: LocalBlobs) -> None:
+    with pytest.raises(CapacityError) as caught:
+        blobs.check_room(1 << 60)
+    assert caught.value.code == "storage.full"
+    blobs.check_room(1 << 10)
+    assert files(blobs) == []
 
 
 def test_the_file_is_durable_before_it_is_named_and_the_folder_after(

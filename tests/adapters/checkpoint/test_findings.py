@@ -63,16 +63,16 @@ def test_faults_of_both_files_are_told_together_and_in_the_same_order(tmp_path: 
         (feature, "modules_to_save"),
         (feature, "use_dora"),
         ("config.field_unknown", "new_field"),
-        ("config.rank_invalid", "r"),
         ("weights.shape_invalid", lora_name(1, "self_attn.v_proj", "B")),
         (not_allowed, "base_model.model.lm_head.weight"),
         (not_allowed, f"{LAYER}0.self_attn.q_proj.lora_magnitude_vector"),
         (not_allowed, lora_name(9, "self_attn.q_proj", "A")),
         ("weights.pair_incomplete", lora_name(0, "mlp.up_proj", "A")),
+        ("config.rank_invalid", "r"),
         ("weights.shape_mismatch", lora_name(0, "self_attn.q_proj", "A")),
         ("weights.rank_mismatch", lora_name(1, "self_attn.q_proj", "A")),
     ]
-    dora = error.findings[7]
+    dora = error.findings[6]
     assert f"The same is wrong with {LAYER}1.self_attn.q_proj.lora_magnitude_vector." in dora.message
     assert dora.hint == "It belongs to DoRA: retrain with use_dora=false."
     assert refused(tmp_path, config, weights_bytes(tensors)).findings == error.findings

@@ -17,30 +17,30 @@ from counted_calls import MOST_CALLS, counted_calls
 from lora_files import MLX_CONFIG, PEFT_DEFAULTS, config_bytes, mlx_config_bytes
 from manylora.adapters.base_shape import MODULE_PATHS
 from manylora.adapters.checkpoint.findings import Findings
+from manylora.adapters.checkpoint.lora_fields import LoraFields
 from manylora.adapters.checkpoint.peft_config import MAX_CONFIG_BYTES, check_config, check_scaling
 from manylora.adapters.checkpoint.peft_fields import is_literal_path
-from manylora.adapters.ref import LoraSpec
-from manylora.errors import AdapterError, AdapterIncompatibleError, PayloadTooLargeError
+from manylora.errors import AdapterError, PayloadTooLargeError
 from refusals import is_presentable, outcome
 
 
-def read_config(raw: bytes, max_rank: int) -> LoraSpec:
+def read_config(raw: bytes) -> LoraFields:
     findings = Findings()
-    return findings.passed(findings.attempt(check_config, raw, max_rank, findings))
+    return findings.passed(findings.attempt(check_config, raw, findings))
 
 
-def read(**fields: Any) -> LoraSpec:
-    return read_config(config_bytes(**fields), 64)
+def read(**fields: Any) -> LoraFields:
+    return read_config(config_bytes(**fields))
 
 
 def code(raw: bytes) -> str:
     with pytest.raises(AdapterError) as caught:
-        read_config(raw, 64)
+        read_config(raw)
     return caught.value.code
 
 
 def test_the_defaults_of_peft_are_read() -> None:
-    assert read() == LoraSpec(rank=8, alpha=16.0)
+    assert read() == LoraFields(rank=8, alpha=16.0)
 
 
 def written_by(older: dict[str, Any], names: str, **changes: Any) -> dict[str, Any]:
@@ -72,7 +72,7 @@ OLDER: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("version", OLDER)
 def test_configs_of_older_peft_versions_are_read(version: str) -> None:
-    spec = read_config(json.dumps(OLDER[version]).encode(), 64)
+    spec = read_config(json.dumps(OLDER[version]).encode())
     assert spec.rank == OLDER[version]["r"]
     assert spec.alpha == 16.0
 
@@ -110,19 +110,19 @@ AUTO_MAPPING = {"base_model_class": "LlamaForCausalLM", "parent_library": "trans
     ids=str,
 )
 def test_fields_without_effect_are_accepted(fields: dict[str, Any]) -> None:
-    assert read(**fields) == LoraSpec(rank=8, alpha=16.0)
+    assert read(**fields) == LoraFields(rank=8, alpha=16.0)
 
 
 def test_fields_with_an_effect_are_read() -> None:
     spec = read(r=4, lora_alpha=6.5, use_rslora=True, rank_pattern={"b": 1, "a": 64}, alpha_pattern={"q_proj": 0.5})
-    assert spec == LoraSpec(
+    assert spec == LoraFields(
         rank=4, alpha=6.5, use_rslora=True, rank_pattern={"b": 1, "a": 64}, alpha_pattern={"q_proj": 0.5}
     )
     assert list(spec.rank_pattern) == ["b", "a"]
 
 
 def test_null_patterns_are_empty_ones() -> None:
-    assert read(rank_pattern=None, alpha_pattern=None, use_rslora=None) == LoraSpec(rank=8, alpha=16.0)
+    assert read(rank_pattern=None, alpha_pattern=None, use_rslora=None) == LoraFields(rank=8, alpha=16.0)
 
 
 def test_whole_paths_of_a_large_model_fit() -> None:
@@ -136,13 +136,13 @@ def test_a_long_config_is_judged_by_its_first_bytes_alone() -> None:
     assert code(deep) == code(deep[: MAX_CONFIG_BYTES + 1]) == "config.too_deep"
     for raw in (config_bytes(revision="x" * 1_000_000), config_bytes(revision="x" * 1_000_000)[: MAX_CONFIG_BYTES + 1]):
         with pytest.raises(PayloadTooLargeError) as caught:
-            read_config(raw, 64)
+            read_config(raw)
         assert caught.value.code == "config.too_large"
 
 
 def test_a_config_of_exactly_the_limit_is_read() -> None:
     good = config_bytes()
-    assert read_config(good + b" " * (MAX_CONFIG_BYTES - len(good)), 64).rank == 8
+    assert read_config(good + b" " * (MAX_CONFIG_BYTES - len(good))).rank == 8
 
 
 def test_nothing_named_in_a_config_is_imported() -> None:
@@ -155,11 +155,11 @@ def test_nothing_named_in_a_config_is_imported() -> None:
     assert "antigravity" not in sys.modules
 
 
-def test_the_rank_limit_is_the_servers() -> None:
-    assert read_config(config_bytes(r=256), 256).rank == 256
-    with pytest.raises(AdapterIncompatibleError) as caught:
-        read_config(config_bytes(r=17), 16)
-    assert "up to 16" in caught.value.message
+def test_a_config_without_rank_or_alpha_is_read() -> None:
+    config = {name: value for name, value in PEFT_DEFAULTS.items() if name not in ("r", "lora_alpha")}
+    assert read_config(json.dumps(config).encode()) == LoraFields(rank=None, alpha=8.0)
+    assert read(r=None).rank is None
+    assert code(config_bytes(lora_alpha=None)) == "config.alpha_invalid"
 
 
 @pytest.mark.parametrize("scaling", [0.0, -1.0, 65.0, math.inf, math.nan, 1e-12])
@@ -170,28 +170,23 @@ def test_scalings_out_of_range_are_refused(scaling: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "alpha"),
+    ("fields", "scale"),
     [
-        ({}, 15.0),
-        ({"num_layers": -1, "report_to": "wandb"}, 15.0),
-        ({"lora_parameters": {"rank": 6, "scale": 20, "dropout": 0.0}}, 120.0),
-        ({"lora_parameters": {"rank": 6, "scale": 10.0, "alpha": 16, "dropout": 0.0}}, 60.0),
+        ({}, 2.5),
+        ({"num_layers": -1, "report_to": "wandb"}, 2.5),
+        ({"lora_parameters": {"rank": 6, "scale": 20, "dropout": 0.0}}, 20.0),
+        ({"lora_parameters": {"rank": 65, "scale": 20, "dropout": 0.0}}, 20.0),
+        ({"lora_parameters": {"rank": 6, "scale": 10.0, "alpha": 16, "dropout": 0.0}}, 10.0),
     ],
     ids=str,
 )
-def test_the_scale_of_mlx_is_the_factor_itself(fields: dict[str, Any], alpha: float) -> None:
-    spec = read_config(mlx_config_bytes(**fields), 64)
-    assert spec == LoraSpec(rank=6, alpha=alpha)
-    assert spec.canonical().keys() == LoraSpec(rank=6, alpha=alpha).canonical().keys()
-
-
-def test_configs_of_mlx_from_before_fine_tune_type_are_read() -> None:
-    older = {name: value for name, value in MLX_CONFIG.items() if name not in ("fine_tune_type", "num_layers")}
-    assert read_config(json.dumps({**older, "lora_layers": 16, "use_dora": False}).encode(), 64).alpha == 15.0
-    equal = {"rank": 6, "scale": 2.5, "alpha": 6, "dropout": 0.0}
-    assert read_config(json.dumps({**older, "lora_parameters": equal}).encode(), 64).alpha == 15.0
-    assert code(json.dumps({**older, "lora_parameters": {**equal, "alpha": 16}}).encode()) == "config.field_unsupported"
-    assert code(json.dumps({**older, "use_dora": True}).encode()) == "config.feature_unsupported"
+def test_the_scale_of_mlx_is_the_factor_itself_and_the_file_gives_the_rank(
+    fields: dict[str, Any], scale: float
+) -> None:
+    read = read_config(mlx_config_bytes(**fields))
+    assert read == LoraFields(rank=None, alpha=scale, scale=scale)
+    spec = read.spec({"model.layers.0.self_attn.q_proj": 6, "model.layers.1.self_attn.q_proj": 6, "x": 4})
+    assert [spec.module_scaling(path) for path in ("model.layers.1.self_attn.q_proj", "x")] == [scale, scale]
 
 
 @pytest.mark.parametrize(
@@ -206,9 +201,7 @@ def test_configs_of_mlx_from_before_fine_tune_type_are_read() -> None:
         ({"lora_parameters": {"scale": 6}}, "config.field_missing"),
         ({"lora_parameters": {"rank": "6", "scale": 1}}, "config.value_invalid"),
         ({"lora_parameters": {"rank": 6, "scale": True}}, "config.value_invalid"),
-        ({"lora_parameters": {"rank": 0, "scale": 1}}, "config.rank_invalid"),
         ({"lora_parameters": {"rank": 6.0, "scale": 1}}, "config.rank_invalid"),
-        ({"lora_parameters": {"rank": 65, "scale": 1}}, "config.rank_invalid"),
         ({"lora_parameters": {"rank": 6, "scale": 0}}, "config.alpha_invalid"),
         ({"lora_parameters": {"rank": 6, "scale": -1.5}}, "config.alpha_invalid"),
         ({"lora_parameters": {"rank": 6, "scale": float("nan")}}, "config.alpha_invalid"),
@@ -244,13 +237,12 @@ KEYS = st.sampled_from([*sorted(PEFT_DEFAULTS), "use_bdlora", "kasa_config", "ru
 
 
 def check_outcome(raw: bytes) -> None:
-    """Either a refusal of ours, or a spec whose numbers can be served."""
-    spec = outcome(lambda: read_config(raw, 64))
+    """Either a refusal of ours, or fields whose numbers can be used."""
+    spec = outcome(lambda: read_config(raw))
     if isinstance(spec, AdapterError):
         assert is_presentable(spec, "config.")
         return
-    assert 1 <= spec.rank <= 64
-    assert all(type(rank) is int and 1 <= rank <= 64 for rank in spec.rank_pattern.values())
+    assert all(type(rank) is int and rank >= 0 for rank in [spec.rank or 0, *spec.rank_pattern.values()])
     assert all(math.isfinite(alpha) and alpha > 0 for alpha in [spec.alpha, *spec.alpha_pattern.values()])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from dataclasses import asdict
 from functools import cache
@@ -19,8 +20,11 @@ from peft.tuners.lora import LoraLayer
 from peft.utils.other import get_pattern_key
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bad_upload import EVIL_REGEX
+from counted_calls import counted_calls
 from lora_files import base_shape
 from manylora.adapters.base_shape import MODULE_PATHS
+from manylora.adapters.checkpoint.module_patterns import InvalidKeyError, ModulePatterns, UnsupportedKeyError, matcher
 from manylora.adapters.checkpoint.peft_fields import FEATURES, INERT_FIELDS, READ_FIELDS, is_literal_path
 from manylora.adapters.checkpoint.reader import Checkpoint, read_checkpoint
 from manylora.adapters.ref import LoraSpec
@@ -166,6 +170,67 @@ def test_every_field_of_the_installed_peft_is_in_a_table_and_its_default_is_acce
     folder = save(trained(lora()), tmp_path)
     written = json.loads((folder / "adapter_config.json").read_text())
     assert set(written) <= set(defaults)
+
+
+PATHS = [f"model.layers.{layer}.{module}" for layer in (0, 1, 10, 110) for module in MODULE_PATHS]
+PIECES = r"""
+q_proj _proj k layers . \. \d \w+ .* (q|k) [qk] [^q] ^model ^ $ \b \B \A \Z [0-3] (?i:Q_PROJ) (?i:[^A-M]+) (?i:[A-Z]+)
+(?-i:q) +? * ? {1,2} {3} | ( ) self_attn (?:a|) 1 0 \W \D \S \s (?P<x>v) (?s:.) [^\d] [\w.] (?x:q) (?#c) mlp X \x71
+"""
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    keys=st.lists(
+        st.lists(st.sampled_from(PIECES.split()), min_size=1, max_size=5).map("".join),
+        min_size=1,
+        max_size=4,
+        unique=True,
+    )
+)
+def test_regexes_choose_what_peft_chooses(keys: list[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            patterns = ModulePatterns({key: matcher(key) for key in keys})
+        except InvalidKeyError:
+            with pytest.raises(re.error):
+                [re.compile(rf"(.*\.)?({key})$") for key in keys]
+            return
+        for path in PATHS:
+            chosen = get_pattern_key(keys, path)
+            assert patterns.first(path) == (None if chosen == path and path not in keys else chosen)
+        assert patterns.unused(PATHS) == [
+            key for key in keys if not any(get_pattern_key([key], path) == key for path in PATHS)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("key", "error"),
+    [
+        (r"(q)_\1", "reference back"),
+        ("(?!v)q_proj", "looks ahead or behind"),
+        ("(?<=x)q_proj", "looks ahead or behind"),
+        ("q_pro(?>j)", "atomic"),
+        ("q_pro*+j", "possessive"),
+        ("(q)?(?(1)_|x)proj", "condition"),
+        ("a" * 1025, "1024 characters"),
+        ("(" * 101 + ")" * 101, "100 groups"),
+        ("a{1001}", "1000 repeats"),
+        ("(a{999}){999}", "too large"),
+        ("(?i:\u017f)", "outside ASCII"),
+    ],
+)
+def test_keys_that_are_not_linear_or_too_large_are_refused(key: str, error: str) -> None:
+    with pytest.raises(UnsupportedKeyError, match=error):
+        matcher(key)
+
+
+def test_a_key_that_keeps_python_busy_for_ever_is_matched_with_little_work() -> None:
+    keys = {key: matcher(key) for key in (EVIL_REGEX, "(a|a)*b" * 60, "(.*.*)*" * 30 + "X")}
+    with counted_calls() as calls:
+        assert all(ModulePatterns(keys).first(path) is None for path in PATHS)
+    assert calls() < 100 * len(PATHS)
 
 
 @settings(max_examples=200, deadline=None)

@@ -158,6 +158,28 @@ def test_the_largest_legal_config_of_patterns_takes_little_work(tmp_path: Path) 
     assert calls() < MOST_CALLS
 
 
+def test_ranks_in_the_file_decide(tmp_path: Path) -> None:
+    ranks = {(0, 0): 4, (0, 2): 8, (1, 0): 4, (1, 2): 8}
+    weights = weights_bytes(lora_tensors(BASE, ranks))
+    above = config_bytes(r=200, lora_alpha=16, rank_pattern={"(q|k)_proj": 4, "v_proj": 8, "lm_head": 0})
+    for config, rank in ((above, 200), (config_bytes(r=None), 4)):
+        checkpoint = read(tmp_path, Upload(config, weights))
+        assert checkpoint.ranks == ranks
+        assert checkpoint.scalings == {place: 16 / own for place, own in ranks.items()}
+        assert checkpoint.spec.rank == rank
+        loaded = check_weights(checkpoint.spec, weights, len(weights), BASE)
+        assert (loaded.ranks, loaded.scalings) == (ranks, checkpoint.scalings)
+    assert refusal(tmp_path, weights, config_bytes(r=200, rank_pattern={"q_proj": 4})).code == "weights.rank_mismatch"
+
+
+def test_a_config_without_alpha_has_pefts_and_its_owner_is_told(tmp_path: Path) -> None:
+    config = json.loads(config_bytes())
+    del config["lora_alpha"]
+    checkpoint = read(tmp_path, Upload(json.dumps(config).encode(), weights_bytes(q_and_v(BASE))))
+    assert set(checkpoint.scalings.values()) == {1.0}
+    assert "no lora_alpha" in str(checkpoint.report["warnings"])
+
+
 def test_without_a_base_widths_must_agree_between_layers(tmp_path: Path) -> None:
     assert read(tmp_path, good_upload(BASE), base=None).total == 14
     odd = {**q_and_v(BASE), lora_name(1, "self_attn.q_proj", "A"): tensor((8, 32))}
@@ -175,7 +197,9 @@ def test_an_adapter_of_another_base_is_told_so(tmp_path: Path) -> None:
 
 
 def test_refusals_tell_the_hint(tmp_path: Path) -> None:
-    assert "max_rank" in refusal(tmp_path, b"", config_bytes(r=64), max_rank=32).message
+    assert (
+        "max_rank" in refusal(tmp_path, weights_bytes(q_and_v(BASE, rank=33)), config_bytes(r=33), max_rank=32).message
+    )
     flipped = {**q_and_v(BASE), lora_name(0, "self_attn.q_proj", "A"): tensor((64, 8))}
     assert "transposed" in refusal(tmp_path, weights_bytes(flipped)).message
 

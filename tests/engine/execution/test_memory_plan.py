@@ -23,7 +23,7 @@ from manylora.engine.execution.memory_plan import (
     max_model_len,
     plan_memory,
 )
-from manylora.engine.model.spec import DecoderSpec, base_shape, decoder_spec, model_geometry
+from manylora.engine.model.spec import DecoderSpec, base_shape, decoder_spec, model_geometry, read_spec
 from manylora.engine.start_checks import check_start
 from manylora.engine.status import MemoryPlan
 from manylora.errors import ConfigError
@@ -118,6 +118,22 @@ def test_slots_that_are_asked_for_are_given_and_tables_that_do_not_fit_are_refus
     assert planned.table_bytes == sum(part.nbytes for part in (tables.offsets, tables.ranks, tables.scalings))
     with pytest.raises(ConfigError, match="are free"):
         plan(CPU, 5.7, gib=4, host_gib=0.5, adapter=AdapterConfig(slots=MAX_SLOTS))
+
+
+@pytest.mark.parametrize("dtype_bytes", [2, 4])
+def test_the_size_that_a_plan_has_gives_the_same_plan_again(dtype_bytes: int) -> None:
+    spec, free = read_spec(DEMO_MODEL), FreeMemory(GIB, GIB)
+    base = base_shape(spec, "")
+    geometry = model_geometry(spec, base, dtype_bytes, "auto")
+
+    def plan_of(gib: float) -> MemoryPlan:
+        config = Config(model=ModelConfig(path="m"), memory=MemoryConfig(gib=gib))
+        return plan_memory(config, spec, base, geometry, free, on_cpu=True)
+
+    for hundredths in range(2, 50):
+        planned = plan_of(hundredths / 100)
+        assert planned.arena_bytes % geometry.page_bytes == 0
+        assert plan_of(planned.arena_bytes / GIB) == planned
 
 
 def test_a_large_cpu_gives_no_more_than_the_cap() -> None:

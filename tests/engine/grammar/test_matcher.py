@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from llguidance import LLTokenizer, TokenizerWrapper
 
+from manylora.engine.grammar.json_schema import json_grammar, json_object_grammar
 from manylora.engine.grammar.masks import Masks
 from manylora.engine.grammar.matcher import MAX_SLOW, PARSER_LIMITS, SLOW_S, GrammarTokens, Matcher, compiled_parser
 from manylora.engine.request import GRAMMAR_DEAD_END, GRAMMAR_TOO_COMPLEX, INTERNAL
 from manylora.engine.text.tokenizer import Tokenizer, read_eos_token_ids
 from manylora.errors import InvalidRequestError
-from manylora.server.generation.grammar import json_object_rule, json_rule
 from tiny_models import make_tokenizer
 
 DEMO = Path(__file__).resolve().parents[3] / "manylora" / "demo" / "manylora-demo"
@@ -53,7 +53,7 @@ def test_a_token_that_does_not_fit_is_not_taken_and_ends_the_matcher() -> None:
     ],
 )  # fmt: skip
 def test_a_schema_that_goes_past_the_reader_of_lark_allows_what_it_allows_there(schema: object) -> None:
-    text = f"start: {json_rule(schema)}"
+    text = json_grammar(schema)
     past = compiled_parser(TOKENS.tokenizer, text)
     through = compiled_parser(TOKENS.tokenizer, text.replace("start:", "start :"))
     rng = random.Random(0)
@@ -198,7 +198,7 @@ class Marks:
 def test_any_json_object_can_be_followed_with_a_large_vocabulary() -> None:
     rng = random.Random(0)
     tokenizer = LLTokenizer(TokenizerWrapper(Marks()), n_vocab=len(Marks.tokens))
-    parser = compiled_parser(tokenizer, f"start: {json_object_rule()}")
+    parser = compiled_parser(tokenizer, json_object_grammar())
     for _ in range(25):
         matcher = Matcher(parser.deep_copy(), tokenizer)
         for _ in range(150):
@@ -218,7 +218,7 @@ def test_stop_tokens_may_end_what_is_complete_only() -> None:
 
 
 def test_what_is_no_grammar_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="unknown name") as refused:
+    with pytest.raises(InvalidRequestError, match="no rule or terminal has this name") as refused:
         TOKENS.compile("start: other")
     assert refused.value.code == "grammar_too_complex"
 

@@ -105,9 +105,9 @@ def test_a_message_beyond_the_limit_is_not_sent(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_launch_line_carries_all_settings() -> None:
     config = Config(model=ModelConfig(path="/some where"), server=ServerConfig(data_dir=Path("/data")))
-    line = messages.encode_launch(messages.Launch(config, "ipc:///tmp/x"))
+    line = messages.encode_launch(messages.Launch(config, "ipc:///tmp/x", 5))
     assert line.count(b"\n") == 1
-    assert messages.decode_launch(line) == messages.Launch(config, "ipc:///tmp/x")
+    assert messages.decode_launch(line) == messages.Launch(config, "ipc:///tmp/x", 5)
 
 
 def test_a_launch_line_with_a_wrong_setting_is_refused() -> None:

@@ -33,6 +33,7 @@ from manylora.engine.core import MAX_FAILURES
 from manylora.engine.process import client as client_module
 from manylora.engine.process.client import EngineClient
 from manylora.engine.process.messages import FromEngine, Outputs, Ready, ToEngine
+from manylora.engine.process.pulse import StallDetector
 from manylora.engine.request import RequestOutput
 from manylora.engine.status import EngineReady
 from manylora.errors import ConfigError, EngineUnavailableError
@@ -68,6 +69,9 @@ class ScriptedConnection:
 
     def send(self, _message: ToEngine) -> None:
         self._is_asked.set()
+
+    async def stall(self, _detector: StallDetector) -> str:
+        return await asyncio.Future()
 
     async def close(self) -> None:
         self.exited.cancel()
@@ -297,6 +301,84 @@ def test_an_engine_whose_steps_all_fail_is_replaced_and_answers_again(
 
     engine.run(main())
     engine.close()
+
+
+def test_a_stopped_engine_is_replaced_and_nobody_waits_for_ever(
+    engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "SILENT_S", 1.0)
+    client = engine.client
+
+    async def main() -> None:
+        # From here on the detector has the shorter time.
+        os.kill(client.pid or 0, signal.SIGKILL)
+        await eventually(is_down)
+        await eventually(lambda: is_ready(client))
+        before = await collect(client, question("before a stop", prompt))
+        stopped, restarts = client.pid or 0, client.restarts
+        tasks = [asyncio.create_task(collect(client, endless(f"stopped{i}", prompt))) for i in range(3)]
+        os.kill(stopped, signal.SIGSTOP)
+        ends = await asyncio.gather(*tasks, client.status(), return_exceptions=True)
+        assert {end.code for end in ends if isinstance(end, EngineUnavailableError)} == {"engine_restarted"}
+        assert not any(isinstance(end, list) for end in ends)
+        await eventually(lambda: is_ready(client))
+        assert (client.restarts, client.pid == stopped, is_alive(stopped)) == (restarts + 1, False, False)
+        assert tokens_of(await collect(client, question("after a stop", prompt))) == tokens_of(before)
+
+    async def is_down() -> bool:
+        return client.ready is None
+
+    engine.run(main())
+
+
+STUCK_WORKER = FAILING_WORKER.replace(
+    'raise RuntimeError("no kernel runs any more")', "__import__('threading').Event().wait()"
+)
+
+
+def test_an_engine_whose_step_does_not_end_is_replaced(
+    config: Config, prompt: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, is_stuck = subprocess.Popen, tmp_path / "stuck"
+
+    def start_sticking(_: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return start([sys.executable, "-P", "-c", STUCK_WORKER, str(is_stuck)], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start_sticking)
+    monkeypatch.setattr(client_module, "STUCK_S", 2.0)
+    monkeypatch.setattr(client_module, "STUCK_STEPS", 0.0)
+    engine = Engine(config)
+    client = engine.client
+
+    async def main() -> None:
+        is_stuck.touch()
+        with pytest.raises(EngineUnavailableError, match="being restarted; send the request again"):
+            await collect(client, question("stuck", prompt))
+        is_stuck.unlink()
+        await eventually(lambda: has_restarted(client))
+        assert tokens_of(await collect(client, question("after", prompt)))
+
+    engine.run(main())
+    engine.close()
+
+
+def test_an_engine_that_stops_while_it_starts_is_ended(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = subprocess.Popen, list[subprocess.Popen[bytes]]()
+
+    def start_stopped(_: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(start([sys.executable, "-c", "import os; os.kill(os.getpid(), 19)"], **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start_stopped)
+    monkeypatch.setattr("manylora.engine.process.supervisor.SILENT_START_S", 1.0)
+
+    async def main() -> None:
+        client = EngineClient(config, announce=lambda _: None)
+        with pytest.raises(EngineUnavailableError, match="gave no sign of life for 1 s while starting"):
+            await client.start()
+
+    asyncio.run(main())
+    assert started[0].wait() == -signal.SIGKILL
 
 
 def test_closing_ends_the_process_and_those_who_wait(config: Config, prompt: list[int]) -> None:

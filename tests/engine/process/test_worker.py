@@ -200,11 +200,11 @@ def test_an_engine_that_lost_its_device_ends_even_where_closing_hangs(
     monkeypatch.setattr(worker, "_tune_interpreter", lambda _: None)
     monkeypatch.setattr(worker, "EXIT_GRACE_S", 0.01)
     monkeypatch.setattr("os._exit", end)
-    launch = messages.Launch(Config(model=ModelConfig(path="m")), f"ipc://{tmp_path}/s")
+    launch = messages.Launch(Config(model=ModelConfig(path="m")), f"ipc://{tmp_path}/s", 0)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.set(zmq.LINGER, 0)
         socket.connect(launch.address)
-        assert worker._serve(launch, socket, Wakeup(), threading.Event()) == 1
+        assert worker._serve(launch, socket, Wakeup(), threading.Event(), Mock()) == 1
     assert exits == [1]
     assert "the device is lost" in caplog.text
 

@@ -295,6 +295,48 @@ async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
         await Database.open(None, tmp_path)
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+async def test_a_deleted_file_is_neither_written_nor_made_again_and_may_come_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_replaced: bool
+) -> None:
+    path, away = tmp_path / "registry.sqlite", tmp_path / "away.sqlite"
+    database = await Database.open(None, tmp_path)
+
+    async def put(revision: str) -> None:
+        async with database.write() as session:
+            await session.execute(text("UPDATE alembic_version SET version_num = :it"), {"it": revision})
+
+    await put("before")
+    path.rename(away)
+    if is_replaced:
+        path.write_bytes(b"")
+    with pytest.raises(CapacityError) as unseen:  # it went into the file, which has no name that would be opened again
+        await put("unseen")
+    assert unseen.value.code == "db.lost"
+    for work in (put("lost"), database.check()):
+        with pytest.raises(CapacityError) as refusal:
+            await work
+        assert refusal.value.code == "db.lost"
+    assert path.exists() == is_replaced
+    away.replace(path)
+    await database.look_for_file()
+    await database.check()
+    await put("after")
+    await database.close()
+    assert len([record for record in caplog.records if "was deleted or replaced" in record.message]) == 1
+
+
+async def test_no_connection_makes_an_empty_database(tmp_path: Path) -> None:
+    database = await Database.open(None, tmp_path)
+    await database._engine.dispose()
+    (tmp_path / "registry.sqlite").unlink()
+    with pytest.raises(CapacityError) as refusal:
+        await database.check()
+    assert refusal.value.code == "db.unavailable"  # until somebody looks
+    assert not (tmp_path / "registry.sqlite").exists()
+    await database.close()
+
+
 async def test_opening_waits_for_another_process_that_opens(tmp_path: Path) -> None:
     other = sqlite3.connect(tmp_path / "registry.sqlite", isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")

@@ -3,8 +3,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manylora.errors import CapacityError, ConfigError
+from manylora.registry.usage import journal as journals
 from manylora.registry.usage.journal import Journal, JournalFiles, encode_line, read_lines
 
 pytestmark = pytest.mark.anyio
@@ -201,6 +203,124 @@ async def test_who_waits_for_a_failed_write_is_told_why(
     assert [getattr(failure, "code", None) for failure in failures] == [code, code, None]
     await journal.append(b"after")
     assert await _on_disk(journal) == [b"before", b"after"]
+
+
+def lines_of(files: JournalFiles) -> list[bytes]:
+    """All that is in the closed files; what was lost and written again may be there twice."""
+    return sorted({payload for path in files.closed for payload in read_lines(path, bytes)[0]})
+
+
+@pytest.mark.parametrize("harm", ["file deleted", "file replaced", "folder deleted", "folder renamed", "lock deleted"])
+@pytest.mark.parametrize("is_closing", [False, True])
+def test_what_was_written_is_written_again_where_it_was_deleted(tmp_path: Path, harm: str, is_closing: bool) -> None:
+    files = JournalFiles(folder := tmp_path / "usage")
+    files.write(encode_line(b"one"), durable=True)
+    files.write(encode_line(b"two"), durable=True)
+    (current,) = folder.glob("*.journal")
+    if "file" in harm:
+        current.unlink()
+        if harm == "file replaced":
+            current.write_bytes(encode_line(b"stranger"))
+    elif harm == "lock deleted":
+        (folder / "lock").unlink()
+    else:
+        folder.rename(tmp_path / "away")
+        if harm == "folder deleted":
+            shutil.rmtree(tmp_path / "away")
+    if not is_closing:
+        files.write(encode_line(b"three"), durable=True)
+    files.close_current()
+    assert lines_of(files) == [b"one", *([] if is_closing else [b"three"]), b"two"]
+    with pytest.raises(ConfigError, match="in use"):
+        JournalFiles(folder)
+    files.close()
+
+
+def test_a_data_folder_that_is_away_for_a_while_loses_nothing(tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    data_dir.mkdir()
+    files = JournalFiles(data_dir / "usage")
+    files.write(encode_line(b"before"), durable=True)
+    data_dir.rename(tmp_path / "elsewhere")
+    works: list[Callable[[], None]] = [files.probe, files.close_current]
+    for work in (lambda: files.write(encode_line(b"lost"), durable=True), *works):
+        with pytest.raises(FileNotFoundError):
+            work()
+    (tmp_path / "elsewhere").rename(data_dir)
+    files.probe()
+    files.write(encode_line(b"after"), durable=True)
+    files.close_current()
+    assert lines_of(files) == [b"after", b"before"]
+    files.close()
+
+
+def test_a_folder_that_another_process_has_by_now_is_left_to_it(tmp_path: Path) -> None:
+    files = JournalFiles(folder := tmp_path / "usage")
+    files.write(encode_line(b"one"), durable=True)
+    folder.rename(tmp_path / "away")
+    other = JournalFiles(folder)
+    with pytest.raises(BlockingIOError):
+        files.write(encode_line(b"two"), durable=True)
+    other.close()
+    files.write(encode_line(b"two"), durable=True)
+    files.close()
+    assert lines_of(files) == [b"one", b"two"]
+
+
+def test_a_file_that_cannot_be_written_again_yet_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = JournalFiles(tmp_path)
+    files.write(encode_line(b"one"), durable=True)
+    (tmp_path / "0000000000000001.journal").unlink()
+    for call in ("open", "write", "fsync"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, _fail(errno.ENOSPC))
+            with pytest.raises(OSError, match="space"):
+                files.write(encode_line(b"two"), durable=True)
+    files.write(encode_line(b"two"), durable=True)
+    files.close()
+    assert lines_of(files) == [b"one", b"two"]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "code"),
+    [
+        ("write", errno.ENOSPC, "storage.full"),
+        ("write", errno.EDQUOT, "storage.full"),
+        ("write", errno.EFBIG, "storage.full"),
+        ("fsync", errno.EIO, "storage.unavailable"),
+        ("open", errno.EROFS, "storage.unavailable"),
+        ("open", errno.EACCES, "storage.unavailable"),
+        ("open", errno.EMFILE, "storage.unavailable"),
+    ],
+)
+async def test_a_journal_that_cannot_be_written_says_so_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str, error: int, code: str
+) -> None:
+    monkeypatch.setattr(journals, "PROBE_S", 0.01)
+    journal = await Journal.open(tmp_path)
+    journal.check()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, failing := _fail(error))
+        for _ in range(2):
+            with pytest.raises(CapacityError) as told:
+                await journal.append(b"lost")
+            assert told.value.code == code
+        calls = failing.call_count
+        async with asyncio.timeout(60):
+            while failing.call_count < calls + 3:  # noqa: ASYNC110 - it is tried, and fails
+                await asyncio.sleep(0.01)
+        with pytest.raises(CapacityError) as refusal:
+            journal.check()
+        assert refusal.value.code == code
+    async with asyncio.timeout(60):
+        while journal._trouble is not None:  # noqa: ASYNC110 - nobody is told
+            await asyncio.sleep(0.01)
+    journal.check()
+    await journal.append(b"kept")
+    assert await _on_disk(journal) == [b"kept"]
+    assert [record.levelname for record in caplog.records if "usage journal" in record.message] == ["ERROR"]
+    await journal.close()
+    assert {name for name in os.listdir(tmp_path) if not name.endswith(".journal")} == {"lock"}
 
 
 async def test_a_closed_journal_takes_nothing(tmp_path: Path) -> None:

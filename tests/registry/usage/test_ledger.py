@@ -114,6 +114,65 @@ async def test_the_same_id_counts_once(ledger: UsageLedger, database: Database) 
     assert (await ledger.query(ALL)).totals.completion_tokens == 7
 
 
+async def test_the_journal_is_not_emptied_into_a_database_that_was_deleted(
+    tmp_path: Path, clock: StandingClock
+) -> None:
+    database = await Database.open(None, tmp_path)
+    ledger = await _open(database, tmp_path, clock)
+    await ledger.record(usage_event("use_1", completion_tokens=7))
+    (tmp_path / "registry.sqlite").unlink()
+    for _ in range(2):
+        with pytest.raises(CapacityError) as refusal:
+            await ledger.flush()
+        assert refusal.value.code == "db.lost"
+    with pytest.raises(CapacityError):
+        ledger.check()
+    await ledger.close()
+    await database.close()
+    restarted = await Database.open(None, tmp_path)
+    await (await _open(restarted, tmp_path, clock)).close()
+    assert await _stored(restarted) == {"use_1": ("stop", 7)}
+    await restarted.close()
+
+
+async def test_a_deleted_file_is_noticed_without_a_write(
+    tmp_path: Path, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "LOOK_S", 0.01)
+    database = await Database.open(None, tmp_path)
+    ledger = await _open(database, tmp_path, clock)
+    path = tmp_path / "registry.sqlite"
+
+    async def until(is_lost: bool) -> None:
+        async with asyncio.timeout(60):
+            while is_lost != database._file._is_lost:  # type: ignore[union-attr]  # noqa: ASYNC110 - nobody is told
+                await asyncio.sleep(0.01)
+
+    ledger.check()
+    path.rename(tmp_path / "away")
+    await until(True)
+    with pytest.raises(CapacityError):
+        ledger.check()
+    (tmp_path / "away").rename(path)
+    await until(False)
+    ledger.check()
+    await ledger.close()
+    await database.close()
+
+
+async def test_a_closed_file_that_was_deleted_does_not_keep_the_others_back(
+    ledger: UsageLedger, database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await ledger.record(usage_event("use_1"))
+    await ledger.journal.seal()
+    (path,) = _files(tmp_path)
+    path.unlink()
+    await ledger.record(usage_event("use_2"))
+    await ledger.flush()
+    assert (await _stored(database)).keys() == {"use_2"}
+    assert "its usage is lost" in caplog.text
+
+
 async def test_ids_are_distinct_and_sort_by_time(ledger: UsageLedger, clock: StandingClock) -> None:
     early = {ledger.mint_id() for _ in range(1000)}
     clock.advance(1)

@@ -14,7 +14,9 @@ import pytest
 from api_adapters import upload
 from api_server import BASE, Api, Client, eventually
 from manylora.engine.request import RequestError
+from manylora.registry import batches as registry_batches
 from manylora.server.batches import line_run
+from manylora.server.batches import results as batch_results
 from manylora.server.batches.worker import BatchWorker
 
 pytestmark = pytest.mark.anyio
@@ -36,8 +38,8 @@ def lines_for(*models: str, **body: Any) -> bytes:
     return "\n".join(map(json.dumps, lines)).encode()
 
 
-async def start(api: Api, content: bytes, url: str = URL) -> str:
-    client = await api.tenant("acme")
+async def start(api: Api, content: bytes, url: str = URL, tenant: str = "acme") -> str:
+    client = await api.tenant(tenant)
     file = await client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", content)})
     assert file.status_code == 200, file.text
     body = {"input_file_id": file.json()["id"], "endpoint": url, "completion_window": "24h"}
@@ -46,11 +48,13 @@ async def start(api: Api, content: bytes, url: str = URL) -> str:
     return str(made.json()["id"])
 
 
-async def run(api: Api, worker: BatchWorker, batch_id: str, goal: int | None = None) -> dict[str, Any]:
+async def run(
+    api: Api, worker: BatchWorker, batch_id: str, goal: int | None = None, tenant: str = "acme"
+) -> dict[str, Any]:
     """Have the worker look until the batch has ended, or has so many lines completed."""
     for _ in range(3000):
         await worker.look()
-        batch = dict((await (await api.tenant("acme")).get(f"/v1/batches/{batch_id}")).json())
+        batch = dict((await (await api.tenant(tenant)).get(f"/v1/batches/{batch_id}")).json())
         is_at_goal = goal is not None and batch["request_counts"]["completed"] >= goal
         if is_at_goal or batch["status"] in ("completed", "failed", "expired", "cancelled"):
             return batch
@@ -181,8 +185,7 @@ async def test_a_batch_whose_window_is_over_keeps_its_results(api: Api, worker: 
 
 async def test_another_server_goes_on_where_one_leaves_off(api: Api) -> None:
     api.engine.token_s = 0.005
-    batch = replace(api.services.config.batch, max_running=4)
-    object.__setattr__(api.services, "config", replace(api.services.config, batch=batch))
+    hold_places(api, 4)
     batch_id = await start(api, lines_for(*[BASE] * 40, max_tokens=5))
     first, other = (BatchWorker(api.services, name) for name in ("srv_a", "srv_b"))
     await run(api, first, batch_id, goal=5)
@@ -194,6 +197,85 @@ async def test_another_server_goes_on_where_one_leaves_off(api: Api) -> None:
     assert len(await results(api, ended["output_file_id"])) == 40
     assert len(await events(api)) == 40
     await other.leave_off()
+
+
+def hold_places(api: Api, places: int) -> None:
+    """Let so many lines run at once."""
+    batch = replace(api.services.config.batch, max_running=places)
+    object.__setattr__(api.services, "config", replace(api.services.config, batch=batch))
+
+
+def started(api: Api, tenant_id: str) -> int:
+    return sum(request.flow.tenant == tenant_id for request in api.engine.requests)
+
+
+async def flood(api: Api, worker: BatchWorker, num_batches: int = 40) -> str:
+    """Have a tenant's many batches run; returns its id."""
+    lines = lines_for(*[BASE] * 5, max_tokens=3, ignore_eos=True)
+    for _ in range(num_batches):
+        await start(api, lines)
+    await worker.look()
+    await eventually(lambda: len(api.engine.requests) > 3)
+    return api.engine.requests[0].flow.tenant
+
+
+async def test_a_tenant_waits_for_a_few_lines_of_another_with_forty_batches(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_results, "COMMIT_S", 0.01)
+    hold_places(api, 4)
+    worker = BatchWorker(api.services, "srv_a")
+    busy = await flood(api, worker)
+    before = started(api, busy)
+    batch_id = await start(api, lines_for(*[BASE] * 10, max_tokens=3, ignore_eos=True), tenant="rival")
+    ended = await run(api, worker, batch_id, tenant="rival")
+    assert ended["request_counts"]["completed"] == 10
+    assert started(api, busy) - before <= 80  # of 200; it would be 10 if each line took as long
+    await worker.leave_off()
+
+
+async def test_a_newcomer_has_its_share_of_lines_before_a_line_of_another_ends(api: Api) -> None:
+    hold_places(api, 4)
+    worker = BatchWorker(api.services, "srv_a")
+    api.engine.token_s = 3600.0
+    busy = await flood(api, worker, num_batches=1)
+    await start(api, lines_for(*[BASE] * 10), tenant="rival")
+    await worker.look()
+    await eventually(lambda: len(api.engine.running) == 6)
+    assert started(api, busy) == 4
+    await worker.leave_off()
+
+
+async def test_a_tenant_with_weight_has_as_many_lines_more(api: Api) -> None:
+    hold_places(api, 4)
+    worker = BatchWorker(api.services, "srv_a")
+    api.engine.token_s = 3600.0
+    busy = await flood(api, worker, num_batches=1)
+    await api.key("rival")
+    await api.services.registry.tenants.update_tenant("rival", weight=3.0)
+    async with api.admin as admin:  # the weight is the tenant's, whoever makes the batch
+        file = await admin.post(
+            "/v1/files?tenant=rival", data={"purpose": "batch"}, files={"file": ("a", lines_for(*[BASE] * 10))}
+        )
+        body = {"input_file_id": file.json()["id"], "endpoint": URL, "completion_window": "24h"}
+        assert (await admin.post("/v1/batches?tenant=rival", json=body)).status_code == 200
+    await worker.look()
+    await eventually(lambda: len(api.engine.running) == 7)
+    assert started(api, busy) == 4
+    await worker.leave_off()
+
+
+async def test_a_tenants_batches_leave_room_for_another_on_a_server_that_runs_as_many_as_it_may(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_batches, "MAX_CLAIMED", 4)
+    api.engine.token_s = 3600.0
+    worker = BatchWorker(api.services, "srv_a")
+    await flood(api, worker, num_batches=8)
+    batch_id = await start(api, lines_for(BASE), tenant="rival")
+    await worker.look()
+    assert batch_id in {batch.id for batch in await api.services.registry.batches.claim("srv_a")}
+    await worker.leave_off()
 
 
 async def test_files_are_bounded_in_number_and_bytes(api: Api, acme: Client) -> None:

@@ -18,11 +18,12 @@ from api_server import ADMIN_KEY, connect, eventually
 from fake_cluster import FakeCluster, FakeGateway
 from manylora.adapters.blobs.local import CORRUPT
 from manylora.errors import CapacityError
-from manylora.registry.records import UsageQuery
+from manylora.registry.records import RETRIED, UsageQuery
 from manylora.server.cluster import gateway as gateways
-from manylora.server.cluster import links
+from manylora.server.cluster import links, loads
 from manylora.server.cluster.forwarding import MAX_TRIES
 from manylora.server.cluster.router import Router
+from manylora.server.cluster.wire import LEDGER_ID
 from manylora.server.errors import error_body
 from manylora.server.http.json_body import json_bytes
 from raw_http import head_of
@@ -214,7 +215,29 @@ async def test_a_refusal_for_now_makes_another_replica_answer(
         assert len(asked(replicas)) == 2
 
 
-@pytest.mark.parametrize("code", ["adapter_load_failed", "adapter_blob_missing", CORRUPT, "db.unavailable"])
+@pytest.mark.parametrize(("status", "code"), [(507, "storage.full"), (503, "storage.unavailable")])
+async def test_a_replica_that_cannot_record_usage_is_asked_no_more_for_a_while_and_bills_nothing(
+    cluster: FakeCluster,
+    gateway: FakeGateway,
+    client: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    code: str,
+) -> None:
+    monkeypatch.setattr(loads, "FIRST_EJECTION_S", 60.0)
+    broken = json_answer(status, orjson.dumps(error_body(CapacityError("The disk is full.", code=code))))
+    async with scripted(cluster, says(broken, *[GOOD] * 6), "one", "two") as replicas:
+        await gateway.sees(one="ready", two="ready")
+        for number in range(6):
+            assert (await client.post(COMPLETIONS, json={**STREAM, "prompt": f"{number}"})).content == TEXT
+        assert sorted(len(each.got) for each in replicas.values()) == [1, 6]
+        (first,) = next(each.got for each in replicas.values() if len(each.got) == 1)
+    (billed,) = await cluster.events(gateway.registry)  # overrules what the first may yet write
+    assert (billed.id, billed.status, billed.completion_tokens) == (first.header(LEDGER_ID)[0], RETRIED, 0)
+    assert await gateway.counts() == {"retries": 1, "lost_answers": 0}
+
+
+@pytest.mark.parametrize("code", ["adapter_load_failed", "adapter_blob_missing", CORRUPT, "db.unavailable", "db.lost"])
 async def test_a_refusal_that_all_replicas_would_repeat_is_final(
     cluster: FakeCluster, gateway: FakeGateway, client: httpx.AsyncClient, code: str
 ) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -12,7 +13,7 @@ from api_server import api
 from fake_cluster import PEPPER, FakeCluster, FakeReplica
 from manylora.adapters.ref import ResidentAdapter
 from manylora.engine.status import EngineLoad, TenantLoad
-from manylora.errors import ConfigError
+from manylora.errors import CapacityError, ConfigError
 from manylora.server.cluster.duties import Duties
 from manylora.server.cluster.replica import join
 from manylora.server.cluster.wire import CLUSTER, LEDGER_ID, LENGTH, STATE_PATH, WEIGHT_SHARE, Frames, cluster_token
@@ -117,6 +118,12 @@ async def test_reports_say_what_changed_and_end_when_all_is_drained(
         while json.loads(await anext(lines))["state"] != "down":
             pass
         engine.ready = ready
+        while json.loads(await anext(lines))["state"] != "ready":
+            pass
+        with monkeypatch.context() as patched:
+            patched.setattr(services.registry.usage, "check", Mock(side_effect=CapacityError("The disk is full.")))
+            while json.loads(await anext(lines))["state"] != "down":
+                pass
         replica.membership.drain()
         while json.loads(await anext(lines))["state"] != "draining":
             pass

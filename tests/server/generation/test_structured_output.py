@@ -15,12 +15,14 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from api_server import BASE, Api, Client
 from fake_engine import BASE_TEXT, DEMO_MODEL
+from manylora.engine.grammar.json_schema import json_grammar
 from manylora.engine.grammar.matcher import GrammarTokens
+from manylora.engine.grammar.problems import TOO_COMPLEX
 from manylora.engine.request import Grammar
 from manylora.engine.text.tokenizer import Tokenizer
 from manylora.errors import CapacityError, InvalidRequestError
-from manylora.server.generation.grammar import checked_grammar, json_rule
-from manylora.server.grammar_check import TOO_COMPLEX, GrammarChecker, grammar_checker
+from manylora.server.generation.grammar import checked_grammar
+from manylora.server.grammar_check import GrammarChecker, grammar_checker
 from tool_models import tokenizer_with, use_tokenizer
 
 pytestmark = pytest.mark.anyio
@@ -97,17 +99,17 @@ async def test_free_text_has_no_grammar(api: Api, acme: Client) -> None:
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}}, None, "json_schema.name"),
         ({"structured_outputs": {}}, "structured_outputs", "one of json"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one of json"),
-        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex"),
-        ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", "look-around"),
-        ({"structured_outputs": {"regex": "a\\"}}, "structured_outputs", "escapes nothing"),
-        ({"structured_outputs": {"regex": "a\\\\\\"}}, "structured_outputs", "escapes nothing"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "parenthesis"),
+        ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex", "look-ahead"),
+        ({"structured_outputs": {"regex": "a\\"}}, "structured_outputs.regex", "escapes nothing"),
+        ({"structured_outputs": {"regex": "a\\\\\\"}}, "structured_outputs.regex", "escapes nothing"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
         ({"structured_outputs": {"choice": [""]}}, None, "choice.0"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "JSON schema"),
         ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "object, true or false"),
         ({"structured_outputs": {"grammar": 'start: %json {"x-guidance": {}}'}}, "structured_outputs.grammar", "%json"),
         ({"structured_outputs": {"grammar": '{"grammars": []}'}}, "structured_outputs.grammar", "Lark"),
-        ({"structured_outputs": {"grammar": "root ::= 1"}}, "structured_outputs", "held to"),
+        ({"structured_outputs": {"grammar": "root ::= 1"}}, "structured_outputs.grammar", "line 1, column 7"),
         ({"structured_outputs": {"json": {"uniqueItems": True}}}, "structured_outputs.json", "uniqueItems"),
         ({"structured_outputs": {"json": {"multipleOf": 999983}}}, "structured_outputs.json.multipleOf", "10000"),
         ({"structured_outputs": {"json": {"multipleOf": 9.99983}}}, "structured_outputs.json.multipleOf", "10000"),
@@ -181,12 +183,12 @@ HOSTILE: dict[str, Any] = {
 def test_a_hostile_schema_is_refused_at_once(name: str) -> None:
     checked_grammar('start: "the child runs"', "schema", DEMO_MODEL)
     with pytest.raises(InvalidRequestError) as refused:
-        checked_grammar(f"start: {json_rule(HOSTILE[name])}", "schema", DEMO_MODEL)
+        checked_grammar(json_grammar(HOSTILE[name]), "schema", DEMO_MODEL)
     assert refused.value.code in ("invalid_json_schema", "grammar_too_large")
 
 
 def test_a_check_that_is_ended_is_remembered_and_the_next_one_is_made() -> None:
-    text = f"start: {json_rule(HOSTILE['doubled by references'])}"
+    text = json_grammar(HOSTILE["doubled by references"])
     grammar = Grammar.of(text)
     for _ in range(2):
         assert grammar_checker().problem(text, grammar.digest, DEMO_MODEL, "t") == TOO_COMPLEX
@@ -203,7 +205,7 @@ def test_what_takes_the_engine_long_to_compile_is_refused() -> None:
 
 def _optional(count: int) -> str:
     properties = {f"property_{index}": {"type": "string"} for index in range(count)}
-    return f"start: {json_rule({'type': 'object', 'properties': properties, 'additionalProperties': False})}"
+    return json_grammar({"type": "object", "properties": properties, "additionalProperties": False})
 
 
 def test_what_breaks_only_while_an_answer_is_written_is_refused_and_what_does_not_is_taken() -> None:

@@ -235,7 +235,7 @@ async def test_nothing_is_held_any_more_when_the_last_byte_goes_out(api: Api) ->
                 held.append((account.in_flight, account.reserved))
             await send(message)
 
-        await api.app(scope, receive, seen)
+        await api.front(scope, receive, seen)
 
     full = RequestError(kind="capacity", code="engine_overloaded", message="full")
     broken = RequestError(kind="internal", code="internal_error", message="broken")
@@ -330,9 +330,7 @@ async def test_refusals_are_counted_by_limit(api: Api, clocks: Clocks) -> None:
         await complete(client)
     client = await limited(api, tokens_per_minute=2)
     await complete(client)
-    async with api.admin as admin:
-        metrics = (await admin.get("/metrics")).text
-    found = dict(re.findall(r'manylora_limited_total{limit="(\w+)"} (\S+)', metrics))
+    found = dict(re.findall(r'manylora_limited_total{limit="(\w+)"} (\S+)', await api.metrics()))
     assert found == {
         **dict.fromkeys(TENANT_LIMITS, "0.0"),
         "requests_per_minute": "2.0",
@@ -403,8 +401,7 @@ async def test_pins_stay_within_the_tenants_pages(api: Api) -> None:
     async with api.admin as admin:
         refused = await admin.patch("/v1/adapters/two?tenant=acme", json={"pinned": True})
         assert refused.status_code == 403
-        metrics = (await admin.get("/metrics")).text
-    assert 'manylora_limited_total{limit="pinned_pages"} 2.0' in metrics
+    assert 'manylora_limited_total{limit="pinned_pages"} 2.0' in await api.metrics()
     shown = (await client.get("/v1/adapters/two")).json()
     assert (shown["pinned"], shown["description"]) == (False, None)
     moved = await client.patch("/v1/adapters/one", json={"aliases": {"default": 2}})

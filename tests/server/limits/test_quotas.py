@@ -96,7 +96,7 @@ async def test_a_body_too_large_for_the_tenant_is_not_read(api: Api) -> None:
 
     answer = await client.post("/v1/adapters", content=unannounced(), headers={"content-type": kind["content-type"]})
     assert code(answer) == (403, "quota.storage")
-    assert read <= SIZE // 65536 + 2
+    assert read <= SIZE // 65536 + (200 if api.gateway else 2)  # what is on its way between gateway and replica
     assert api.files() == []
 
 

@@ -1,0 +1,68 @@
+"""What a config says of ranks and scalings, and the `LoraSpec` that it makes with the modules of a file.
+
+Ranks in the file decide: what the config says of modules that the file does not hold has no effect.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from manylora.adapters.checkpoint.module_patterns import ModulePatterns
+from manylora.adapters.ref import LoraSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraFields:
+    """The fields of `adapter_config.json` that change the result, as they are written."""
+
+    rank: int | None
+    """`r`; None where the config gives none."""
+    alpha: float
+    """`lora_alpha`."""
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rank_keys: ModulePatterns = field(default_factory=lambda: ModulePatterns({}), compare=False)
+    """The keys of `rank_pattern`."""
+    alpha_keys: ModulePatterns = field(default_factory=lambda: ModulePatterns({}), compare=False)
+    """The keys of `alpha_pattern`."""
+    scale: float | None = None
+    """What `B @ A` is multiplied with whatever the rank is, as MLX has it; None where alpha says it."""
+
+    def rank_of(self, path: str) -> tuple[int | None, str]:
+        """Rank of a module by its path, and the field that gives it."""
+        key = self.rank_keys.first(path)
+        return (self.rank, "r") if key is None else (self.rank_pattern[key], f"rank_pattern[{key}]")
+
+    def alpha_of(self, path: str, rank: int) -> float:
+        """Alpha of a module of this rank."""
+        if self.scale is not None:
+            return self.scale * rank
+        key = self.alpha_keys.first(path)
+        return self.alpha if key is None else self.alpha_pattern[key]
+
+    def spec(self, ranks: Mapping[str, int]) -> LoraSpec:
+        """What is kept of the config: patterns as they are written, or by whole paths where they need a regex.
+
+        Args:
+            ranks: Rank by path of all modules that the file holds; counts where the config gives none.
+        """
+        default = Counter(ranks.values()).most_common(1)[0][0] if self.rank is None else self.rank
+        alpha = self.alpha if self.scale is None else self.scale * default
+        rank_pattern, alpha_pattern = dict(self.rank_pattern), dict(self.alpha_pattern)
+        if self.rank is None or not self.rank_keys.are_literal:
+            of_config = {path: self.rank_of(path)[0] for path in ranks}
+            all_ranks = {path: own if own is not None else ranks[path] for path, own in of_config.items()}
+            rank_pattern = {path: rank for path, rank in all_ranks.items() if rank != default}
+        if self.scale is not None or not self.alpha_keys.are_literal:
+            alphas = {path: self.alpha_of(path, rank) for path, rank in ranks.items()}
+            alpha_pattern = {path: own for path, own in alphas.items() if own != alpha}
+        return LoraSpec(
+            rank=default,
+            alpha=alpha,
+            use_rslora=self.use_rslora,
+            rank_pattern=rank_pattern,
+            alpha_pattern=alpha_pattern,
+        )

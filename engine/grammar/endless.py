@@ -1,0 +1,138 @@
+"""Search for schemas that no finite value fits, because each of their values holds another of the same kind."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from manylora.engine.grammar.schema_reader import TYPES, Place, parts_of, place_of, refusal
+from manylora.errors import InvalidRequestError
+
+_Clause = tuple[Place, frozenset[Place]]
+"""A place that has a value where all these have one."""
+_TYPE: Place = ("",)
+"""Ends the place of a clause about a schema's type; no part of a schema has such a place."""
+_WHOLE = frozenset({"object", "array"})
+
+
+def without_endless(schema: Any, param: str) -> Any:  # noqa: ANN401 - JSON
+    """A schema that was read, with `false` for all parts that no finite value fits.
+
+    Raises:
+        InvalidRequestError: No finite value fits the whole schema.
+    """
+    clauses = list(_clauses(schema, ()))
+    finite = _true_places(clauses)
+    if () not in finite:
+        raise _cause(clauses, finite, param)
+    return _replaced(schema, (), finite)
+
+
+def _true_places(clauses: list[_Clause]) -> set[Place]:
+    """All places that follow from the clauses; linear in their size."""
+    waiting: dict[Place, list[int]] = defaultdict(list)
+    missing = [len(needs) for _, needs in clauses]
+    for index, (_, needs) in enumerate(clauses):
+        for place in needs:
+            waiting[place].append(index)
+    found: set[Place] = set()
+    pending = [place for place, needs in clauses if not needs]
+    while pending:
+        place = pending.pop()
+        if place in found:
+            continue
+        found.add(place)
+        for index in waiting[place]:
+            missing[index] -= 1
+            if not missing[index]:
+                pending.append(clauses[index][0])
+    return found
+
+
+def _clauses(schema: Any, place: Place) -> Iterator[_Clause]:  # noqa: ANN401 - JSON
+    """When a schema and its parts have finite values."""
+    if schema is True:
+        yield place, frozenset()
+    if not isinstance(schema, dict):
+        return
+    needs: set[Place] = set()
+    if "const" not in schema and "enum" not in schema:
+        if "$ref" in schema:
+            needs.add(place_of(schema["$ref"]))
+        needs |= {(*place, "allOf", str(index)) for index in range(len(schema.get("allOf", ())))}
+        for name in ("anyOf", "oneOf"):
+            for index in range(len(schema.get(name, ()))):
+                needs.add((*place, name))
+                yield (*place, name), frozenset({(*place, name, str(index))})
+        types = _types(schema)
+        if types <= _WHOLE:
+            needs.add(place + _TYPE)
+            for kind in types:
+                members = _required(schema) if kind == "object" else _first_items(schema)
+                yield place + _TYPE, frozenset((*place, *member) for member in members)
+    yield place, frozenset(needs)
+    for part, each in parts_of(schema):
+        yield from _clauses(each, (*place, *part))
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    given = schema.get("type", TYPES)
+    return {given} if isinstance(given, str) else set(given)
+
+
+def _required(schema: Mapping[str, Any]) -> Iterator[Place]:
+    """Places of the members that every object has."""
+    for name in schema.get("required", ()):
+        if name in schema.get("properties", {}):
+            yield "properties", name
+        elif "additionalProperties" in schema and "patternProperties" not in schema:
+            yield ("additionalProperties",)
+
+
+def _first_items(schema: Mapping[str, Any]) -> Iterator[Place]:
+    """Places of the members that every array has."""
+    is_old = isinstance(schema.get("items"), list)
+    first, rest = ("items", "additionalItems") if is_old else ("prefixItems", "items")
+    num_first, num_needed = len(schema.get(first, ())), schema.get("minItems", 0)
+    yield from ((first, str(index)) for index in range(min(num_first, num_needed)))
+    if num_needed > num_first and rest in schema:
+        yield (rest,)
+
+
+def _replaced(schema: Any, place: Place, finite: set[Place]) -> Any:  # noqa: ANN401 - JSON
+    if place not in finite or not isinstance(schema, dict):
+        return schema if place in finite else False
+    kept = dict(schema)
+    for part, each in parts_of(schema):
+        name, *key = part
+        new = _replaced(each, (*place, *part), finite)
+        if new is each:
+            continue
+        if not key:
+            kept[name] = new
+        else:
+            kept[name] = kept[name].copy() if kept[name] is schema[name] else kept[name]
+            kept[name][int(key[0]) if isinstance(kept[name], list) else key[0]] = new
+    return kept
+
+
+def _cause(clauses: Iterable[_Clause], finite: set[Place], param: str) -> InvalidRequestError:
+    """The refusal of a schema, at the place that leads back to where it was, or at a schema that is false."""
+    needs_of: dict[Place, frozenset[Place]] = {}
+    for place, needs in clauses:
+        needs_of.setdefault(place, needs)
+    path: list[Place] = [()]
+    while path[-1] in needs_of and path[-1] not in path[:-1]:
+        path.append(min(needs_of[path[-1]] - finite))
+    if path[-1] not in needs_of:
+        return refusal("No answer fits a schema that is false.", _written(path[-1], param))
+    message = (
+        "This schema leads back to itself in every answer, so that no answer ends. Do not require it, or let it be "
+        "something else too, as null or an empty list."
+    )
+    return refusal(message, _written(path[-2], param))
+
+
+def _written(place: Place, param: str) -> str:
+    return ".".join((param, *(place[:-1] if place[-1:] == _TYPE else place)))

@@ -1,0 +1,76 @@
+"""JSON schemas as expressions of Lark grammars, rebuilt: the options of llguidance are ours, whatever a schema says.
+
+llguidance reads a schema as `%json {...}`; see `wide_numbers` for those that it would get wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from manylora.engine.grammar.endless import without_endless
+from manylora.engine.grammar.schema_reader import read_schema, refusal
+from manylora.engine.grammar.wide_numbers import WideNumbers
+
+_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Whitespace as `json.dumps` writes it, which models have read most."""
+_ALWAYS = {"lenient": False, "coerce_one_of": True, "json_allowed_escapes": 'nrbtf\\"'}
+"""Without `\\u`, by which a further property could repeat the name of one that the schema has."""
+_IN_LARK = re.compile(r"%json\s*(?=[{tf])")
+
+
+def json_rule(
+    schema: object, param: str = "schema", rules: dict[str, str] | None = None, options: Mapping[str, object] = _OPTIONS
+) -> str:
+    """A JSON schema as an expression for use inside a Lark grammar.
+
+    Args:
+        schema: The schema.
+        param: Where it stands in the body.
+        rules: The other rules of the grammar by name; what the expression needs is added.
+        options: Of llguidance.
+
+    Raises:
+        InvalidRequestError: Not a schema, or one that cannot be held to; `param` of the error has the path.
+    """
+    kept = without_endless(read_schema(schema, param), param)
+
+    def plain(part: Any) -> str:  # noqa: ANN401 - JSON
+        chosen = {"x-guidance": {**options, **_ALWAYS}}
+        return "%json " + json.dumps(chosen if part is True else {**part, **chosen}, separators=(",", ":"))
+
+    return WideNumbers(kept, param, {} if rules is None else rules, plain).expression() or plain(kept)
+
+
+def json_grammar(schema: object, param: str = "schema", options: Mapping[str, object] = _OPTIONS) -> str:
+    """A JSON schema as a whole grammar; raises like `json_rule`."""
+    rules: dict[str, str] = {}
+    start = json_rule(schema, param, rules, options)
+    return "\n".join((f"start: {start}", *(f"{name}: {rule}" for name, rule in rules.items())))
+
+
+def json_object_grammar() -> str:
+    """Any JSON object, as `json_grammar` has it."""
+    return json_grammar({"type": "object"}, "json_object", {"whitespace_pattern": r"[ \n]{0,8}"})
+
+
+def with_schemas_read(lark: str) -> str:
+    """A grammar in Lark whose schemas, written as `%json {...}`, are read as those of `json_rule` are.
+
+    Raises:
+        InvalidRequestError: One of them is no schema, or cannot be held to.
+    """
+    rules: dict[str, str] = {}
+    parts, end = [], 0
+    for index, found in enumerate(_IN_LARK.finditer(lark)):
+        if found.start() < end:
+            continue  # inside a schema
+        try:
+            schema, length = json.JSONDecoder().raw_decode(lark[found.end() :])
+        except (ValueError, RecursionError) as error:
+            raise refusal("After %json must stand a JSON schema.", f"grammar.{index}") from error
+        parts += [lark[end : found.start()], json_rule(schema, f"grammar.{index}", rules)]
+        end = found.end() + length
+    return "\n".join(("".join(parts) + lark[end:], *(f"{name}: {rule}" for name, rule in rules.items())))

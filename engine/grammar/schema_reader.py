@@ -1,0 +1,283 @@
+"""Reader of JSON schemas: keeps the rules of a schema without its notes, and refuses what no answer can be held to.
+
+llguidance computes with floats and is silent about some of what it gets wrong, so every value is checked here. Each
+refusal names the place in the schema.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+from urllib.parse import unquote
+
+from manylora.errors import InvalidRequestError
+
+MAX_SCHEMA_DEPTH = 64
+"""Schemas within one another."""
+MAX_VALUE_DEPTH = 64
+"""Lists and objects within one another in `const` and `enum`."""
+MAX_REMAINDERS = 10_000
+"""Of all `multipleOf` of a schema together; with more, it takes seconds to compile."""
+MAX_EXPONENT = 30
+LARGEST_BOUND = 10**320
+MAX_COUNT = 2**53
+"""Bound of lengths and counts."""
+
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+Place = tuple[str, ...]
+"""Names that lead from a schema to one of its parts, as in a JSON pointer."""
+
+_HOLD_ONE = frozenset({"items", "additionalItems", "additionalProperties"})
+_HOLD_LIST = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+_HOLD_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_COUNTS = frozenset({"minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength"})
+_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+_TEXTS = frozenset({"pattern", "format", "$ref"})
+_RULES = frozenset(
+    {*_HOLD_ONE, *_HOLD_LIST, *_HOLD_NAMED, *_COUNTS, *_BOUNDS, *_TEXTS, "multipleOf", "type", "enum", "const"}
+    | {"required"}
+)
+_NOTES = frozenset(
+    {
+        *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$comment"),
+        *("discriminator", "contentEncoding", "contentMediaType"),
+    }
+)
+"""Keywords that change nothing; as are all that begin with `x-`."""
+_AT_ROOT = frozenset({"$schema", "$id"})
+
+_LEAP_DAY = r"([0-9][0-9](0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29"
+_REAL_DAY = rf"^(?:[0-9]{{4}}-(?:0[13-9]|1|02-(?:[01]|2[0-8]))|{_LEAP_DAY})"
+FORMATS: Mapping[str, Mapping[str, Any]] = {
+    "date": {"pattern": _REAL_DAY},
+    "time": {"pattern": "^.{6}[0-5]"},
+    "date-time": {"allOf": [{"pattern": _REAL_DAY}, {"pattern": "^.{17}[0-5]"}]},
+    "hostname": {"maxLength": 253},
+    **{name: {} for name in ("duration", "email", "ipv4", "ipv6", "uuid", "uri")},
+}
+"""Formats of strings that llguidance knows, each with what it does not: leap years, leap seconds, lengths. Any other
+format constrains nothing, as JSON Schema has it."""
+
+
+def read_schema(schema: object, param: str) -> Any:  # noqa: ANN401 - JSON
+    """A schema without its notes.
+
+    Args:
+        schema: As a client sent it.
+        param: Where it stands in the body.
+
+    Raises:
+        InvalidRequestError: Not a schema, or one that no answer can be held to; `param` of the error has the place.
+    """
+    reader = _Reader()
+    kept = reader.kept(schema, param)
+    reader.check_references()
+    return kept
+
+
+def refusal(message: str, path: str) -> InvalidRequestError:
+    """The error for a part of a schema."""
+    return InvalidRequestError(f"{path[:200]}: {message}", param=path[:200], code="invalid_json_schema")
+
+
+def place_of(reference: str) -> Place:
+    """Place that a `$ref` names."""
+    names = unquote(reference).split("/")[1:]
+    return tuple(name.replace("~1", "/").replace("~0", "~") for name in names)
+
+
+def parts_of(schema: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
+    """Schemas directly within a schema that was read, each with its place in it."""
+    for name, value in schema.items():
+        if name in _HOLD_NAMED:
+            yield from (((name, key), each) for key, each in value.items())
+        elif isinstance(value, list) and (name in _HOLD_LIST or name == "items"):
+            yield from (((name, str(index)), each) for index, each in enumerate(value))
+        elif name in _HOLD_ONE:
+            yield (name,), value
+
+
+class _Reader:
+    """Reads one schema."""
+
+    def __init__(self) -> None:
+        self._places: set[Place] = set()
+        """Where schemas were read, which are what references may name."""
+        self._references: list[tuple[str, str]] = []
+        """Each with its path."""
+        self._num_remainders = 0
+
+    def check_references(self) -> None:
+        """Refuse a reference to what was not read as a schema, and so is unchecked."""
+        for reference, path in self._references:
+            if place_of(reference) not in self._places:
+                raise refusal(f"{reference[:100]} names no schema in this schema: it does not exist.", path)
+
+    def kept(self, schema: object, path: str, depth: int = 0, place: Place = ()) -> Any:  # noqa: ANN401 - JSON
+        """A schema without its notes."""
+        self._places.add(place)
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise refusal("A schema must be an object, true or false.", path)
+        if depth >= MAX_SCHEMA_DEPTH:
+            raise refusal(f"Schemas may be nested {MAX_SCHEMA_DEPTH} deep. Use $defs and $ref for what repeats.", path)
+        known = _RULES if depth else _RULES | _AT_ROOT
+        unknown = [name for name in schema if name not in known and not _is_note(name)]
+        if unknown:
+            names = ", ".join(repr(name[:40]) for name in unknown[:10])
+            raise refusal(f"Manylora does not know the keywords {names}, so no answer can be held to them.", path)
+        kept = {
+            name: self._value(name, value, f"{path}.{name}", depth + 1, (*place, name))
+            for name, value in schema.items()
+            if not _is_note(name)
+        }
+        _check_range(kept, path)
+        _check_min_properties(kept, path)
+        return _with_format(kept)
+
+    def _value(self, name: str, value: object, path: str, depth: int, place: Place) -> object:
+        if name in _HOLD_LIST or (name == "items" and isinstance(value, list)):
+            if not isinstance(value, list):
+                raise refusal(f"{name} must be a list of schemas.", path)
+            if not value and name in ("anyOf", "oneOf"):
+                raise refusal(f"{name} must hold at least one schema.", path)
+            pairs = [(str(index), each) for index, each in enumerate(value)]
+            return [self.kept(each, f"{path}.{index}", depth, (*place, index)) for index, each in pairs]
+        if name in _HOLD_NAMED:
+            if not isinstance(value, dict):
+                raise refusal(f"{name} must be an object of schemas.", path)
+            return {key: self.kept(each, f"{path}.{key}", depth, (*place, key)) for key, each in value.items()}
+        return self.kept(value, path, depth, place) if name in _HOLD_ONE else self._plain(name, value, path)
+
+    def _plain(self, name: str, value: object, path: str) -> object:
+        """The value of a keyword that holds no schemas."""
+        if name in _COUNTS:
+            return _count(name, value, path)
+        if name in _BOUNDS and not (type(value) in (int, float) and abs(value) < LARGEST_BOUND):  # type: ignore[arg-type]
+            raise refusal(f"{name} must be a finite number of at most 320 digits.", path)
+        if name in _TEXTS and not isinstance(value, str):
+            raise refusal(f"{name} must be a string.", path)
+        if name == "multipleOf":
+            self._check_multiple(value, path)
+        elif name == "$ref":
+            self._check_reference(str(value), path)
+        elif name in _CHECKS:
+            _CHECKS[name](value, path)
+        return value
+
+    def _check_reference(self, reference: str, path: str) -> None:
+        if reference != "#" and not reference.startswith("#/"):
+            raise refusal("$ref must name a place in this schema, as #/$defs/name does.", path)
+        self._references.append((reference, path))
+
+    def _check_multiple(self, value: object, path: str) -> None:
+        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type,operator]
+            raise refusal("multipleOf must be a number above 0, and finite.", path)
+        self._num_remainders += num_remainders(value)
+        if self._num_remainders > MAX_REMAINDERS:
+            message = f"All multipleOf together must be at most {MAX_REMAINDERS}, their decimals counted as whole."
+            raise refusal(message, path)
+        if not _is_exact_decimal(value):
+            raise refusal("Answers cannot be held to multiples of this fraction. Take another, or whole numbers.", path)
+
+
+def num_remainders(value: object) -> int:
+    """States that telling multiples apart takes: 25 for 2.5 and for 25, 2500 for 2500."""
+    number = Decimal(str(value))
+    if abs(number.adjusted()) > MAX_EXPONENT:
+        return MAX_REMAINDERS + 1
+    _, digits, exponent = number.normalize().as_tuple()
+    return int("".join(map(str, digits)) + "0" * int(exponent))
+
+
+def _is_exact_decimal(value: object) -> bool:
+    """Whether a number is exact where llguidance makes it whole, which it does by floats: 0.07 is not."""
+    scaled, decimals = float(str(value)), 0
+    while scaled % 1:
+        scaled *= 10
+        decimals += 1
+    return Decimal(scaled) == Decimal(str(value)).scaleb(decimals)
+
+
+def _count(name: str, value: object, path: str) -> int:
+    if type(value) not in (int, float) or not 0 <= value <= MAX_COUNT or value % 1:  # type: ignore[operator]
+        raise refusal(f"{name} must be a whole number, 0 or more.", path)
+    return int(value)  # type: ignore[call-overload,no-any-return]
+
+
+def _check_type(value: object, path: str) -> None:
+    given = value if isinstance(value, list) else [value]
+    if not given or not all(isinstance(each, str) and each in TYPES for each in given):
+        raise refusal(f"type must be one of {', '.join(TYPES)}, or a list of them.", path)
+
+
+def _check_required(value: object, path: str) -> None:
+    if not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+        raise refusal("required must be a list of strings.", path)
+
+
+def _check_enum(value: object, path: str) -> None:
+    if not (isinstance(value, list) and value):
+        raise refusal("enum must be a list of at least one value.", path)
+    _check_value(value, path)
+
+
+def _check_value(value: object, path: str, depth: int = 0) -> None:
+    """Refuse a value that JSON cannot write."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise refusal("A number must be finite; this one is beyond what a float holds.", path)
+    if depth >= MAX_VALUE_DEPTH:
+        raise refusal(f"Values may be nested {MAX_VALUE_DEPTH} deep, not nested deeply.", path)
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        _check_value(each, f"{path}.{key}", depth + 1)
+
+
+_CHECKS: Mapping[str, Callable[[object, str], None]] = {
+    "type": _check_type,
+    "required": _check_required,
+    "enum": _check_enum,
+    "const": _check_value,
+}
+
+
+def _check_range(schema: dict[str, Any], path: str) -> None:
+    """Refuse the one kind of range that llguidance gets wrong: it would allow the bound that is excluded."""
+    if not ("exclusiveMinimum" in schema or "exclusiveMaximum" in schema) or schema.get("type") == "integer":
+        return
+    for name, *others in (
+        ("exclusiveMinimum", "maximum", "exclusiveMaximum"),
+        ("exclusiveMaximum", "minimum", "exclusiveMinimum"),
+    ):
+        bound = schema.get(name)
+        if bound is None or bound % 1:
+            continue
+        ends = (schema.get(other) for other in others)
+        if any(end is not None and abs(end - bound) < 1 for end in ends):
+            raise refusal(f"{name} cannot be a whole number if the range is narrower than 1.", path)
+
+
+def _check_min_properties(schema: dict[str, Any], path: str) -> None:
+    """Refuse a count that an answer could reach by writing one name twice."""
+    if schema.get("minProperties", 0) > len(set(schema.get("required", ()))) + 1:
+        message = "Answers can be held to one property more than required has. Name more of them in required."
+        raise refusal(message, f"{path}.minProperties")
+
+
+def _with_format(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema whose format is one that answers can be held to, with what else is to be said of it."""
+    if "format" not in schema:
+        return schema
+    further = FORMATS.get(schema["format"])
+    if further is None:
+        return {name: value for name, value in schema.items() if name != "format"}
+    if not further:
+        return schema
+    return {**schema, "allOf": [*schema.get("allOf", ()), further]}
+
+
+def _is_note(name: str) -> bool:
+    return name in _NOTES or name.startswith("x-")

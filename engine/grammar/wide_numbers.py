@@ -1,0 +1,392 @@
+"""Grammar of JSON schemas with numbers beyond what a float tells apart, which llguidance would round.
+
+What holds such a number is written as rules of Lark, down to the number, and everything beside it stays a schema. The
+text is the one that llguidance would allow: properties in their order, separators as `json.dumps` has them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from manylora.engine.grammar.schema_reader import TYPES, Place, parts_of, place_of, refusal
+
+LARGEST_EXACT = 2**53 - 1
+"""Up to here, a float and its neighbours are told apart."""
+_SAFE = 10**15
+"""Where a range of numbers is cut: within, they may have decimals; beyond, they are whole."""
+_LOWER = ("minimum", "exclusiveMinimum")
+_UPPER = ("maximum", "exclusiveMaximum")
+_OF_TYPE: Mapping[str, frozenset[str]] = {
+    "string": frozenset({"pattern", "format", "minLength", "maxLength"}),
+    "number": frozenset({*_LOWER, *_UPPER, "multipleOf"}),
+    "integer": frozenset({*_LOWER, *_UPPER, "multipleOf"}),
+    "array": frozenset({"items", "prefixItems", "additionalItems", "minItems", "maxItems"}),
+    "object": frozenset({"properties", "patternProperties", "additionalProperties", "required"})
+    | {"minProperties", "maxProperties"},
+}
+_NUMBERS = (*_LOWER, *_UPPER, "const", "enum")
+_ALONE = frozenset({"$ref", "anyOf", "oneOf", "allOf"})
+_SHARED = ("$defs", "definitions")
+_UNTOLD = frozenset({*_SHARED, "$schema", "$id"})
+_NAME = r'"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"'
+
+
+class WideNumbers:
+    """Writes the rules of one schema.
+
+    Args:
+        root: As it was read.
+        param: Where it stands in the body.
+        rules: Where the rules go, by name.
+        plain: Makes an expression of a schema that holds no such number.
+    """
+
+    def __init__(self, root: Any, param: str, rules: dict[str, str], plain: Callable[[Any], str]) -> None:  # noqa: ANN401 - JSON
+        self._root = root
+        self._param = param
+        self._rules = rules
+        self._plain = plain
+        self._of_places: dict[Place, str] = {}
+        """Rules of what `$ref` names."""
+
+    def expression(self) -> str | None:
+        """An expression for the whole schema; None where llguidance needs no help."""
+        return self._value(self._root, ()) if () in self._wide_places else None
+
+    @cached_property
+    def _schemas(self) -> dict[Place, Any]:
+        found: dict[Place, Any] = {(): self._root}
+        pending: list[Place] = [()]
+        for place in pending:
+            if isinstance(found[place], dict):
+                new = {(*place, *part): each for part, each in parts_of(found[place])}
+                found |= new
+                pending += new
+        return found
+
+    @cached_property
+    def _wide_places(self) -> set[Place]:
+        """Places of schemas that hold or lead to a wide number."""
+        above: dict[Place, list[Place]] = {}
+        found: set[Place] = set()
+        pending: list[Place] = []
+        for place, schema in self._schemas.items():
+            if not isinstance(schema, dict):
+                continue
+            for part, _ in parts_of(schema):
+                if part[0] not in _SHARED:
+                    above.setdefault((*place, *part), []).append(place)
+            if "$ref" in schema:
+                above.setdefault(place_of(schema["$ref"]), []).append(place)
+            if any(map(_is_wide, (schema[name] for name in _NUMBERS if name in schema))):
+                pending.append(place)
+        while pending:
+            place = pending.pop()
+            if place not in found:
+                found.add(place)
+                pending += above.get(place, ())
+        return found
+
+    def _refuse(self, what: str, place: Place) -> Exception:
+        message = f"{what}, as it holds a number beyond 2**53. Write it in another way, or use smaller numbers."
+        return refusal(message, ".".join((self._param, *place)))
+
+    def _value(self, schema: Any, place: Place) -> str:  # noqa: ANN401 - JSON
+        """An expression for a value that fits a schema."""
+        if place not in self._wide_places:
+            return self._leaf(schema, place)
+        keywords = schema.keys() - _UNTOLD
+        if keywords & _ALONE:
+            if len(keywords) > 1:
+                names = ", ".join(sorted(keywords))
+                raise self._refuse(f"Answers cannot be held to all of {names} at once here", place)
+            return self._alone(schema, place)
+        if "const" in schema or "enum" in schema:
+            return self._one_of_values(schema, place, keywords)
+        kinds = self._kinds(schema)
+        return _any_of([self._of_type(kind, schema, place) for kind in kinds])
+
+    def _alone(self, schema: Mapping[str, Any], place: Place) -> str:
+        if "$ref" in schema:
+            return self._named(place_of(schema["$ref"]))
+        name = next(iter(schema.keys() & _ALONE))
+        options = [
+            self._value(each, (*place, name, str(index)))
+            for index, each in enumerate(schema[name])
+            if each is not False or name == "allOf"
+        ]
+        if name == "allOf" and len(options) > 1:
+            raise self._refuse("Answers cannot be held to several schemas of allOf here", place)
+        return _any_of(options)
+
+    def _named(self, target: Place) -> str:
+        if target not in self._of_places:
+            self._of_places[target] = name = self._new_name()
+            self._rules[name] = self._value(self._schemas[target], target)
+        return self._of_places[target]
+
+    def _new_name(self) -> str:
+        name = f"json_{len(self._rules)}"
+        self._rules[name] = '""'
+        return name
+
+    def _leaf(self, schema: Any, place: Place) -> str:  # noqa: ANN401 - JSON
+        """A schema without wide numbers, with the definitions that it needs."""
+        if not isinstance(schema, dict):
+            return self._plain(schema)
+        own = {name: value for name, value in schema.items() if name not in _UNTOLD}
+        needed = self._definitions(place)
+        shared = {
+            kind: {name: self._root[kind][name] for each, name in needed if each == kind}
+            for kind in dict.fromkeys(kind for kind, _ in needed)
+        }
+        return self._plain({**own, **shared})
+
+    def _definitions(self, place: Place) -> list[tuple[str, str]]:
+        """The definitions that a schema leads to, in order."""
+        found: dict[tuple[str, str], None] = {}
+        pending = [place]
+        for each in pending:
+            below = (
+                [(*each, *part) for part, _ in parts_of(self._schemas[each])] if _is_object(self._schemas[each]) else []
+            )
+            pending += [inner for inner in below if inner[len(each)] not in _SHARED]
+            if not _is_object(self._schemas[each]) or "$ref" not in self._schemas[each]:
+                continue
+            target = place_of(self._schemas[each]["$ref"])
+            if not target or target[0] not in _SHARED:
+                raise self._refuse("A $ref can name only a place in $defs here", each)
+            if target[:2] not in found:
+                found[target[0], target[1]] = None
+                pending.append(target[:2])
+        return list(found)
+
+    @staticmethod
+    def _kinds(schema: Mapping[str, Any]) -> list[str]:
+        given = schema.get("type", [kind for kind in TYPES if kind != "integer"])
+        return [given] if isinstance(given, str) else list(dict.fromkeys(given))
+
+    def _one_of_values(self, schema: Mapping[str, Any], place: Place, keywords: frozenset[str] | set[str]) -> str:
+        if not keywords <= {"const", "enum", "type"} or len(keywords & {"const", "enum"}) > 1:
+            raise self._refuse(f"Answers cannot be held to all of {', '.join(sorted(keywords))} at once here", place)
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        kinds = self._kinds(schema)
+        fitting = [value for value in values if _kind(value) & set(kinds)]
+        if not fitting:
+            raise refusal("No value in it is of its type.", ".".join((self._param, *place)))
+        return _any_of([_quoted(_written(value)) for value in fitting])
+
+    def _of_type(self, kind: str, schema: Mapping[str, Any], place: Place) -> str:
+        own = {name: value for name, value in schema.items() if name in _OF_TYPE.get(kind, ())}
+        if kind in ("integer", "number") and any(_is_wide(value) for value in own.values()):
+            return self._number(kind, own, place)
+        below = [(*place, *part) for part, _ in parts_of(own)]
+        if kind == "object" and self._wide_places.intersection(below):
+            return self._object(own, place)
+        if kind == "array" and self._wide_places.intersection(below):
+            return self._array(own, place)
+        return self._leaf_of_type(kind, own, below)
+
+    def _leaf_of_type(self, kind: str, own: Mapping[str, Any], below: Sequence[Place]) -> str:
+        shared: dict[str, Any] = {}
+        for place in below:
+            for each, name in self._definitions(place):
+                shared.setdefault(each, {})[name] = self._root[each][name]
+        return self._plain({"type": kind, **own, **shared})
+
+    def _number(self, kind: str, own: Mapping[str, Any], place: Place) -> str:
+        if "multipleOf" in own:
+            raise self._refuse("Answers cannot be held to multipleOf here", place)
+        low, high = _whole_range(own)
+        if kind == "integer":
+            patterns = [_whole_numbers(low, high)]
+        else:
+            below = "" if low is not None and low >= -_SAFE else _whole_numbers(low, _least(high, -_SAFE))
+            above = "" if high is not None and high <= _SAFE else _whole_numbers(_most(low, _SAFE), high)
+            patterns = [below, above]
+        options = [f"/{pattern}/" for pattern in patterns if pattern]
+        if kind == "number" and (low is None or low <= _SAFE) and (high is None or high >= -_SAFE):
+            near = {name: value for name, value in own.items() if abs(value) <= _SAFE}
+            near.setdefault("minimum", -_SAFE)
+            near.setdefault("maximum", _SAFE)
+            options.append(self._plain({"type": "number", **near}))
+        if not options:
+            raise refusal("No number is in its range.", ".".join((self._param, *place)))
+        return _any_of(options)
+
+    def _object(self, own: Mapping[str, Any], place: Place) -> str:
+        if own.keys() & {"patternProperties", "minProperties", "maxProperties"}:
+            raise self._refuse("Answers cannot be held to patternProperties and counts of properties here", place)
+        known, required = own.get("properties", {}), own.get("required", ())
+        further = own.get("additionalProperties", True)
+        pairs = []
+        for name in dict.fromkeys((*known, *required)):
+            each, part = (known[name], ("properties", name)) if name in known else (further, ("additionalProperties",))
+            if each is not False:
+                value = self._value_at(each, (*place, *part))
+                pairs.append((f"{_quoted(json.dumps(name, ensure_ascii=False) + ': ')} {value}", name in required))
+        more = ""
+        if further is not False:
+            names = [json.dumps(name, ensure_ascii=False) for name in dict.fromkeys((*known, *required))]
+            key = self._new_name().upper()
+            taken = f" & ~/{'|'.join(map(_escaped, names))}/" if names else ""
+            self._rules[key] = f"/{_NAME}/{taken}"
+            value = self._value_at(further, (*place, "additionalProperties"))
+            more = f'{key} ": " {value}'
+        return f'"{{" {in_order(self._rules, self._new_name(), pairs, _quoted(", "), more)} "}}"'
+
+    def _value_at(self, schema: Any, place: Place) -> str:  # noqa: ANN401 - JSON
+        return self._value(schema, place) if place in self._schemas else self._plain(schema)
+
+    def _array(self, own: Mapping[str, Any], place: Place) -> str:
+        is_old = isinstance(own.get("items"), list)
+        first, rest = ("items", "additionalItems") if is_old else ("prefixItems", "items")
+        least, most = own.get("minItems", 0), own.get("maxItems", math.inf)
+        items = [self._value(each, (*place, first, str(index))) for index, each in enumerate(own.get(first, ()))]
+        further = own.get(rest, True)
+        more = "" if further is False else self._value_at(further, (*place, rest))
+        if not items and more and most:
+            items = [more]
+        items = items if most >= len(items) else items[: int(most)]
+        if least > most or (least > len(items) and not more):
+            raise refusal("No array has so many items.", ".".join((self._param, *place)))
+        body = ""
+        if more and most > len(items):
+            bounds = (max(least - len(items), 0), "" if math.isinf(most) else int(most) - len(items))
+            body = f'(", " {more}){{{bounds[0]},{bounds[1]}}}'
+        for index, item in reversed(list(enumerate(items))):
+            body = f"{_quoted(', ') if index else ''} {item} {body}"
+            body = body if index < least else f"({body})?"
+        return f'"[" {body} "]"'
+
+
+def in_order(rules: dict[str, str], name: str, pairs: Sequence[tuple[str, bool]], comma: str, more: str = "") -> str:
+    """A rule for all parts that are required and any of the others, in order.
+
+    Args:
+        rules: Where the rules go.
+        name: What their names begin with.
+        pairs: Each part's expression, and whether it is required.
+        comma: An expression for what stands between parts.
+        more: An expression that any number of parts after these fit; empty for none.
+    """
+    rules[f"{name}_first_{len(pairs)}"] = f"({more} ({comma} {more})*)?" if more else '""'
+    rules[f"{name}_next_{len(pairs)}"] = f"({comma} {more})*" if more else '""'
+    for index, (pair, is_required) in enumerate(pairs):
+        skip = "" if is_required else f" | {name}_first_{index + 1}"
+        following = f"{comma} {name}_{index}"
+        rules[f"{name}_{index}"] = pair
+        rules[f"{name}_first_{index}"] = f"{name}_{index} {name}_next_{index + 1}{skip}"
+        following = following if is_required else f"({following})?"
+        rules[f"{name}_next_{index}"] = f"{following} {name}_next_{index + 1}"
+    return f"{name}_first_0"
+
+
+def _is_object(schema: object) -> bool:
+    return isinstance(schema, dict)
+
+
+def _is_wide(value: object) -> bool:
+    """Whether a value is or holds a number that a float may not tell from its neighbours."""
+    if isinstance(value, dict | list):
+        return any(map(_is_wide, value.values() if isinstance(value, dict) else value))
+    return type(value) in (int, float) and abs(value) > LARGEST_EXACT  # type: ignore[arg-type]
+
+
+def _kind(value: object) -> set[str]:
+    """Types that a JSON value is of."""
+    if isinstance(value, bool) or value is None:
+        return {"null" if value is None else "boolean"}
+    if isinstance(value, int | float):
+        return {"number"} if value % 1 else {"number", "integer"}
+    return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
+
+
+def _written(value: object) -> str:
+    return json.dumps(_whole(value), ensure_ascii=False)
+
+
+def _whole(value: object) -> object:
+    """A value with its whole numbers as such: 1e22 by all its digits."""
+    if isinstance(value, dict):
+        return {key: _whole(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return int(value) if isinstance(value, float) and not value % 1 else value
+
+
+def _quoted(text: str) -> str:
+    """A string of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _any_of(options: Sequence[str]) -> str:
+    return f"({' | '.join(options)})"
+
+
+def _escaped(text: str) -> str:
+    return "".join(char if char.isalnum() or char in '"_ ' else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def _most(value: int | None, other: int) -> int:
+    return other if value is None else max(value, other)
+
+
+def _least(value: int | None, other: int) -> int:
+    return other if value is None else min(value, other)
+
+
+def _whole_range(own: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """The least and the largest whole number that bounds allow."""
+    lows = [math.ceil(own["minimum"])] if "minimum" in own else []
+    lows += [math.floor(own["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in own else []
+    highs = [math.floor(own["maximum"])] if "maximum" in own else []
+    highs += [math.ceil(own["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in own else []
+    return max(lows, default=None), min(highs, default=None)
+
+
+def _whole_numbers(low: int | None, high: int | None) -> str:
+    """A regular expression for the whole numbers of a range; empty where there is none."""
+    if low is not None and high is not None and low > high:
+        return ""
+    options = []
+    if low is None or low < 0:
+        options.append(f"-({_digits(1 if high is None or high >= 0 else -high, None if low is None else -low)})")
+    if high is None or high >= 0:
+        options.append(_digits(0 if low is None or low < 0 else low, high))
+    return "|".join(options)
+
+
+def _digits(low: int, high: int | None) -> str:
+    """A regular expression for the whole numbers from `low`, which is not negative, to `high`."""
+    first, last = str(low), "" if high is None else str(high)
+    if len(first) == len(last):
+        return "|".join(_between(first, last))
+    longer = [] if high is None else list(_between("1" + "0" * (len(last) - 1), last))
+    shortest, longest = len(first) + 1, "" if high is None else len(last) - 1
+    if high is None or shortest <= int(longest):
+        longer.append(f"[1-9][0-9]{{{shortest - 1},{'' if high is None else int(longest) - 1}}}")
+    return "|".join([*_between(first, "9" * len(first)), *longer])
+
+
+def _between(low: str, high: str) -> Iterator[str]:
+    """Regular expressions for the numbers of one length from `low` to `high`."""
+    if not low or low == high:
+        yield low
+        return
+    if low[0] == high[0]:
+        yield from (low[0] + rest for rest in _between(low[1:], high[1:]))
+        return
+    size = len(low) - 1
+    is_low_whole, is_high_whole = low[1:] == "0" * size, high[1:] == "9" * size
+    if not is_low_whole:
+        yield from (low[0] + rest for rest in _between(low[1:], "9" * size))
+    start, end = int(low[0]) + (not is_low_whole), int(high[0]) - (not is_high_whole)
+    if start <= end:
+        yield f"[{start}-{end}]" + (f"[0-9]{{{size}}}" if size else "")
+    if not is_high_whole:
+        yield from (high[0] + rest for rest in _between("0" * size, high[1:]))

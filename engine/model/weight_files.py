@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manylora import strict_json
+from manylora.engine.model.config_fields import shown
 from manylora.engine.model.gguf_folder import GGUF_FILE
 from manylora.errors import ConfigError
 
@@ -39,7 +40,7 @@ def weight_files(folder: Path) -> list[Path]:
     files = [folder / name for name in names if Path(name).name == name]
     missing = sorted(set(names) - {file.name for file in files if file.is_file()})
     if missing or not files:
-        raise ConfigError(f"model.path: {index} names files that are not there: {missing}", param="model.path")
+        raise ConfigError(f"model.path: {index} names files that are not there: {shown(missing)}", param="model.path")
     return files
 
 

@@ -62,14 +62,13 @@ class AskedGrammar(NamedTuple):
 
 
 def prompts_and_params(
-    body: CompletionBody | ChatBody, services: Services, rendered: str | None = None
+    body: CompletionBody | ChatBody, services: Services, rendered: str = ""
 ) -> tuple[Prompts, AskedGrammar | None]:
     """The prompts of a body in order, each with how to continue it, and what all answers are to be held to.
 
     Args:
         body: What is asked for.
         services: The server's.
-        tenant: Who asks.
         rendered: A chat as the model reads it.
 
     Raises:
@@ -78,7 +77,7 @@ def prompts_and_params(
         ContextLengthError: A prompt and the requested tokens exceed the context.
     """
     if isinstance(body, ChatBody):
-        return _chat(body, rendered or "", services)
+        return _chat(body, services, rendered)
     _check_candidates(body, len(body.prompt), services)
     echoed = body.logprobs if body.echo else None
     params = _params(body, services, max_tokens=body.max_tokens, logprobs=body.logprobs, echoed_logprobs=echoed)
@@ -131,7 +130,7 @@ def _truncated(prompt: Prompt, wanted: int | None, num_output: int, services: Se
     return prompt if len(prompt.token_ids) <= num_kept else Prompt(token_ids=prompt.token_ids[-num_kept:])
 
 
-def _chat(body: ChatBody, rendered: str, services: Services) -> tuple[Prompts, AskedGrammar | None]:
+def _chat(body: ChatBody, services: Services, rendered: str) -> tuple[Prompts, AskedGrammar | None]:
     """Without a token limit the answer may fill the context."""
     answer = _answer_format(body, services)
     check_text(rendered, services, is_truncated=body.truncate_prompt_tokens is not None)
@@ -154,22 +153,21 @@ def _chat(body: ChatBody, rendered: str, services: Services) -> tuple[Prompts, A
     return [(prompt, params)], _asked_grammar(lark, param, parts)
 
 
-async def rendered_chat(body: ChatBody, services: Services, tenant: str) -> str:
-    """A chat of a tenant as the model reads it.
+def chat_job(body: ChatBody, services: Services) -> dict[str, Any]:
+    """A chat as `ChatRenderer.render` takes it.
 
     Raises:
-        InvalidRequestError: Too many candidates, tools for a model whose calls are not known, or the chat template
-            refuses the messages.
+        InvalidRequestError: Too many candidates, or tools for a model whose calls are not known.
         ContextLengthError: A text is too long for the context.
     """
     _check_candidates(body, 1, services)
     _answer_format(body, services)
     for text in body.texts:
-        _check_length(text, services, is_truncated=True)  # the template may leave parts out
-    return await services.chats.render(chat_job(body, body.messages), tenant)
+        check_text(text, services, is_truncated=True)  # the template may leave parts out
+    return render_job(body, body.messages)
 
 
-def chat_job(body: ToolsBody, messages: list[Message]) -> dict[str, Any]:
+def render_job(body: ToolsBody, messages: list[Message]) -> dict[str, Any]:
     """The arguments of `ChatTemplate.render` for the messages of a body."""
     return {
         "messages": [as_turn(message) for message in messages],
@@ -314,12 +312,6 @@ def check_text(text: str, services: Services, *, is_truncated: bool = False) -> 
         ContextLengthError: It has more bytes than the tokens of a context can stand for.
         InvalidRequestError: It grows beyond measure when it is normalized.
     """
-    _check_length(text, services, is_truncated=is_truncated)
-    if services.tokenizer.swells(text):
-        raise InvalidRequestError(f"A text becomes more than {MAX_SWELLING} times as long when it is normalized.")
-
-
-def _check_length(text: str, services: Services, *, is_truncated: bool) -> None:
     context = services.ready.max_model_len
     if len(text) < LONG:  # too short to take long
         return
@@ -327,6 +319,8 @@ def _check_length(text: str, services: Services, *, is_truncated: bool) -> None:
     is_beyond = most is not None and len(text.encode("utf-8", "surrogatepass")) > most * context
     if is_beyond or len(text) > MAX_TOKEN_CHARACTERS * context:
         raise _too_long(context, f"a text has {len(text)} characters, which do not fit. Shorten it")
+    if services.tokenizer.swells(text):
+        raise InvalidRequestError(f"A text becomes more than {MAX_SWELLING} times as long when it is normalized.")
 
 
 def _too_long(context: int, reason: str, param: str | None = None) -> ContextLengthError:

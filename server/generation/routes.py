@@ -21,7 +21,7 @@ from manylora.server.generation.chat_schemas import ChatBody, ChatView
 from manylora.server.generation.choices import Choice, Generation
 from manylora.server.generation.meter import Meter, Origin
 from manylora.server.generation.openai_format import ChatFormat, CompletionFormat, JsonObject
-from manylora.server.generation.prompts import Prompts, held_to, prompts_and_params, rendered_chat
+from manylora.server.generation.prompts import Prompts, chat_job, held_to, prompts_and_params
 from manylora.server.generation.response import GenerationResponse, PlannedGeneration
 from manylora.server.generation.schemas import CompletionBody, CompletionView, GenerationBody
 from manylora.server.generation.writer import ChunkWriter
@@ -127,13 +127,15 @@ async def plan_generation(
     services, reservation = origin.services, origin.reservation
     model = await _resolve(origin, body)
     with _admitted(origin, model, body) as admission:
-        tenant = origin.caller.tenant_id or ""
-        rendered = await rendered_chat(body, services, tenant) if isinstance(body, ChatBody) else None
         num_characters = origin.num_bytes or body.num_characters
         if body.has_grammar or (isinstance(body, ChatBody) and body.tools):
             num_characters = max(num_characters, INLINE_BYTES)  # schemas take long for their size
+        rendered = ""
+        if isinstance(body, ChatBody):
+            rendered = await services.chats.render(await origin.work(partial(chat_job, body, services), num_characters))
         prompts, asked = await origin.tokenize(lambda: prompts_and_params(body, services, rendered), num_characters)
         if asked is not None:
+            tenant = origin.caller.tenant_id or ""
             async with turn_of(tenant):
                 prompts = await asyncio.to_thread(held_to, prompts, asked, services, tenant)
         num_prompt = await _reserve(services, reservation, body, prompts)

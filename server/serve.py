@@ -52,6 +52,7 @@ from manylora.server.listen import (
 from manylora.server.logs import configure_logs
 from manylora.server.long_work import SWITCH_S
 from manylora.server.pins import sync_pins
+from manylora.server.sandbox.chat_renderer import ChatRenderer
 from manylora.server.services import Services, base_names
 from manylora.server.status.metrics import Metrics
 from manylora.server.status.routes import metrics_response
@@ -162,6 +163,10 @@ async def open_services(
     engine = EngineClient(config, announce=announce)
     stack.push_async_callback(engine.close)
     ready, (tokenizer, tokenizer_settings) = await _start(engine, config.model.path)
+    chats = ChatRenderer(tokenizer)
+    stack.push_async_callback(chats.close)
+    if (fault := await chats.try_template()) is not None:
+        announce(f"manylora: chats are refused: {fault}")
     name = await asyncio.to_thread(server_name, config.server.data_dir)
     validator = AdapterValidator(ready, blobs, base_names(config))
     stack.push_async_callback(validator.close)
@@ -177,6 +182,7 @@ async def open_services(
         engine=engine,
         ready=ready,
         tokenizer=tokenizer,
+        chats=chats,
         tokenizer_settings=tokenizer_settings,
         blobs=blobs,
         validator=validator,

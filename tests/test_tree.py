@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CORE = ("adapters", "engine", "kernels", "memory", "registry", "server")
 PARTS = (*CORE, "manylora", "benchmarks")
 MOST_IN_A_PACKAGE = 16
-MOST_IN_THE_CORE = 290
-MOST_OF_THE_CHAT_ROUTE = 83
+MOST_IN_THE_CORE = 296
+MOST_OF_THE_CHAT_ROUTE = 86
 
 
 def modules(parts: tuple[str, ...]) -> list[Path]:

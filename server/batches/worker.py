@@ -142,7 +142,7 @@ class BatchWorker:
                     batch.endpoint,
                     max_lines=config.batch.max_lines,
                     max_bytes=config.server.max_body_bytes,
-                    work=partial(services.long_work.run, tenant=batch.tenant_id, weight=weight),
+                    work=services.long_work.run,
                 )
         except AdapterUnavailableError:
             lost = "The file's bytes are missing or damaged: send it again."
@@ -169,7 +169,7 @@ class BatchWorker:
                     if number not in done:
                         await ahead.acquire()
                         parse = partial(parse_line, raw, batch.endpoint, limit)
-                        line = await services.long_work.run(parse, len(raw), batch.tenant_id, runner.weight)
+                        line = await services.long_work.run(parse, len(raw))
                         task = group.create_task(runner.run(number, line))
                         task.add_done_callback(lambda _: ahead.release())
         except BaseExceptionGroup as several:

@@ -21,7 +21,7 @@ from manylora.server.generation.chat_schemas import ChatBody, ChatView
 from manylora.server.generation.choices import Choice, Generation
 from manylora.server.generation.meter import Meter, Origin
 from manylora.server.generation.openai_format import ChatFormat, CompletionFormat, JsonObject
-from manylora.server.generation.prompts import Prompts, held_to, prompts_and_params
+from manylora.server.generation.prompts import Prompts, held_to, prompts_and_params, rendered_chat
 from manylora.server.generation.response import GenerationResponse, PlannedGeneration
 from manylora.server.generation.schemas import CompletionBody, CompletionView, GenerationBody
 from manylora.server.generation.writer import ChunkWriter
@@ -127,12 +127,15 @@ async def plan_generation(
     services, reservation = origin.services, origin.reservation
     model = await _resolve(origin, body)
     with _admitted(origin, model, body) as admission:
-        num_characters = origin.num_bytes or body.num_characters
+        tenant = origin.caller.tenant_id or ""
+        num_bytes, rendered = origin.num_bytes or body.num_characters, None
+        if isinstance(body, ChatBody):
+            rendered = await rendered_chat(body, services, tenant, num_bytes)
         if body.has_grammar or (isinstance(body, ChatBody) and body.tools):
-            num_characters = max(num_characters, INLINE_BYTES)  # schemas take long for their size
-        prompts, asked = await origin.tokenize(lambda: prompts_and_params(body, services), num_characters)
+            num_bytes = max(num_bytes, INLINE_BYTES)  # schemas take long for their size
+        plan = partial(prompts_and_params, body, services, rendered)
+        prompts, asked = await services.long_work.tokenize(plan, num_bytes)
         if asked is not None:
-            tenant = origin.caller.tenant_id or ""
             async with turn_of(tenant):
                 prompts = await asyncio.to_thread(held_to, prompts, asked, services, tenant)
         num_prompt = await _reserve(services, reservation, body, prompts)
@@ -166,7 +169,7 @@ async def received(request: Request, caller: Caller, kind: type[BodyT]) -> tuple
     if hop is not None:
         caller = replace(caller, weight=caller.weight * hop.weight_share)
     raw = await json_bytes(request, services.config.server.max_body_bytes, services.pace)
-    body = await services.long_work.run(partial(parsed, kind, raw), len(raw), caller.tenant_id, caller.weight)
+    body = await services.long_work.run(partial(parsed, kind, raw), len(raw))
     origin = Origin(
         services=services,
         caller=caller,

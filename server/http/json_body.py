@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -24,9 +25,8 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 async def json_body(request: Request, model: type[BodyT], limit: int, pace: Pace) -> BodyT:
     """Read, parse and validate a body; raises like `json_bytes` and `parsed`."""
-    raw, identity = await json_bytes(request, limit, pace), request.state.identity
-    work = services_of(request).long_work
-    return await work.run(lambda: parsed(model, raw), len(raw), identity.tenant_id, identity.tenant_weight)
+    raw = await json_bytes(request, limit, pace)
+    return await services_of(request).long_work.run(partial(parsed, model, raw), len(raw))
 
 
 async def json_bytes(request: Request, limit: int, pace: Pace) -> bytes:

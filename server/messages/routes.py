@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi import APIRouter, Request
 
 from manylora.server.generation.items import named
 from manylora.server.generation.prompts import check_text, rendered_chat
 from manylora.server.generation.response import PlannedGeneration
 from manylora.server.generation.routes import GenerationRoute, plan_generation, post, received
-from manylora.server.generation.tokens import unbilled
+from manylora.server.generation.tokens import body_bytes, unbilled
 from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import takes
 from manylora.server.limits.rates import GeneratingCaller, TokenizingCaller, reservation_of
@@ -26,8 +28,8 @@ count_router = APIRouter(tags=["tokens"])
 async def message(request: Request, caller: GeneratingCaller) -> PlannedGeneration:
     """Answer a conversation, as Anthropic's clients ask."""
     origin, body = await received(request, caller, MessagesBody)
-    max_model_len = origin.services.ready.max_model_len
-    chat = await origin.work(lambda: chat_of(body, max_model_len), origin.num_bytes)
+    services = origin.services
+    chat = await services.long_work.run(partial(chat_of, body, services.ready.max_model_len), origin.num_bytes)
     with named(NAMES):
         return await plan_generation(origin, chat, MessageWriter)
 
@@ -38,11 +40,14 @@ async def count_tokens(request: Request, services: Wired, caller: TokenizingCall
     body = await json_body(request, TokenCountBody, services.config.server.max_body_bytes, services.pace)
     await resolve_model(services, caller, body.model)
 
+    num_bytes = body_bytes(request)
+    chat = await services.long_work.run(partial(chat_of, body, services.ready.max_model_len), num_bytes)
+    rendered = await rendered_chat(chat, services, caller.tenant_id or "", num_bytes)
+
     def count() -> int:
-        rendered = rendered_chat(chat_of(body, services.ready.max_model_len), services)
         check_text(rendered, services)
         return len(services.tokenizer.encode(rendered, add_special_tokens=False))
 
-    tokens = await unbilled(request, caller, count)
+    tokens = await unbilled(request, count)
     reservation_of(request).spend(tokens)
     return TokenCountView(input_tokens=tokens)

@@ -194,8 +194,18 @@ class ToolsBody(Body):
         return self
 
     @property
+    def shown_tools(self) -> list[Tool]:
+        """The tools that the chat template shows."""
+        return self.tools
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        return self.chat_template_kwargs
+
+    @property
     def template_options(self) -> dict[str, bool]:
-        """For `Tokenizer.chat_prompt`."""
+        """For `ChatTemplate.render`."""
         is_continued, asked = self.continue_final_message, self.add_generation_prompt
         is_begun = not is_continued if asked is None else asked
         return {"add_generation_prompt": is_begun, "continue_final_message": is_continued}

@@ -50,6 +50,7 @@ from manylora.server.listen import (
     url_of,
 )
 from manylora.server.logs import configure_logs
+from manylora.server.long_work import SWITCH_S
 from manylora.server.pins import sync_pins
 from manylora.server.services import Services, base_names
 from manylora.server.status.metrics import Metrics
@@ -112,6 +113,7 @@ async def _serve_until(config: Config, announce: Announce, shutdown: Shutdown) -
                 stack, metrics_app(partial(metrics_response, services)), config.server.host, config.server.metrics_port
             )
         shutdown.server = server
+        sys.setswitchinterval(SWITCH_S)
         gc.freeze()  # a full collection would look at all that the libraries made, for 0.3 s
         gc.set_threshold(10_000, 20)  # else collections are a twelfth of the time under load
         sign_in = await sign_in_fragment(services.registry, key.secret) if config.server.auth == "on" else ""
@@ -189,6 +191,7 @@ async def open_services(
         prices=prices,
         default_tenant=await _default_tenant(registry) if config.server.auth == "off" else None,
     )
+    stack.callback(services.long_work.close)
     stack.push_async_callback(cancel_all, services.removals)  # the next start deletes what is left
     stack.push_async_callback(cancel_all, [await Sweeper(services).start()])
     await sync_pins(services)

@@ -20,6 +20,7 @@ from manylora.server.http.body import Pace
 from manylora.server.limits.arrivals import Arrivals
 from manylora.server.limits.fair_semaphore import FairSemaphore
 from manylora.server.limits.windows import Accounts
+from manylora.server.long_work import LongWork
 from manylora.server.status.feed import EngineFeed
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ class Services:
     """Decides which requests may wait in the engine."""
     arrivals: Arrivals = field(default_factory=Arrivals)
     """Decides which tenant's request the event loop goes on with."""
+    long_work: LongWork = field(default_factory=LongWork)
+    """Parses and tokenizes what is long."""
     batches_changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when this process made or cancelled a batch, so that the worker need not wait for its next look."""
     engine_feed: EngineFeed = field(default_factory=EngineFeed)

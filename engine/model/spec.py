@@ -2,16 +2,17 @@
 
 `ARCHITECTURES` says what an architecture of the Llama family is made of; a new one is a new entry. What the config asks
 for and the decoder does not do is an error by name: a key is understood, known to be without effect on the result,
-switched off, or refused. Knows nothing of tensors.
+switched off, or refused.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,18 +22,18 @@ from manylora.engine.model.config_fields import ConfigFields
 from manylora.engine.model.gguf_folder import gguf_file, gguf_folder
 from manylora.engine.model.quantisation import RECIPE_FILE, Quantisation, read_quantisation
 from manylora.engine.model.rope_spec import RopeSpec, rope_spec
+from manylora.engine.model.weight_files import EMBEDDING, HEAD, INDEX_FILE, NORM, holds_own_head
 from manylora.errors import ConfigError
 from manylora.memory.geometry import PageGeometry, page_geometry
 
 CONFIG_FILE = "config.json"
-SPEC_FILES = (CONFIG_FILE, RECIPE_FILE)
-"""What `read_spec` reads."""
+SPEC_FILES = (CONFIG_FILE, RECIPE_FILE, INDEX_FILE)
+"""What `read_spec` reads, besides the weights where they are there."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", RECIPE_FILE)
 HUB_DUPLICATES = ("consolidated*", "*/*")
 """The same weights in other formats, as some repositories carry them."""
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-"""Tensors of a checkpoint that are not of a layer."""
+logger = logging.getLogger(__name__)
 MIB = 1 << 20
 MAX_CONFIG_BYTES = MIB
 
@@ -185,7 +186,7 @@ def resolve_model(path: str, files: Sequence[str] = HUB_FILES, *, is_downloaded:
 
 
 def read_spec(folder: Path) -> DecoderSpec:
-    """Read the spec of the checkpoint in `folder`.
+    """Read the spec of the checkpoint in `folder`; a head that is in its files outranks `tie_word_embeddings`.
 
     Raises:
         ConfigError: `config.json` is missing or not a JSON object, it or `recipe.yaml` is too large or cannot be read,
@@ -199,7 +200,15 @@ def read_spec(folder: Path) -> DecoderSpec:
     if not isinstance(config, dict):
         raise ConfigError(f"model.path: {path} must be a JSON object", param="model.path")
     recipe = folder / RECIPE_FILE
-    return decoder_spec(config, _read(recipe).decode(errors="replace") if recipe.is_file() else "")
+    spec = decoder_spec(config, _read(recipe).decode(errors="replace") if recipe.is_file() else "")
+    if spec.is_tied and holds_own_head(folder):
+        logger.warning(
+            "%s says tie_word_embeddings, but the weights hold a head that differs from the embedding: this head is "
+            "served. Set tie_word_embeddings to false to say so.",
+            path,
+        )
+        return replace(spec, is_tied=False)
+    return spec
 
 
 def _read(path: Path) -> bytes:

@@ -1,19 +1,30 @@
 """The model's tokenizer and chat template, through `transformers`; no code of the checkpoint is ever run.
 
-`transformers` is imported when a tokenizer is made. Encoding and rendering take milliseconds and belong in a thread.
+`transformers` is imported when a tokenizer is made. Encoding and rendering take milliseconds and belong in a thread,
+where long texts do not hold the interpreter's lock.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from manylora.errors import ConfigError, InvalidRequestError
+
+LONG = 4096
+"""From this many characters or tokens on, the interpreter's lock is released meanwhile."""
+NFC_SHRINKS = 4
+"""Most bytes of a text for each byte of its normal form C."""
+MAX_SWELLING = 4
+_DROPPING = ("Removed", "Whitespace", "Bert", "CharDelimiterSplit")
+"""Words in the description of pre-tokenizers that leave out parts of a text."""
 
 
 class Tokenizer:
@@ -29,6 +40,8 @@ class Tokenizer:
     def __init__(self, path: str | Path) -> None:
         from transformers import AutoTokenizer
 
+        # Else the first long text starts a thread on every core.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # noqa: TID251 - `tokenizers` reads it
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
         except (OSError, ValueError, ImportError) as error:
@@ -80,13 +93,43 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the model's own start token if wanted."""
-        token_ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < LONG:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        token_ids: list[int] = encoding.ids
         return token_ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; unknown ids have none."""
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        if len(token_ids) < LONG:
+            text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
         return text
+
+    @cached_property
+    def max_token_bytes(self) -> int | None:
+        """Most bytes of a text for each of its tokens; None where that cannot be told, since parts may be left out."""
+        backend = self._backend
+        added = backend.get_added_tokens_decoder().values()
+        normalizer, pieces = str(backend.normalizer), backend.get_vocab(with_added_tokens=False)
+        is_bytes = "ByteLevel" in str(backend.pre_tokenizer) and type(backend.model).__name__ == "BPE"
+        has_all_bytes = is_bytes and self._is_byte_level and pieces.keys() >= self._byte_of_letter.keys()
+        is_dropping = any(word in str(backend.pre_tokenizer) for word in _DROPPING)
+        is_swallowing = any(token.lstrip or token.rstrip for token in added)
+        if not has_all_bytes or is_dropping or is_swallowing or normalizer not in ("None", "NFC()"):
+            return None
+        longest = max(chain(map(len, pieces), (len(token.content.encode()) for token in added)))
+        return longest * (NFC_SHRINKS if normalizer != "None" else 1)
+
+    def swells(self, text: str) -> bool:
+        """Whether normalizing makes a long text more than `MAX_SWELLING` times as long, as NFKC does with some."""
+        normalizer = self._backend.normalizer
+        if len(text) < LONG or str(normalizer) in ("None", "NFC()"):
+            return False
+        parts = (text[start : start + LONG] for start in range(0, len(text), LONG))  # each holds the lock meanwhile
+        return sum(len(normalizer.normalize_str(part)) for part in parts) > MAX_SWELLING * len(text)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant speaks.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from manylora.adapters.blobs.store import BlobStore, read_pieces
 from manylora.errors import InvalidRequestError, RequestError
@@ -17,6 +19,8 @@ from manylora.server.threads import in_thread
 
 MAX_ERRORS = 50
 """Most errors reported for a batch that fails its check."""
+Work = Callable[[Callable[[], bool], int], Awaitable[bool]]
+"""Runs a function that reads so many bytes, as `LongWork.run` does."""
 
 
 class Line(Body):
@@ -26,6 +30,12 @@ class Line(Body):
     method: Literal["POST"]
     url: str
     body: dict[str, Any]
+    _num_bytes: int = PrivateAttr(0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Its length in the file."""
+        return self._num_bytes
 
 
 def parse_line(raw: bytes, endpoint: str, max_bytes: int) -> Line:
@@ -46,6 +56,7 @@ def parse_line(raw: bytes, endpoint: str, max_bytes: int) -> Line:
     except InvalidRequestError as error:
         raise InvalidRequestError(error.message.replace("The body", "The line", 1), code="invalid_json_line") from error
     line = validate(Line, fields)
+    line._num_bytes = len(raw)
     if line.url != endpoint:
         raise InvalidRequestError(f"url must be the batch's endpoint, {endpoint}.", param="url")
     if line.body.get("stream"):
@@ -54,35 +65,56 @@ def parse_line(raw: bytes, endpoint: str, max_bytes: int) -> Line:
 
 
 async def check_input(
-    blobs: BlobStore, sha256: str, endpoint: str, *, max_lines: int, max_bytes: int
+    blobs: BlobStore, sha256: str, endpoint: str, *, max_lines: int, max_bytes: int, work: Work
 ) -> tuple[int, list[dict[str, Any]]]:
     """Check all lines of a batch.
 
     Returns:
         The number of lines, and the errors of the first bad ones. Raises like `read_lines`.
     """
-    errors: list[dict[str, Any]] = []
-    seen: set[bytes] = set()
-    total = 0
-    async with aclosing(read_lines(blobs, sha256, max_bytes)) as lines:
-        async for number, raw in lines:
-            total += 1
-            try:
-                if total > max_lines:
-                    raise InvalidRequestError(f"A batch may have at most {max_lines} requests.", code="too_many_lines")
-                line = parse_line(raw, endpoint, max_bytes)
-                digest = hashlib.blake2b(line.custom_id.encode(), digest_size=16).digest()
-                if digest in seen:
-                    message = "Another line has this custom_id."
-                    raise InvalidRequestError(message, code="duplicate_custom_id", param="custom_id")
-                seen.add(digest)
-            except RequestError as error:
-                errors.append(input_error(error.code, error.message, number, error.param))
-            if len(errors) == MAX_ERRORS or total > max_lines:
+    check = _InputCheck(endpoint, max_lines, max_bytes)
+    async with aclosing(_read_groups(blobs, sha256, max_bytes)) as groups:
+        async for lines in groups:
+            if not await work(partial(check.take, lines), sum(len(raw) for _, raw in lines)):
                 break
-    if not total:
-        errors.append(input_error("empty_file", "The file has no requests: send one as JSON on each line."))
-    return total, errors
+    if not check.total:
+        check.errors.append(input_error("empty_file", "The file has no requests: send one as JSON on each line."))
+    return check.total, check.errors
+
+
+@dataclass(slots=True)
+class _InputCheck:
+    """What was found in the lines so far."""
+
+    endpoint: str
+    max_lines: int
+    max_bytes: int
+    total: int = 0
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    _seen: set[bytes] = field(default_factory=set)
+    """Hashes of custom ids."""
+
+    def take(self, lines: Sequence[tuple[int, bytes]]) -> bool:
+        """Check further lines; False if no more have to be looked at."""
+        for number, raw in lines:
+            self.total += 1
+            try:
+                self._check(raw)
+            except RequestError as error:
+                self.errors.append(input_error(error.code, error.message, number, error.param))
+            if len(self.errors) == MAX_ERRORS or self.total > self.max_lines:
+                return False
+        return True
+
+    def _check(self, raw: bytes) -> None:
+        if self.total > self.max_lines:
+            raise InvalidRequestError(f"A batch may have at most {self.max_lines} requests.", code="too_many_lines")
+        line = parse_line(raw, self.endpoint, self.max_bytes)
+        digest = hashlib.blake2b(line.custom_id.encode(), digest_size=16).digest()
+        if digest in self._seen:
+            message = "Another line has this custom_id."
+            raise InvalidRequestError(message, code="duplicate_custom_id", param="custom_id")
+        self._seen.add(digest)
 
 
 def input_error(code: str, message: str, line: int | None = None, param: str | None = None) -> dict[str, Any]:
@@ -97,16 +129,29 @@ async def read_lines(blobs: BlobStore, sha256: str, max_bytes: int) -> AsyncGene
         AdapterUnavailableError: The blob is missing or corrupt; this may come after the first lines.
         CapacityError: The store cannot be reached.
     """
-    pieces, rest, number = read_pieces(blobs, sha256), b"", 0
+    async with aclosing(_read_groups(blobs, sha256, max_bytes)) as groups:
+        async for lines in groups:
+            for line in lines:
+                yield line
+
+
+async def _read_groups(blobs: BlobStore, sha256: str, max_bytes: int) -> AsyncGenerator[list[tuple[int, bytes]], None]:
+    """What `read_lines` yields, as many as end in one piece of the file at once."""
+    pieces = read_pieces(blobs, sha256)
+    groups = _groups(pieces, max_bytes)
     try:
-        while piece := await in_thread(next, pieces, b""):
-            *whole, rest = (rest + piece).split(b"\n")
-            rest = rest[: max_bytes + 1]
-            for raw in whole:
-                number += 1
-                if raw.strip():
-                    yield number, raw[: max_bytes + 1]
+        while (lines := await in_thread(next, groups, None)) is not None:
+            yield lines
     finally:
         await in_thread(pieces.close)
+
+
+def _groups(pieces: Iterable[bytes], max_bytes: int) -> Iterator[list[tuple[int, bytes]]]:
+    rest, number = b"", 0
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        rest = rest[: max_bytes + 1]
+        yield [(at, raw[: max_bytes + 1]) for at, raw in enumerate(whole, number + 1) if raw.strip()]
+        number += len(whole)
     if rest.strip():
-        yield number + 1, rest
+        yield [(number + 1, rest)]

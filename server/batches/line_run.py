@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import orjson
 import structlog
@@ -136,11 +137,13 @@ class LineRunner:
             request_id=name,
             session=name,
             line_id=name,
+            num_bytes=line.num_bytes,
         )
         if self.batch.endpoint == "/v1/responses":
-            return await plan_response(origin, validate(ResponsesBody, line.body))
-        is_chat = self.batch.endpoint == "/v1/chat/completions"
-        body = validate(ChatBody, line.body) if is_chat else validate(CompletionBody, line.body)
+            response = await origin.work(partial(validate, ResponsesBody, line.body), line.num_bytes)
+            return await plan_response(origin, response)
+        kind = ChatBody if self.batch.endpoint == "/v1/chat/completions" else CompletionBody
+        body = await origin.work(partial(validate, kind, line.body), line.num_bytes)
         return await plan_generation(origin, body)
 
     async def caller(self) -> Caller:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing, nullcontext, suppress
+from functools import partial
 from weakref import WeakValueDictionary
 
 import structlog
@@ -154,6 +155,7 @@ class BatchWorker:
                     batch.endpoint,
                     max_lines=config.batch.max_lines,
                     max_bytes=config.server.max_body_bytes,
+                    work=partial(services.long_work.run, tenant=batch.tenant_id, weight=weight),
                 )
         except AdapterUnavailableError:
             lost = "The file's bytes are missing or damaged: send it again."
@@ -182,7 +184,9 @@ class BatchWorker:
                 async for number, raw in lines:
                     if number not in done:
                         await ahead.acquire()
-                        task = group.create_task(runner.run(number, parse_line(raw, batch.endpoint, limit)))
+                        parse = partial(parse_line, raw, batch.endpoint, limit)
+                        line = await services.long_work.run(parse, len(raw), batch.tenant_id, runner.weight)
+                        task = group.create_task(runner.run(number, line))
                         task.add_done_callback(lambda _: ahead.release())
         except BaseExceptionGroup as several:
             error = several.exceptions[0]

@@ -45,7 +45,7 @@ def checked_grammar(lark: str, param: str, folder: Path, tenant: str = "", parts
     is_schema = "%json" in lark
     told = schema_problem(problem) if is_schema else grammar_problem(problem, has_lines=False)
     place, reason, is_schema = search.cause(parts) or (param, told, is_schema)
-    message = f"No answer can be held to {place[:200]}: {reason}."
+    message = f"{place[:200]}: no answer can be held to this: {reason}."
     raise InvalidRequestError(
         message, param=place[:200], code="invalid_json_schema" if is_schema else "invalid_grammar"
     )

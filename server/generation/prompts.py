@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from manylora.engine.grammar.json_schema import json_rule
 from manylora.engine.request import Grammar
 from manylora.engine.sampling_params import SamplingParams
+from manylora.engine.text.tokenizer import LONG, MAX_SWELLING
 from manylora.errors import ContextLengthError, InvalidRequestError
 from manylora.server.generation.chat_schemas import ChatBody, Message
 from manylora.server.generation.grammar import Part, checked_grammar
@@ -22,6 +23,8 @@ from manylora.server.tools.schemas import Tool, ToolChoice
 
 LEAST_TOP_P = 1e-9
 """Stands for 0, which OpenAI takes: only the most likely token is left."""
+MAX_TOKEN_CHARACTERS = 128
+"""Longest token that is reckoned with where the tokenizer does not tell."""
 _SAME = (
     *("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "seed", "ignore_eos", "min_tokens", "skip_special_tokens", "include_stop_str_in_output"),
@@ -46,8 +49,17 @@ Prompts = list[tuple[Prompt, SamplingParams]]
 """Each with how to continue it."""
 
 
-def prompts_and_params(body: CompletionBody | ChatBody, services: Services, tenant: str) -> Prompts:
-    """The prompts of a body of a tenant in order, each with how to continue it.
+class AskedGrammar(NamedTuple):
+    """What answers are to be held to, before it was checked."""
+
+    lark: str
+    param: str
+    """What it was made of."""
+    parts: list[Part]
+
+
+def prompts_and_params(body: CompletionBody | ChatBody, services: Services) -> tuple[Prompts, AskedGrammar | None]:
+    """The prompts of a body in order, each with how to continue it, and what all answers are to be held to.
 
     Raises:
         InvalidRequestError: Too many prompts times candidates, an empty prompt, a token id beyond the vocabulary, a
@@ -55,21 +67,32 @@ def prompts_and_params(body: CompletionBody | ChatBody, services: Services, tena
         ContextLengthError: A prompt and the requested tokens exceed the context.
     """
     if isinstance(body, ChatBody):
-        return [_chat(body, services, tenant)]
+        return _chat(body, services)
     _check_candidates(body, len(body.prompt), services)
     echoed = body.logprobs if body.echo else None
     params = _params(body, services, max_tokens=body.max_tokens, logprobs=body.logprobs, echoed_logprobs=echoed)
-    grammar = _grammar(body.grammar_rule(), body.grammar_param, body.grammar_parts(), services, tenant)
-    return [(replace(_completion_prompt(given, body, services), grammar=grammar), params) for given in body.prompt]
+    prompts = [(_completion_prompt(given, body, services), params) for given in body.prompt]
+    return prompts, _asked_grammar(body.grammar_rule(), body.grammar_param, body.grammar_parts())
 
 
-def _grammar(lark: str | None, param: str, parts: list[Part], services: Services, tenant: str) -> Grammar | None:
-    return None if lark is None else checked_grammar(lark, param, services.tokenizer.folder, tenant, parts)
+def _asked_grammar(lark: str | None, param: str, parts: list[Part]) -> AskedGrammar | None:
+    return None if lark is None else AskedGrammar(lark, param, parts)
+
+
+def held_to(prompts: Prompts, asked: AskedGrammar, services: Services, tenant: str) -> Prompts:
+    """Prompts of a tenant whose answers are held to a grammar, which is checked in a child process.
+
+    Raises:
+        InvalidRequestError: It is no grammar, or too large.
+        CapacityError: It could not be checked.
+    """
+    grammar = checked_grammar(asked.lark, asked.param, services.tokenizer.folder, tenant, asked.parts)
+    return [(replace(prompt, grammar=grammar), params) for prompt, params in prompts]
 
 
 def _completion_prompt(given: str | list[int], body: CompletionBody, services: Services) -> Prompt:
     if isinstance(given, str):
-        _check_text_length(given, services)
+        check_text(given, services, is_truncated=body.truncate_prompt_tokens is not None)
         token_ids = services.tokenizer.encode(given, add_special_tokens=body.add_special_tokens)
         prompt = Prompt(token_ids=token_ids, text=given)
     else:
@@ -89,13 +112,12 @@ def _truncated(prompt: Prompt, wanted: int | None, num_output: int, services: Se
     return prompt if len(prompt.token_ids) <= num_kept else Prompt(token_ids=prompt.token_ids[-num_kept:])
 
 
-def _chat(body: ChatBody, services: Services, tenant: str) -> tuple[Prompt, SamplingParams]:
+def _chat(body: ChatBody, services: Services) -> tuple[Prompts, AskedGrammar | None]:
     """Without a token limit the answer may fill the context."""
     _check_candidates(body, 1, services)
-    for text in body.texts:
-        _check_text_length(text, services)
     answer = _answer_format(body, services)
     rendered = rendered_chat(body, services)
+    check_text(rendered, services, is_truncated=body.truncate_prompt_tokens is not None)
     token_ids = services.tokenizer.encode(rendered, add_special_tokens=body.add_special_tokens)
     prompt = _truncated(Prompt(token_ids=token_ids), body.truncate_prompt_tokens, body.token_limit or 1, services)
     lark, param, parts = body.grammar_rule(), body.grammar_param, body.grammar_parts()
@@ -105,18 +127,20 @@ def _chat(body: ChatBody, services: Services, tenant: str) -> tuple[Prompt, Samp
         prompt = replace(prompt, answer=plan)
         lark, of_tools = _held_answer(body, plan, lark, services)
         param, parts = "tools" if plan.tools else param, [*parts, *of_tools]
-    prompt = replace(prompt, grammar=_grammar(lark, param, parts, services, tenant))
     room = services.ready.max_model_len - len(prompt.token_ids)
     limit = body.token_limit or max(room, 1)
     if body.may_fill_context:
         limit = min(limit, max(room, 1))
     _check_prompt(prompt, limit, services, "messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return prompt, _params(body, services, max_tokens=limit, logprobs=logprobs)
+    params = _params(body, services, max_tokens=limit, logprobs=logprobs)
+    return [(prompt, params)], _asked_grammar(lark, param, parts)
 
 
 def rendered_chat(body: ChatBody, services: Services) -> str:
     """A chat as the model reads it."""
+    for text in body.texts:
+        check_text(text, services, is_truncated=True)  # the template may leave parts out
     turns, tools = [as_turn(message) for message in body.messages], as_tools(body.shown_tools)
     return services.tokenizer.render_chat(turns, tools, body.template_kwargs, **body.template_options)
 
@@ -244,11 +268,27 @@ def _check_prompt(prompt: Prompt, num_output: int, services: Services, param: st
         raise _too_long(context, f"you requested {total} tokens ({parts}). Shorten one of them", param)
 
 
-def _check_text_length(text: str, services: Services) -> None:
-    """Refuse what no tokenizer could fit, before tokenizing it."""
+def check_text(text: str, services: Services, *, is_truncated: bool = False) -> None:
+    """Refuse what cannot fit, before tokenizing it.
+
+    Args:
+        text: What the client sent, or a rendered chat.
+        services: The server's.
+        is_truncated: Whether the model may read only a part of it.
+
+    Raises:
+        ContextLengthError: It has more bytes than the tokens of a context can stand for.
+        InvalidRequestError: It grows beyond measure when it is normalized.
+    """
     context = services.ready.max_model_len
-    if len(text) > 128 * context:
+    if len(text) < LONG:  # too short to take long
+        return
+    most = None if is_truncated else services.tokenizer.max_token_bytes
+    is_beyond = most is not None and len(text.encode("utf-8", "surrogatepass")) > most * context
+    if is_beyond or len(text) > MAX_TOKEN_CHARACTERS * context:
         raise _too_long(context, f"a text has {len(text)} characters, which do not fit. Shorten it")
+    if services.tokenizer.swells(text):
+        raise InvalidRequestError(f"A text becomes more than {MAX_SWELLING} times as long when it is normalized.")
 
 
 def _too_long(context: int, reason: str, param: str | None = None) -> ContextLengthError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,7 +21,7 @@ from manylora.server.generation.chat_schemas import ChatBody, ChatView
 from manylora.server.generation.choices import Choice, Generation
 from manylora.server.generation.meter import Meter, Origin
 from manylora.server.generation.openai_format import ChatFormat, CompletionFormat, JsonObject
-from manylora.server.generation.prompts import Prompts, prompts_and_params
+from manylora.server.generation.prompts import Prompts, held_to, prompts_and_params
 from manylora.server.generation.response import GenerationResponse, PlannedGeneration
 from manylora.server.generation.schemas import CompletionBody, CompletionView, GenerationBody
 from manylora.server.generation.writer import ChunkWriter
@@ -29,12 +29,13 @@ from manylora.server.grammar_check import turn_of
 from manylora.server.hop import SESSION_HEADER, hop_of, is_probe
 from manylora.server.http.bodies import Body, View
 from manylora.server.http.body import held_body
-from manylora.server.http.json_body import INLINE_BYTES, BodyT, json_bytes, parsed
+from manylora.server.http.json_body import BodyT, json_bytes, parsed
 from manylora.server.http.openapi import takes
 from manylora.server.limits.gate import Admission
 from manylora.server.limits.prediction import Ask
 from manylora.server.limits.rates import GeneratingCaller, admit_generation, reservation_of
 from manylora.server.limits.reservation import LimitReservation
+from manylora.server.long_work import INLINE_BYTES
 from manylora.server.model_name import ResolvedModel, hold_weights, resolve_model
 from manylora.server.services import Services, services_of
 
@@ -68,7 +69,6 @@ class GenerationRoute(APIRoute):
 router = APIRouter(tags=["generation"], route_class=GenerationRoute)
 DEADLINE_HEADERS = ("x-manylora-ttft-ms", "x-slo-ttft-ms")
 """Headers with the client's deadline for the first token, in milliseconds. The first one present counts."""
-ResultT = TypeVar("ResultT")
 EndpointT = TypeVar("EndpointT", bound=Callable[..., Any])
 WriterOfAnswer = Callable[[Meter, JsonObject], "ItemWriter"]
 """Makes the writer of an answer in items: of the tokens delivered, and `created`, `model` and `system_fingerprint`."""
@@ -127,10 +127,14 @@ async def plan_generation(
     services, reservation = origin.services, origin.reservation
     model = await _resolve(origin, body)
     with _admitted(origin, model, body) as admission:
-        is_held, tenant = body.has_grammar or (isinstance(body, ChatBody) and body.tools), origin.caller.tenant_id or ""
-        async with turn_of(tenant) if is_held else nullcontext():
-            size = INLINE_BYTES if is_held else body.num_characters
-            prompts = await off_loop(lambda: prompts_and_params(body, services, tenant), size)
+        num_characters = origin.num_bytes or body.num_characters
+        if body.has_grammar or (isinstance(body, ChatBody) and body.tools):
+            num_characters = max(num_characters, INLINE_BYTES)  # schemas take long for their size
+        prompts, asked = await origin.tokenize(lambda: prompts_and_params(body, services), num_characters)
+        if asked is not None:
+            tenant = origin.caller.tenant_id or ""
+            async with turn_of(tenant):
+                prompts = await asyncio.to_thread(held_to, prompts, asked, services, tenant)
         num_prompt = await _reserve(services, reservation, body, prompts)
         meter = Meter(origin, model)
         choices = _choices(origin, model, body, prompts, meter.ledger_id)
@@ -162,7 +166,7 @@ async def received(request: Request, caller: Caller, kind: type[BodyT]) -> tuple
     if hop is not None:
         caller = replace(caller, weight=caller.weight * hop.weight_share)
     raw = await json_bytes(request, services.config.server.max_body_bytes, services.pace)
-    body = await parsed(kind, raw)
+    body = await services.long_work.run(partial(parsed, kind, raw), len(raw), caller.tenant_id, caller.weight)
     origin = Origin(
         services=services,
         caller=caller,
@@ -188,11 +192,6 @@ async def _resolve(origin: Origin, body: GenerationBody) -> ResolvedModel:
         if version.held_by is not None:
             origin.reservation.at_end.append(hold_weights(services, model))
     return model
-
-
-async def off_loop(work: Callable[[], ResultT], num_characters: int) -> ResultT:
-    """Tokenizing a long text would delay all streams, so it runs in a thread. A short one is faster without."""
-    return work() if num_characters <= INLINE_BYTES // 4 else await asyncio.to_thread(work)
 
 
 @contextmanager

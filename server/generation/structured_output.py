@@ -85,7 +85,7 @@ class StructuredOutputs(Body):
 
             if (len(self.regex) - len(self.regex.rstrip("\\"))) % 2:
                 message = "The regex ends in a backslash that escapes nothing. Write two to mean one."
-                raise InvalidRequestError(message, param="structured_outputs", code="invalid_grammar")
+                raise InvalidRequestError(message, param="structured_outputs.regex", code="invalid_grammar")
             return f"start: /{regex_to_lark(self.regex)}/"
         if self.choice is not None:  # a name in capitals is a terminal, of which the texts are parts
             return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in self.choice)

@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 from manylora.adapters.base_shape import MODULE_PATHS
 from manylora.errors import UnsupportedParameterError
@@ -147,6 +156,17 @@ def _describe_what_is_let_pass(schema: dict[str, Any], model: type[Any]) -> None
         properties.setdefault(name, {"description": "Accepted and ignored."})
 
 
+def _fail_fast(schema: Any) -> None:  # noqa: ANN401 - a core schema, whose parts are of many types
+    if isinstance(schema, dict):
+        if schema.get("type") in ("list", "set", "frozenset", "tuple"):
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _fail_fast(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            _fail_fast(part)
+
+
 class Body(BaseModel):
     """Base of all request bodies."""
 
@@ -165,12 +185,20 @@ class Body(BaseModel):
     takes_nul: ClassVar[bool] = False
     """Whether texts may hold NUL. Prompts may; what is stored in the database may not."""
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Lists are refused at their first wrong item: of a million wrong ones, only the first is told."""
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
+
     @model_validator(mode="before")
     @classmethod
     def _drop_what_changes_nothing(cls, body: Any) -> Any:  # noqa: ANN401 - what a client sent
         if not isinstance(body, dict):
             return body
-        kept = {}
+        kept: dict[str, Any] = {}
+        is_strange = False
         for name, value in body.items():
             if name in cls.ignored:
                 continue
@@ -180,6 +208,10 @@ class Body(BaseModel):
                         cls.hints.get(name, f"Manylora does not support {name}."), param=name
                     )
                 continue
-            if value is not None or name not in cls.model_fields:
+            if name not in cls.model_fields:
+                if not is_strange:  # of a hundred thousand strange names, only the first is told
+                    kept[name] = value
+                is_strange = True
+            elif value is not None:
                 kept[name] = value
         return kept

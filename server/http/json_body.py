@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from typing import Any, TypeVar
@@ -14,9 +13,8 @@ from starlette.requests import Request
 from manylora.errors import InvalidRequestError, UnsupportedParameterError
 from manylora.server.http.bodies import Body
 from manylora.server.http.body import Pace, held_body, read_chunks
+from manylora.server.services import services_of
 
-INLINE_BYTES = 16 * 1024
-"""Bodies up to this size are parsed on the event loop; larger ones in a thread."""
 MAX_DEPTH = 128
 """Most arrays and objects within one another: what writes JSON again fails at some hundreds."""
 TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
@@ -26,7 +24,9 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 async def json_body(request: Request, model: type[BodyT], limit: int, pace: Pace) -> BodyT:
     """Read, parse and validate a body; raises like `json_bytes` and `parsed`."""
-    return await parsed(model, await json_bytes(request, limit, pace))
+    raw, identity = await json_bytes(request, limit, pace), request.state.identity
+    work = services_of(request).long_work
+    return await work.run(lambda: parsed(model, raw), len(raw), identity.tenant_id, identity.tenant_weight)
 
 
 async def json_bytes(request: Request, limit: int, pace: Pace) -> bytes:
@@ -45,18 +45,14 @@ async def json_bytes(request: Request, limit: int, pace: Pace) -> bytes:
     return b"".join([chunk async for chunk in read_chunks(request, limit, pace, keep=keep)])
 
 
-async def parsed(model: type[BodyT], raw: bytes) -> BodyT:
+def parsed(model: type[BodyT], raw: bytes) -> BodyT:
     """Parse and validate a body.
 
     Raises:
         InvalidRequestError: Not JSON, ambiguous JSON, or a value that the model refuses; `param` names the field.
         UnsupportedParameterError: A field that the model does not have.
     """
-
-    def parse() -> BodyT:
-        return validate(model, parse_json(raw, takes_nul=model.takes_nul))
-
-    return parse() if len(raw) <= INLINE_BYTES else await asyncio.to_thread(parse)
+    return validate(model, parse_json(raw, takes_nul=model.takes_nul))
 
 
 def parse_json(raw: bytes, *, takes_nul: bool = False) -> dict[str, Any]:

@@ -58,7 +58,7 @@ async def admit(
     if tokens:  # its usage will have to be recorded
         services.registry.usage.check()
     shares = await shares_of(services, caller)
-    await services.accounts.secure(shares, requests=1, tokens=tokens)
+    await services.accounts.secure(shares, requests=1, tokens=max(tokens, 1))
     reservation.admit(shares, services.monotonic, on_refusal, tokens)
 
 
@@ -66,7 +66,7 @@ class Admitted(CallerDependency):
     """Dependency: a caller with the scope `infer`, within the limits.
 
     Args:
-        tokens: Least tokens of a request.
+        tokens: Least tokens of a request that are billed. Without any, it needs room in the minute all the same.
 
     Raises:
         RateLimitError: The tenant or the key has reached a limit.

@@ -104,6 +104,26 @@ class LimitReservation:
         bounds = [bound for each in limits for bound in (each.tokens_per_minute, each.tokens_per_month)]
         return max(least, min([most, *(bound for bound in bounds if bound is not None)])) if is_open else most
 
+    def check_minute(self) -> None:
+        """Refuse to go on once the tokens of the minute are used up.
+
+        Raises:
+            RateLimitError: They are; the request does not count any more.
+        """
+        now_s = self._monotonic()
+        refusals = [_of_window(share, "tokens_per_minute", share.account.tokens, 1, now_s) for share in self.shares]
+        try:
+            self._raise_longest(refusals)
+        except RateLimitError:
+            self.withdraw()
+            raise
+
+    def spend(self, tokens: int) -> None:
+        """Count tokens in the minute that were used already and are not billed."""
+        now_s = self._monotonic()
+        for share in self.shares:
+            share.account.tokens.take(now_s, tokens)
+
     def grow(self, tokens: int) -> bool:
         """Reserve more while the request runs.
 
@@ -198,25 +218,29 @@ class LimitReservation:
         self._reserved = None
 
     def _check(self, now_s: float, tokens: int, *, is_new: bool) -> None:
-        refusals = [refusal for share in self.shares for refusal in _refusals(share, now_s, tokens, is_new)]
+        self._raise_longest([each for share in self.shares for each in _refusals(share, now_s, tokens, is_new)])
+
+    def _raise_longest(self, found: Sequence[_Refusal | None]) -> None:
+        refusals = [refusal for refusal in found if refusal is not None]
         if refusals:
             limit, error = max(refusals, key=lambda refusal: refusal[1].retry_after_s or math.inf)
             self._on_refusal(limit)
             raise error
 
 
-def _refusals(share: Share, now_s: float, tokens: int, is_new: bool) -> list[_Refusal]:
+def _refusals(share: Share, now_s: float, tokens: int, is_new: bool) -> list[_Refusal | None]:
     limits, account = share.limits, share.account
-    found = []
+    found = list[_Refusal | None]()
     if is_new:
         found.append(_of_window(share, "requests_per_minute", account.requests, 1, now_s))
         if limits.concurrent_requests is not None and not account.has_slot(now_s, limits.concurrent_requests):
             wait_s = BUSY_S if limits.concurrent_requests else None
             found.append(_refusal(share, "concurrent_requests", "That many are running already.", wait_s))
+    if tokens or is_new:
+        found.append(_of_window(share, "tokens_per_minute", account.tokens, max(tokens, 1), now_s))
     if tokens:
-        found.append(_of_window(share, "tokens_per_minute", account.tokens, tokens, now_s))
         found.append(_of_month(share, tokens, now_s))
-    return [refusal for refusal in found if refusal is not None]
+    return found
 
 
 def _of_window(share: Share, name: str, window: Window, amount: int, now_s: float) -> _Refusal | None:

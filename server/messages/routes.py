@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Request
 
 from manylora.server.generation.items import named
-from manylora.server.generation.prompts import rendered_chat
+from manylora.server.generation.prompts import check_text, rendered_chat
 from manylora.server.generation.response import PlannedGeneration
-from manylora.server.generation.routes import GenerationRoute, off_loop, plan_generation, post, received
+from manylora.server.generation.routes import GenerationRoute, plan_generation, post, received
+from manylora.server.generation.tokens import unbilled
 from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import takes
-from manylora.server.limits.rates import GeneratingCaller, TokenizingCaller
+from manylora.server.limits.rates import GeneratingCaller, TokenizingCaller, reservation_of
 from manylora.server.messages.chat import NAMES, chat_of
 from manylora.server.messages.schemas import MessagesBody, MessageView, TokenCountBody, TokenCountView
 from manylora.server.messages.writer import MessageWriter
@@ -28,7 +27,7 @@ async def message(request: Request, caller: GeneratingCaller) -> PlannedGenerati
     """Answer a conversation, as Anthropic's clients ask."""
     origin, body = await received(request, caller, MessagesBody)
     max_model_len = origin.services.ready.max_model_len
-    chat = await off_loop(lambda: chat_of(body, max_model_len), origin.num_bytes)
+    chat = await origin.work(lambda: chat_of(body, max_model_len), origin.num_bytes)
     with named(NAMES):
         return await plan_generation(origin, chat, MessageWriter)
 
@@ -41,6 +40,9 @@ async def count_tokens(request: Request, services: Wired, caller: TokenizingCall
 
     def count() -> int:
         rendered = rendered_chat(chat_of(body, services.ready.max_model_len), services)
+        check_text(rendered, services)
         return len(services.tokenizer.encode(rendered, add_special_tokens=False))
 
-    return TokenCountView(input_tokens=await asyncio.to_thread(count))
+    tokens = await unbilled(request, caller, count)
+    reservation_of(request).spend(tokens)
+    return TokenCountView(input_tokens=tokens)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from manylora.server.generation.items import named
 from manylora.server.generation.meter import Origin
 from manylora.server.generation.response import PlannedGeneration
-from manylora.server.generation.routes import GenerationRoute, off_loop, plan_generation, post, received
+from manylora.server.generation.routes import GenerationRoute, plan_generation, post, received
 from manylora.server.http.json_body import validate
 from manylora.server.limits.rates import GeneratingCaller
 from manylora.server.responses.chat import NAMES, ResponsesChat, chat_of
@@ -28,5 +28,5 @@ async def respond(request: Request, caller: GeneratingCaller) -> PlannedGenerati
 async def plan_response(origin: Origin, body: ResponsesBody) -> PlannedGeneration:
     """Like `plan_generation`."""
     with named(NAMES):
-        chat = await off_loop(lambda: validate(ResponsesChat, chat_of(body)), origin.num_bytes)
+        chat = await origin.work(lambda: validate(ResponsesChat, chat_of(body)), origin.num_bytes)
         return await plan_generation(origin, chat, partial(ResponseWriter, body))

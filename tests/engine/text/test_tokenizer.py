@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import sys
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from manylora.engine.text.tokenizer import Tokenizer, read_eos_token_ids
+from manylora.engine.text.tokenizer import LONG, NFC_SHRINKS, Tokenizer, read_eos_token_ids
 from manylora.errors import ConfigError, InvalidRequestError
 
 DEMO = Path(__file__).resolve().parents[3] / "manylora" / "demo" / "manylora-demo"
@@ -92,3 +94,69 @@ def test_the_tokenizers_own_end_of_sequence_token_counts(tmp_path: Path) -> None
 def test_the_demo_model_ends_with_its_end_token(tokenizer: Tokenizer) -> None:
     assert {tokenizer.token_text(token_id) for token_id in tokenizer.eos_token_ids} == {"<|end|>"}
     assert tokenizer.vocab_size == 640
+
+
+def changed(folder: Path, **parts: object) -> Tokenizer:
+    """The demo's tokenizer with other parts."""
+    for name in ("tokenizer_config.json", "config.json"):
+        (folder / name).write_bytes((DEMO / name).read_bytes())
+    content = json.loads((DEMO / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(content | parts))
+    return Tokenizer(folder)
+
+
+@pytest.mark.parametrize("text", ["ab ", "a", "\n", "é🎉", "<|user|>", "12 "])
+def test_long_texts_have_the_tokens_of_short_ones(tokenizer: Tokenizer, text: str) -> None:
+    long = text * (LONG // len(text) + 1)
+    expected = tokenizer._backend.encode(long).ids
+    assert tokenizer.encode(long) == expected
+    assert tokenizer.decode(expected * 8) == tokenizer._backend.decode(expected * 8)
+
+
+def test_no_text_has_fewer_tokens_than_its_bytes_allow(tokenizer: Tokenizer) -> None:
+    most = tokenizer.max_token_bytes
+    assert most == max(len(token.encode()) for token in tokenizer.special_tokens | tokenizer.grammar_tokens)
+    for text in ("</tool_response>" * 50, "  " * 99, "\n" * 99, "the shop " * 50, "\u0301" * 99):
+        assert len(text.encode()) <= most * len(tokenizer.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "NFKC"}},
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+        {
+            "added_tokens": [
+                {"id": 0, "content": "<|pad|>", "single_word": False, "lstrip": True, "rstrip": False}
+                | {"normalized": False, "special": True}
+            ]
+        },
+    ],
+)
+def test_where_text_may_be_left_out_no_bound_is_told(tmp_path: Path, parts: dict[str, object]) -> None:
+    assert changed(tmp_path, **parts).max_token_bytes is None
+
+
+def test_a_normal_form_shrinks_no_text_further_than_is_reckoned_with(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    known = tokenizer.max_token_bytes
+    assert known is not None
+    assert changed(tmp_path, normalizer={"type": "NFC"}).max_token_bytes == NFC_SHRINKS * known
+    letters = [chr(point) for point in range(sys.maxunicode + 1) if not 0xD800 <= point < 0xE000]
+    apart = {letter: unicodedata.normalize("NFD", letter) for letter in letters}
+    longest = {letter: len(letter.encode()) for letter in letters}  # what becomes this letter alone
+    for letter, parts in apart.items():
+        if len(parts) == 1:
+            longest[parts] = max(longest[parts], len(letter.encode()))
+    for letter, parts in apart.items():
+        assert len(letter.encode()) <= sum(longest[part] for part in parts)
+        if unicodedata.normalize("NFC", letter) == letter:
+            assert sum(longest[part] for part in parts) <= NFC_SHRINKS * len(letter.encode())
+
+
+def test_a_text_that_grows_beyond_measure_is_noticed(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    compatible = changed(tmp_path, normalizer={"type": "NFKC"})
+    assert compatible.swells("\ufdfa" * LONG)
+    assert not compatible.swells("\ufdfa" * 10)
+    assert not compatible.swells("ordinary text " * LONG)
+    assert not tokenizer.swells("\ufdfa" * LONG)

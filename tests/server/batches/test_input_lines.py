@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,9 @@ import pytest
 
 from blob_io import store
 from manylora.adapters.blobs.local import LocalBlobs
+from manylora.server.batches import input_lines
 from manylora.server.batches.input_lines import check_input, read_lines
+from manylora.server.long_work import LongWork
 
 pytestmark = pytest.mark.anyio
 URL = "/v1/completions"
@@ -18,9 +22,10 @@ def line(**changes: Any) -> bytes:
     return json.dumps({"custom_id": "a", "method": "POST", "url": URL, "body": {}, **changes}).encode()
 
 
-async def check(folder: Path, content: bytes, max_lines: int = 10) -> tuple[int, list[Any]]:
-    blobs = LocalBlobs(folder)
-    return await check_input(blobs, store(blobs, content), URL, max_lines=max_lines, max_bytes=300)
+async def check(folder: Path, content: bytes, max_lines: int = 10, max_bytes: int = 300) -> tuple[int, list[Any]]:
+    blobs, work = LocalBlobs(folder), partial(LongWork(2).run, tenant="t")
+    sha256 = store(blobs, content)
+    return await check_input(blobs, sha256, URL, max_lines=max_lines, max_bytes=max_bytes, work=work)
 
 
 @pytest.mark.parametrize(
@@ -66,3 +71,16 @@ async def test_lines_are_cut_at_their_limit_wherever_pieces_end(tmp_path: Path) 
 async def test_errors_are_told_only_so_many(tmp_path: Path) -> None:
     _, errors = await check(tmp_path, b"{}\n" * 9_999, max_lines=10_000)
     assert len(errors) == 50
+
+
+async def test_a_large_file_is_checked_off_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, parse = set[threading.Thread](), input_lines.parse_line
+
+    def watched(*args: Any) -> Any:
+        seen.add(threading.current_thread())
+        return parse(*args)
+
+    monkeypatch.setattr(input_lines, "parse_line", watched)
+    content = b"\n".join(line(custom_id=str(n), body={"prompt": "x" * 500}) for n in range(4_000)) + b"\n" * 1_000_000
+    assert await check(tmp_path, content, max_lines=5_000, max_bytes=1_000) == (4_000, [])
+    assert threading.main_thread() not in seen

@@ -15,8 +15,6 @@ from re import _parser as sre_parser  # type: ignore[attr-defined]
 from string import ascii_letters, digits
 from typing import Any
 
-from pydantic_core import SchemaError, SchemaValidator, core_schema
-
 from manylora.adapters.checkpoint.peft_fields import is_literal_path
 
 MAX_KEY_LENGTH = 1024
@@ -108,6 +106,8 @@ def matcher(key: str) -> Matcher | None:
     """
     if is_literal_path(key):
         return None
+    from pydantic_core import SchemaError, SchemaValidator, core_schema  # the engine starts without it
+
     if len(key) > MAX_KEY_LENGTH or key.count("(") > MAX_GROUPS:
         raise UnsupportedKeyError(f"longer than {MAX_KEY_LENGTH} characters, or has more than {MAX_GROUPS} groups")
     try:

@@ -23,7 +23,8 @@ from manylora.adapters.checkpoint.module_patterns import (
     UnsupportedKeyError,
     matcher,
 )
-from manylora.adapters.checkpoint.strict_json import (
+from manylora.errors import PayloadTooLargeError
+from manylora.strict_json import (
     MAX_INT,
     DuplicateKeyError,
     JsonRefusedError,
@@ -33,7 +34,6 @@ from manylora.adapters.checkpoint.strict_json import (
     parse,
     shown,
 )
-from manylora.errors import PayloadTooLargeError
 
 MAX_CONFIG_BYTES = 64 << 10
 MAX_DEPTH = 16

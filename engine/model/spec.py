@@ -7,7 +7,6 @@ switched off, or refused.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from manylora import strict_json
 from manylora.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
 from manylora.config import KvDtype
 from manylora.engine.model.config_fields import ConfigFields
@@ -194,8 +194,8 @@ def read_spec(folder: Path) -> DecoderSpec:
     """
     path = folder / CONFIG_FILE
     try:
-        config = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
+        config = strict_json.parse(_read(path), strict_json.MAX_DEPTH)
+    except strict_json.JsonRefusedError as error:
         raise ConfigError(f"model.path: cannot read {path}: {error}", param="model.path") from error
     if not isinstance(config, dict):
         raise ConfigError(f"model.path: {path} must be a JSON object", param="model.path")

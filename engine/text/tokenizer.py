@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
+from manylora.engine.text.chat_template import ChatTemplate
 from manylora.errors import ConfigError, InvalidRequestError
 
 LONG = 4096
@@ -62,16 +62,11 @@ class Tokenizer:
         """Ids below this have a text; the model may know more."""
         return len(self._tokenizer)
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether `chat_prompt` works."""
-        return bool(self._tokenizer.chat_template)
-
-    @property
-    def chat_template(self) -> str:
-        """The model's chat template; of several, all of them; empty where there is none."""
-        template = self._tokenizer.chat_template or ""
-        return "\n".join(template.values()) if isinstance(template, dict) else template
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The model's chat template, which may be empty."""
+        source = self._tokenizer.chat_template or ""
+        return ChatTemplate(source=source, variables=dict(self._tokenizer.special_tokens_map))
 
     @property
     def response_template(self) -> dict[str, Any] | None:
@@ -99,6 +94,16 @@ class Tokenizer:
             encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         token_ids: list[int] = encoding.ids
         return token_ids
+
+    def text_offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Where in a text each of its tokens begins; of those that share a character, where this begins."""
+        encode = self._backend.encode_batch  # which holds no lock meanwhile
+        offsets, end = [0], 0
+        for start, stop in encode([text], add_special_tokens=add_special_tokens)[0].offsets:
+            is_added = start == stop == 0
+            offsets.append(max(offsets[-1], end if is_added else min(start, end)))
+            end = max(end, stop)
+        return offsets[1:]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; unknown ids have none."""
@@ -137,64 +142,25 @@ class Tokenizer:
         Raises:
             InvalidRequestError: The model has no chat template, or its template refuses these messages.
         """
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
+        return self.encode(self.chat_template.render(messages), add_special_tokens=False)
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> str:
-        """A conversation as the model's template writes it.
-
-        Args:
-            messages: As the template expects them.
-            tools: What may be called; none of it is shown where it is empty.
-            template_kwargs: Further variables of the template.
-            add_generation_prompt: Whether to end where the assistant begins to speak.
-            continue_final_message: Whether to end inside the last message.
+    def check_template_kwargs(self, template_kwargs: Mapping[str, Any]) -> None:
+        """Refuse variables of a chat template that are not the client's.
 
         Raises:
-            InvalidRequestError: The model has no chat template, or its template refuses these messages; or a variable
-                has a name that Manylora or transformers sets.
+            InvalidRequestError: One has a name that Manylora or transformers sets.
         """
-        from jinja2 import TemplateError
-
-        if not self.has_chat_template:
-            raise InvalidRequestError(
-                "This model has no chat template. Use /v1/completions with the prompt as the model expects it.",
-                code="no_chat_template",
-                param="messages",
-            )
         taken = sorted(self._template_names.intersection(template_kwargs))
         if taken:
             raise InvalidRequestError(
                 f"chat_template_kwargs cannot set {', '.join(taken)}; leave it out.", param="chat_template_kwargs"
             )
-        try:
-            rendered: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **template_kwargs,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            raise InvalidRequestError(
-                "The model's chat template does not take these messages: check their roles, order and content.",
-                param="messages",
-            ) from error
-        return rendered
 
     @cached_property
     def _template_names(self) -> frozenset[str]:
         """Variables of chat templates that are not the client's."""
         own = inspect.signature(self._tokenizer.apply_chat_template).parameters
-        return frozenset({*own, "messages", *self._tokenizer.special_tokens_map})
+        return frozenset({*own, "conversations", "messages", *self._tokenizer.special_tokens_map})
 
     def may_end_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
         """Whether text up to this token can be final: a raw byte may need others, and skipped tokens have none."""
@@ -205,7 +171,7 @@ class Tokenizer:
         if token_id in self._byte_tokens:
             return bytes([self._byte_tokens[token_id]])
         piece: str | None = self._backend.id_to_token(token_id)
-        if piece and self._byte_of_letter.keys() >= set(piece):
+        if piece and token_id not in self._added_ids and self._byte_of_letter.keys() >= set(piece):
             return bytes(self._byte_of_letter[letter] for letter in piece)
         return self.token_text(token_id).encode()
 
@@ -223,6 +189,11 @@ class Tokenizer:
     @cached_property
     def _special_ids(self) -> frozenset[int]:
         return frozenset(self.special_tokens.values())
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        """Tokens that stand for their own letters in every vocabulary."""
+        return frozenset(self._backend.get_added_tokens_decoder())
 
     @cached_property
     def _is_byte_level(self) -> bool:
@@ -260,8 +231,15 @@ def read_eos_token_ids(folder: Path) -> frozenset[int]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no file, or something else in it."""
+    """The JSON object in a file; empty if there is no file, or something else in it.
+
+    Raises:
+        ConfigError: It is not JSON.
+    """
     if not path.is_file():
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"model.path: cannot read {path}: {error}", param="model.path") from error
     return content if isinstance(content, dict) else {}

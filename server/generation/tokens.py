@@ -15,7 +15,7 @@ from manylora.errors import InvalidRequestError
 from manylora.server.auth.callers import Caller
 from manylora.server.generation import unsupported_params
 from manylora.server.generation.chat_schemas import MAX_MESSAGES, Message, ToolsBody
-from manylora.server.generation.prompts import as_tools, as_turn, check_text
+from manylora.server.generation.prompts import chat_job, check_text
 from manylora.server.http.bodies import Body, Token, View
 from manylora.server.http.body import content_length
 from manylora.server.http.json_body import json_body
@@ -48,6 +48,7 @@ class TokenizeBody(ToolsBody):
     """Body of POST /tokenize: a prompt, or a chat."""
 
     takes_nul = True
+    ignored = unsupported_params.IGNORED
     neutral_values = unsupported_params.TOKENIZE
 
     model: str | None = Field(None, min_length=1, max_length=512)
@@ -76,7 +77,10 @@ async def tokenize(request: Request, services: Wired, caller: TokenizingCaller) 
     """Turn a prompt or a chat into token ids."""
     body = await json_body(request, TokenizeBody, services.config.server.max_body_bytes, services.pace)
     await _check_model(services, caller, body.model)
-    count, answer = await unbilled(request, caller, partial(_tokenized, services, body))
+    rendered = None
+    if body.messages is not None:
+        rendered = await services.chats.render(chat_job(body, body.messages), caller.tenant_id or "")
+    count, answer = await unbilled(request, caller, partial(_tokenized, services, body, rendered))
     reservation_of(request).spend(count)
     return Response(answer, media_type="application/json")
 
@@ -117,21 +121,16 @@ async def _check_model(services: Services, caller: Caller, model: str | None) ->
         await resolve_model(services, caller, model)
 
 
-def _tokenized(services: Services, body: TokenizeBody) -> tuple[int, bytes]:
-    """How many tokens there are, and the answer, which takes as long to write as they take to find."""
-    tokenizer, is_chat = services.tokenizer, body.messages is not None
-    text = _rendered(services, body) if is_chat else body.prompt or ""
+def _tokenized(services: Services, body: TokenizeBody, rendered: str | None) -> tuple[int, bytes]:
+    """Number of tokens, and the answer, which takes as long to write as they take to find."""
+    tokenizer = services.tokenizer
+    text = (body.prompt or "") if rendered is None else rendered
     check_text(text, services)
-    begins = not is_chat if body.add_special_tokens is None else body.add_special_tokens
+    begins = rendered is None if body.add_special_tokens is None else body.add_special_tokens
     tokens = tokenizer.encode(text, add_special_tokens=begins)
     texts = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
     view = {"count": len(tokens), "max_model_len": services.ready.max_model_len, "tokens": tokens, "token_strs": texts}
     return len(tokens), orjson.dumps(view)
-
-
-def _rendered(services: Services, body: TokenizeBody) -> str:
-    turns, kwargs = [as_turn(message) for message in body.messages or ()], body.chat_template_kwargs
-    return services.tokenizer.render_chat(turns, as_tools(body.tools), kwargs, **body.template_options)
 
 
 def _detokenized(services: Services, body: DetokenizeBody) -> bytes:

@@ -9,6 +9,7 @@ from manylora.server.generation.prompts import check_text, rendered_chat
 from manylora.server.generation.response import PlannedGeneration
 from manylora.server.generation.routes import GenerationRoute, plan_generation, post, received
 from manylora.server.generation.tokens import unbilled
+from manylora.server.http.body import content_length
 from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import takes
 from manylora.server.limits.rates import GeneratingCaller, TokenizingCaller, reservation_of
@@ -38,8 +39,15 @@ async def count_tokens(request: Request, services: Wired, caller: TokenizingCall
     body = await json_body(request, TokenCountBody, services.config.server.max_body_bytes, services.pace)
     await resolve_model(services, caller, body.model)
 
+    chat = await services.long_work.run(
+        lambda: chat_of(body, services.ready.max_model_len),
+        content_length(request) or services.config.server.max_body_bytes,
+        caller.tenant_id,
+        caller.weight,
+    )
+    rendered = await rendered_chat(chat, services, caller.tenant_id or "")
+
     def count() -> int:
-        rendered = rendered_chat(chat_of(body, services.ready.max_model_len), services)
         check_text(rendered, services)
         return len(services.tokenizer.encode(rendered, add_special_tokens=False))
 

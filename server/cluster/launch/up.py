@@ -19,10 +19,10 @@ from pathlib import Path
 import httpx
 
 from manylora.config import Config, environment, usable_cores
+from manylora.data_folder import kept_secret, prepare_folder
 from manylora.engine.start_checks import check_start, count_cuda_devices
 from manylora.errors import ConfigError
 from manylora.registry.db.database import Database
-from manylora.registry.keys import kept_secret, prepare_folder
 from manylora.server.auth.admin_key import VARIABLE, admin_key, given_pepper
 from manylora.server.cluster.launch.children import Child
 from manylora.server.listen import bind, url_of

@@ -50,7 +50,9 @@ async def test_the_child_gets_no_secret(
     validator: AdapterValidator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "python"
-    program.write_text(f"#!{sys.executable}\nimport json, os\nprint(json.dumps(dict(os.environ)))\n")
+    program.write_text(
+        f"#!{sys.executable}\nimport json, os\ninput()\nprint(json.dumps([json.loads(input())[0], dict(os.environ)]))\n"
+    )
     program.chmod(0o700)
     for name in ("MANYLORA_ADMIN_KEY", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "HARMLESS"):
         monkeypatch.setenv(name, "secret")
@@ -147,12 +149,12 @@ async def test_a_kept_process_holds_each_job_to_its_limits(
     program.write_text(
         f"#!{sys.executable}\n"
         "import sys\n"
-        "from manylora.server.adapters import validation_worker\n"
+        "from manylora.server.adapters.validation_worker import limits\n"
+        "from manylora.server.sandbox.worker import answer_each\n"
         "def answer(job):\n"
         "    while job.get('spin'): pass\n"
         "    return {}\n"
-        "validation_worker.answer = answer\n"
-        "validation_worker.serve()\n"
+        "answer_each(answer, limits)\n"
     )
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))

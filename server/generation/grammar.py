@@ -11,7 +11,7 @@ from manylora.engine.grammar.problems import TOO_COMPLEX, grammar_problem, schem
 from manylora.engine.grammar.schema_reader import parts_of
 from manylora.engine.request import Grammar
 from manylora.errors import InvalidRequestError
-from manylora.server.grammar_check import GrammarChecker, grammar_checker
+from manylora.server.sandbox.grammar_check import GrammarChecker, grammar_checker
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SEARCHED = 64

@@ -12,6 +12,7 @@ from manylora.server.generation import unsupported_params
 from manylora.server.generation.schemas import GenerationBody, GenerationView
 from manylora.server.generation.vllm_fields import PromptView, TokenIdsView
 from manylora.server.http.bodies import Body, View
+from manylora.server.http.wrong_value import shown
 from manylora.server.tools.schemas import MAX_TOOLS, TOOL_CHOICE_SCHEMA, Call, Tool, ToolChoice, parse_tool_choice
 
 MAX_MESSAGES = 4096
@@ -98,7 +99,8 @@ def _content(value: object) -> str:
         for part in value:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text":
-                message = f"Manylora takes message parts of type text only, got {str(kind)[:40]}."
+                told = kind[:40] if isinstance(kind, str) else shown(part)
+                message = f"Manylora takes message parts of type text only, got {told}."
                 raise UnsupportedParameterError(message, param="messages")
             if set(part) - unsupported_params.IGNORED_IN_MESSAGES != {"type", "text"} or type(part["text"]) is not str:
                 raise InvalidRequestError("A text part holds type and text, a string.", param="messages")

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from manylora.errors import InvalidRequestError, UnsupportedParameterError
 from manylora.server.http.bodies import Body
 from manylora.server.http.body import Pace, held_body, read_chunks
+from manylora.server.http.wrong_value import wrong_value
 from manylora.server.services import services_of
 
 MAX_DEPTH = 128
@@ -116,9 +117,7 @@ def _explain(error: ValidationError) -> InvalidRequestError | UnsupportedParamet
         return UnsupportedParameterError(f"{param} is not a parameter of this route.", param=param)
     if first["type"] == "missing":
         return InvalidRequestError(f"{param} is required.", param=param, code="missing_required_parameter")
-    # pydantic's own words for it name our class
-    message = "Input should be an object" if first["type"] == "model_type" else first["msg"]
-    return InvalidRequestError(f"{param}: {message}.", param=param or None)
+    return InvalidRequestError(f"{param or 'The body'}: {wrong_value(first)}.", param=param or None)
 
 
 def _invalid(message: str) -> InvalidRequestError:

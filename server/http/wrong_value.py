@@ -36,7 +36,6 @@ _EXPECTED = {
     ),
 }
 """What is expected, by pydantic's type of error; names in braces are of its context."""
-_KINDS = {dict: "an object", list: "a list"}
 
 
 def wrong_value(error: Mapping[str, Any]) -> str:
@@ -56,8 +55,8 @@ def wrong_value(error: Mapping[str, Any]) -> str:
 
 def shown(value: object) -> str:
     """A value that a client sent, for a message: in JSON, on one line and not in length."""
-    if type(value) in _KINDS:
-        return _KINDS[type(value)]
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
     try:
         text = json.dumps(value, ensure_ascii=isinstance(value, str) and not value.isprintable())
     except (TypeError, ValueError):

@@ -33,7 +33,7 @@ TYPES = (
     "application/x-www-form-urlencoded",
     "?",
 )
-VALUES = (5, -1.5, 10**30, "", "x\n\u2028", True, [], [None], [[{}]], {}, {"a": 1})
+VALUES: tuple[Any, ...] = (5, -1.5, 10**30, "", "x\n\u2028", True, [], [None], [[{}]], {}, {"a": 1})
 QUERIES = ("", "x", "-1", "1e999", "9" * 30, "2026-13-45", "\x00", "a,b", "\u20ac")
 HEADERS = (
     *(

@@ -12,7 +12,7 @@ import pytest
 from manylora.config import environment
 from triton_processes import SUPPORT, run_compiling
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
 
 PROGRAM = SUPPORT / "ptx_report.py"
 LARGEST_SHARED = 100 * 1024

@@ -32,9 +32,9 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
 INTERPRETS = environment().get("TRITON_INTERPRET") == "1"
 if INTERPRETS:
-    from ordered_sums import order_sums
+    from tuned_interpreter import tune_interpreter
 
-    order_sums()
+    tune_interpreter()
 needs_compiler = pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")
 LEVEL = {level.name: level for level in LEVELS}
 BUILDS = {

@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import AsyncExitStack, contextmanager
+from functools import partial
 
 import structlog
 import uvicorn
@@ -17,11 +18,15 @@ from manylora.config import usable_cores
 from manylora.errors import ConfigError, NotFoundError
 from manylora.server.drain import Drain
 from manylora.server.errors import error_response
+from manylora.server.http.connection_room import ConnectionRoom, most_connections, raise_descriptor_limit
 from manylora.server.http.wire import BoundedReads
 from manylora.server.threads import FairThreads
 
 log = structlog.get_logger("manylora.server")
 KEEP_ALIVE_S = 65
+BACKLOG = 2048
+"""Connections that wait to be taken in."""
+METRICS_CONNECTIONS = 32
 MAX_THREADS = 32
 """Threads for what would hold up the event loop, as asyncio has them."""
 STOP_S = 3
@@ -30,6 +35,7 @@ STOP_S = 3
 
 def run_until_signal(serve: Callable[[Shutdown], Coroutine[object, object, None]], drain_s: float) -> int:
     """Run a server in an event loop of its own; returns the exit code. A signal during the start ends it."""
+    raise_descriptor_limit()
 
     async def run() -> int:
         threads = FairThreads(min(MAX_THREADS, usable_cores() + 4), "manylora-work")
@@ -48,13 +54,20 @@ def run_until_signal(serve: Callable[[Shutdown], Coroutine[object, object, None]
 
 
 class ApiServer(uvicorn.Server):
-    """uvicorn, with signals left to `Shutdown`."""
+    """uvicorn, with signals left to `Shutdown`, and room for so many connections.
 
-    def __init__(self, app: object) -> None:
+    Args:
+        app: What it serves.
+        most: Most connections at once; as many as there are descriptors for when None.
+    """
+
+    def __init__(self, app: object, most: int | None = None) -> None:
+        most = most or most_connections()
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
-                http=BoundedReads,  # type: ignore[arg-type]
+                http=partial(BoundedReads, ConnectionRoom(most)),  # type: ignore[arg-type]
+                backlog=min(BACKLOG, most),  # all that wait are taken in before the first of them is closed again
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -147,7 +160,7 @@ def listen(bound: socket.socket) -> None:
     """
     host, port = bound.getsockname()[:2]
     with _in_words(host, port, "server.port"):
-        bound.listen(2048)  # as uvicorn's
+        bound.listen(BACKLOG)
 
 
 @contextmanager
@@ -166,7 +179,7 @@ def listen_beside(stack: AsyncExitStack, app: object, host: str, port: int) -> N
         ConfigError: The port is taken.
     """
     listener = stack.enter_context(bind(host, port, "server.metrics_port"))
-    server = ApiServer(app)
+    server = ApiServer(app, METRICS_CONNECTIONS)
     serving = asyncio.create_task(server.serve([listener]))
 
     async def stop() -> None:

@@ -18,14 +18,13 @@ from typing import TypeVar
 
 from manylora.config import usable_cores
 from manylora.server.limits.fair_semaphore import FairSemaphore
-from manylora.server.threads import acting
 
 INLINE_BYTES = 16 * 1024
 """Up to this size, work is done on the event loop: a thread would cost more."""
 MEDIUM_BYTES = 256 * 1024
 """Above this size, work is long."""
-TOKENIZING = 4
-"""How many times as long as parsing a text takes tokenizing it."""
+BYTES_PER_CHARACTER = 4
+"""Tokenizing a character takes as long as parsing this many bytes."""
 TRIM_S = 2.0
 """After long work, and this time without more, freed memory goes back to the system."""
 SWITCH_S = 0.001
@@ -47,34 +46,33 @@ class LongWork:
         self._trimming: asyncio.TimerHandle | None = None
 
     async def run(
-        self, function: Callable[[], ResultT], num_bytes: int, begin: Callable[[], None] = lambda: None
+        self,
+        function: Callable[[], ResultT],
+        num_bytes: int,
+        tenant: str | None,
+        weight: float = 1.0,
+        begin: Callable[[], None] = lambda: None,
     ) -> ResultT:
-        """Return what a function returns, in the turn of the tenant that the current task acts for.
-
-        The function has always ended when this ends, also by cancellation.
+        """Return what a function returns, which has always ended when this ends, also by cancellation.
 
         Args:
             function: Releases the interpreter's lock at least every few milliseconds.
             num_bytes: How much it has to read.
+            tenant: Whose work it is; None is the admin's.
+            weight: Of the tenant.
             begin: Called on the event loop when its turn has come; what it raises ends the work.
         """
         if num_bytes <= INLINE_BYTES:
             begin()
             return function()
         lane = self._medium if num_bytes <= MEDIUM_BYTES else self._long
-        async with lane.places.place(*acting.get()):
+        async with lane.places.place(tenant or "", weight):
             begin()
             try:
                 return await _run_to_its_end(lane.threads, function)
             finally:
                 if lane is self._long:
                     self._trim_later()
-
-    async def tokenize(
-        self, function: Callable[[], ResultT], num_bytes: int, begin: Callable[[], None] = lambda: None
-    ) -> ResultT:
-        """Like `run`, for functions that tokenize a text of so many bytes."""
-        return await self.run(function, TOKENIZING * num_bytes, begin)
 
     def close(self) -> None:
         """Start no more threads; those that run end with their work."""

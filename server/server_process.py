@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 
 from manylora.config import environment as manylora_environment
+from manylora.data_folder import prepare_folder
 from manylora.errors import ConfigError, ManyloraError
-from manylora.registry.keys import prepare_folder
 
 HOST = "127.0.0.1"
 PROGRAM = "manylora.cli"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,10 @@ from time_by_file import TimeByFile
 if TYPE_CHECKING:
     from api_server import Api
     from s3_server import S3Server
+
+COVERED_PARAMETERS = 3
+COVERAGE_OF_PROCESSES = "COVERAGE_PROCESS_CONFIG"
+"""Variable by which coverage measures the processes that are started."""
 
 # The same examples in every run, and no judgement by the clock: test machines are shared and slow at times.
 settings.register_profile(
@@ -39,9 +44,28 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests go first: otherwise one process works on the last of them while the others are done."""
+    """Order the files, and choose what runs under coverage.
+
+    Files with slow tests go first: otherwise one process works on the last of them while the others are done. Coverage
+    takes longer than what it measures, so it measures no slow tests, and each function with its first parameters alone.
+    """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+    counts: Counter[str] = Counter()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        counts[function] += 1
+        if item.get_closest_marker("slow") or counts[function] > COVERED_PARAMETERS:
+            item.add_marker(pytest.mark.no_cover)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Run the processes of a test without coverage where the test runs without it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if item.get_closest_marker("no_cover"):
+            patch.delenv(COVERAGE_OF_PROCESSES, raising=False)
+        return (yield)
 
 
 @pytest.fixture(scope="session")

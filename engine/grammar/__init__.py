@@ -1,4 +1,4 @@
-"""Outputs held to a grammar: JSON schemas made into one, compiling beside the steps, matchers, masks of tokens.
+"""Outputs that are held to a grammar: schemas made into one, compiling beside the steps, a matcher for each request.
 
 Only requests with a grammar bring llguidance into the process.
 """

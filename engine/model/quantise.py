@@ -22,7 +22,8 @@ from manylora.engine.model.formats import dequantised, packed, scaled, three_hal
 from manylora.engine.model.formats.stored import StoredLinear, is_finite, pack
 from manylora.engine.model.quantisation import RECIPE_FILE, Quantisation, read_quantisation
 from manylora.engine.model.spec import CONFIG_FILE, HUB_FILES, DecoderSpec, module_shapes, read_spec
-from manylora.engine.model.weights import INDEX_FILE, check_checkpoint, weight_files
+from manylora.engine.model.weight_files import INDEX_FILE, weight_files
+from manylora.engine.model.weights import check_checkpoint
 from manylora.errors import ConfigError
 
 TargetFormat = Literal["int8", "int4", "q3.5"]

@@ -2,39 +2,42 @@
 
 `ARCHITECTURES` says what an architecture of the Llama family is made of; a new one is a new entry. What the config asks
 for and the decoder does not do is an error by name: a key is understood, known to be without effect on the result,
-switched off, or refused. Knows nothing of tensors.
+switched off, or refused.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from manylora import strict_json
 from manylora.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
 from manylora.config import KvDtype
-from manylora.engine.model.config_fields import ConfigFields
+from manylora.engine.model.config_fields import ConfigFields, shown
 from manylora.engine.model.gguf_folder import gguf_file, gguf_folder
 from manylora.engine.model.quantisation import RECIPE_FILE, Quantisation, read_quantisation
 from manylora.engine.model.rope_spec import RopeSpec, rope_spec
+from manylora.engine.model.weight_files import EMBEDDING, HEAD, INDEX_FILE, NORM, holds_own_head
 from manylora.errors import ConfigError
 from manylora.memory.geometry import PageGeometry, page_geometry
 
 CONFIG_FILE = "config.json"
-SPEC_FILES = (CONFIG_FILE, RECIPE_FILE)
-"""What `read_spec` reads."""
+SPEC_FILES = (CONFIG_FILE, RECIPE_FILE, INDEX_FILE)
+"""What `read_spec` reads, besides the weights where they are there."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", RECIPE_FILE)
 HUB_DUPLICATES = ("consolidated*", "*/*")
 """The same weights in other formats, as some repositories carry them."""
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-"""Tensors of a checkpoint that are not of a layer."""
+logger = logging.getLogger(__name__)
 MIB = 1 << 20
 MAX_CONFIG_BYTES = MIB
+MAX_LAYERS = 4096
+"""Layers of a model; the largest have some hundreds. Each has names, before any file is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +188,7 @@ def resolve_model(path: str, files: Sequence[str] = HUB_FILES, *, is_downloaded:
 
 
 def read_spec(folder: Path) -> DecoderSpec:
-    """Read the spec of the checkpoint in `folder`.
+    """Read the spec of the checkpoint in `folder`; a head that is in its files outranks `tie_word_embeddings`.
 
     Raises:
         ConfigError: `config.json` is missing or not a JSON object, it or `recipe.yaml` is too large or cannot be read,
@@ -193,13 +196,21 @@ def read_spec(folder: Path) -> DecoderSpec:
     """
     path = folder / CONFIG_FILE
     try:
-        config = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
+        config = strict_json.parse(_read(path), strict_json.MAX_DEPTH)
+    except strict_json.JsonRefusedError as error:
         raise ConfigError(f"model.path: cannot read {path}: {error}", param="model.path") from error
     if not isinstance(config, dict):
         raise ConfigError(f"model.path: {path} must be a JSON object", param="model.path")
     recipe = folder / RECIPE_FILE
-    return decoder_spec(config, _read(recipe).decode(errors="replace") if recipe.is_file() else "")
+    spec = decoder_spec(config, _read(recipe).decode(errors="replace") if recipe.is_file() else "")
+    if spec.is_tied and holds_own_head(folder):
+        logger.warning(
+            "%s says tie_word_embeddings, but the weights hold a head that differs from the embedding: this head is "
+            "served. Set tie_word_embeddings to false to say so.",
+            path,
+        )
+        return replace(spec, is_tied=False)
+    return spec
 
 
 def _read(path: Path) -> bytes:
@@ -227,7 +238,7 @@ def decoder_spec(config: dict[str, Any], recipe: str = "") -> DecoderSpec:
     name, architecture = _architecture(config)
     fields = ConfigFields(config, architecture.defaults)
     quantised = fields.nested("quantization_config")
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     max_positions = fields.integer("max_position_embeddings")
@@ -331,13 +342,14 @@ def _architecture(config: dict[str, Any]) -> tuple[str, Architecture]:
     entry = ARCHITECTURES.get(name) if isinstance(name, str) else None
     if entry is None:
         raise ConfigError(
-            f"architectures: {name or config.get('model_type')!r} is not served; "
+            f"architectures: {shown(name or config.get('model_type'))} is not served; "
             f"served are {', '.join(sorted(ARCHITECTURES))}",
             param="architectures",
         )
     if config.get("model_type", entry.model_type) != entry.model_type:
         raise ConfigError(
-            f"model_type: expected {entry.model_type!r} for {name}, got {config['model_type']!r}", param="model_type"
+            f"model_type: expected {entry.model_type!r} for {name}, got {shown(config['model_type'])}",
+            param="model_type",
         )
     return str(name), entry
 

@@ -6,7 +6,8 @@ import math
 
 from manylora.adapters.base_shape import SITES
 from manylora.config import Weights
-from manylora.engine.model.spec import HEAD, DecoderSpec, expected_tensors, module_shapes
+from manylora.engine.model.spec import DecoderSpec, expected_tensors, module_shapes
+from manylora.engine.model.weight_files import HEAD
 from manylora.errors import ConfigError
 from manylora.kernels.weight_format import HEAD_FORMAT, WeightFormat, layer_bytes
 

@@ -21,48 +21,19 @@ from manylora.engine.model.decoder import Decoder, DecoderLayer
 from manylora.engine.model.formats import FORMATS, dequantised, int8_rows
 from manylora.engine.model.formats.gguf_tensors import GgufTensors
 from manylora.engine.model.formats.stored import FLOATS, Part, StoredLinear
-from manylora.engine.model.gguf_folder import GGUF_FILE
 from manylora.engine.model.linear import Linear, make_head, make_linear
 from manylora.engine.model.quantisation import Quantisation
 from manylora.engine.model.rope import rope_table
-from manylora.engine.model.spec import EMBEDDING, HEAD, NORM, DecoderSpec, expected_tensors
+from manylora.engine.model.spec import DecoderSpec, expected_tensors
+from manylora.engine.model.weight_files import EMBEDDING, HEAD, NORM, weight_files
 from manylora.errors import ConfigError
 from manylora.kernels.attend import HeadNorms
 from manylora.kernels.dispatch import AttentionNeeds, kernels_for
 from manylora.kernels.quantised import Int8Weight, side_by_side
 from manylora.kernels.weight_format import HEAD_FORMAT, WeightFormat
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 LEFTOVERS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
 """Endings of tensors without effect: the first follows from the config, the others are for a KV cache in 8 bits."""
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in order of name, or its GGUF file.
-
-    Raises:
-        ConfigError: There are none, or the index is broken or names files outside the folder.
-    """
-    index = folder / INDEX_FILE
-    for name in (SINGLE_FILE, *(() if index.is_file() else (GGUF_FILE,))):
-        if (folder / name).is_file():
-            return [folder / name]
-    if not index.is_file():
-        raise ConfigError(
-            f"model.path: {folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors are read. If this is "
-            "the Hugging Face cache, perhaps not all was downloaded: start once with the hub in reach.",
-            param="model.path",
-        )
-    try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        files = [folder / name for name in names if Path(name).name == name]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"model.path: cannot read {index}: {error}", param="model.path") from error
-    missing = sorted(set(names) - {file.name for file in files if file.is_file()})
-    if missing or not files:
-        raise ConfigError(f"model.path: {index} names files that are not there: {missing}", param="model.path")
-    return files
 
 
 def base_digest(folder: Path) -> str:
@@ -164,7 +135,7 @@ class _Checkpoint:
         missing = sorted(expected.keys() - self._files.keys())
         if missing:
             raise ConfigError(f"model.path: the checkpoint lacks {_listed(missing)}", param="model.path")
-        harmless = {HEAD} if spec.is_tied else set()
+        harmless = {HEAD} if spec.is_tied else set()  # an equal copy of the embedding
         unexpected = sorted(
             name for name in self._files.keys() - expected.keys() - harmless if not name.endswith(LEFTOVERS)
         )

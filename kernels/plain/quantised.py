@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -60,13 +61,25 @@ def quantised_linear(weight: QuantisedWeight, bias: Tensor | None) -> Callable[[
         expect("x", x, (None, weight.in_features))
         codes, scales = quantise_rows(x)
         if isinstance(weight, Int8Weight):
-            y = torch._int_mm(codes, weight.codes.t()).float() * weight.scales
+            y = _product(codes, weight.codes.t()).float() * weight.scales
         else:
             y = (codes.double() @ weight.dequantised().double().t()).float()
         y *= scales
         return (y if bias is None else y + bias).to(x.dtype)
 
     return linear
+
+
+def _product(codes: Tensor, others: Tensor) -> Tensor:
+    """Multiply matrices of codes exactly."""
+    return torch._int_mm(codes, others) if has_exact_int_mm() else codes.double() @ others.double()
+
+
+@functools.cache
+def has_exact_int_mm() -> bool:
+    """Find out whether torch multiplies int8 exactly here: without VNNI, oneDNN cuts sums of two products at 32,767."""
+    codes, others = torch.full((2, 64), 127, dtype=torch.int8), torch.full((64, 2), -128, dtype=torch.int8)
+    return bool((torch._int_mm(codes, others) == 64 * 127 * -128).all())
 
 
 def quantised_head(weight: Int8Weight) -> Callable[[Tensor], Tensor]:

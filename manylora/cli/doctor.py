@@ -83,7 +83,8 @@ def _torch() -> Iterator[Finding]:
 
 
 def _cpu_kernels() -> Finding:
-    from manylora.kernels.native.library import NativeUnavailableError, describe, find_library
+    from manylora.kernels.native.compilation import NativeUnavailableError
+    from manylora.kernels.native.library import describe, find_library
 
     try:
         return Finding("CPU kernels", "ok", describe(find_library()))

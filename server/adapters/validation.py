@@ -23,7 +23,7 @@ from manylora.adapters.ref import LoraSpec, content_digest
 from manylora.engine.status import EngineReady
 from manylora.registry.records import VersionFacts
 from manylora.server.limits.fair_semaphore import FairSemaphore
-from manylora.server.sandbox.processes import LimitReachedError, NoAnswerError, SandboxedProcesses
+from manylora.server.sandbox.processes import LimitReachedError, NoAnswerError, ProcessLostError, SandboxedProcesses
 from manylora.server.threads import acting
 
 CHILDREN = 2
@@ -51,7 +51,8 @@ class AdapterValidator:
         self._base_names = base_names
         self._blobs = blobs
         self._processes = SandboxedProcesses("manylora.server.adapters.validation_worker")
-        self._places = FairSemaphore(CHILDREN)
+        self.places = FairSemaphore(CHILDREN)
+        """Of uploads that are validated."""
         self._pages: dict[str, int] = {}
         self._pages_by_header: dict[tuple[str, int], int] = {}
 
@@ -69,7 +70,7 @@ class AdapterValidator:
             "max_rank": self._ready.max_rank,
             "cpu_s": CPU_S * (1 + (size_bytes >> 30)),
         }
-        async with self._places.place(*acting.get()):
+        async with self.places.place(*acting.get()):
             found = await self.in_child(job)
         if "too_large" in found:
             raise errors.PayloadTooLargeError(**found["too_large"])
@@ -93,9 +94,13 @@ class AdapterValidator:
 
         Raises:
             AdapterFormatError: It used more time or memory than a valid adapter needs, or crashed.
+            CapacityError: Two processes were ended or stopped meanwhile, which is not the job's doing.
         """
         try:
             return dict(await self._processes.ask(job, WALL_FACTOR * job["cpu_s"]))
+        except ProcessLostError as error:
+            message = "Adapters cannot be checked just now. Try again in a moment."
+            raise errors.CapacityError(message, retry_after_s=5.0) from error
         except (LimitReachedError, NoAnswerError) as error:
             needed = "Validating this adapter took more time or memory than a valid adapter needs."
             hint = "Save the adapter again with PEFT's save_pretrained, and upload that."

@@ -20,6 +20,7 @@ from manylora.registry.sessions import LINK_PREFIX
 from manylora.server.auth.browser import check_own_page, session_token
 from manylora.server.errors import error_response
 from manylora.server.http.dashboard import is_public
+from manylora.server.http.wire import TRUST
 from manylora.server.threads import Acting, acting
 
 GIVEN_ONCE = ("host", "cookie", "origin", "sec-fetch-site")
@@ -57,7 +58,10 @@ class AuthMiddleware:
                 await error_response(error, scope["path"])(scope, receive, send)
                 return
             acting.set(Acting(identity.tenant_id or "", identity.tenant_weight))
-            scope["state"] = {**scope.get("state", {}), "identity": identity, "identify": identify}
+            state = scope.get("state", {})
+            if trust := state.get(TRUST):
+                trust()
+            scope["state"] = {**state, "identity": identity, "identify": identify}
         if scope["type"] in ("http", "lifespan"):
             await self._app(scope, receive, send)
 

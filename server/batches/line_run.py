@@ -140,12 +140,12 @@ class LineRunner:
             num_bytes=line.num_bytes,
         )
         if self.batch.endpoint == "/v1/responses":
-            response = await services.long_work.run(partial(validate, ResponsesBody, line.body), line.num_bytes)
+            response = await origin.work(partial(validate, ResponsesBody, line.body), line.num_bytes)
             return await plan_response(origin, response)
         kind: type[ChatBody | CompletionBody] = (
             ChatBody if self.batch.endpoint == "/v1/chat/completions" else CompletionBody
         )
-        body = await services.long_work.run(partial(validate, kind, line.body), line.num_bytes)
+        body = await origin.work(partial(validate, kind, line.body), line.num_bytes)
         return await plan_generation(origin, body)
 
     async def caller(self) -> Caller:

@@ -36,6 +36,7 @@ from manylora.server.cluster.wire import (
 )
 from manylora.server.hop import Hop
 from manylora.server.http.sse import ClosingResponse
+from manylora.server.http.wire import TRUST
 from manylora.server.services import Services
 from manylora.server.status.readiness import can_generate
 from manylora.server.threads import cancel_all
@@ -148,6 +149,8 @@ class FromGateways:
         if headers is None or not hmac.compare_digest(headers.get(CLUSTER, "").encode(), self._token.encode()):
             await self._app(scope, receive, send)
         elif scope["path"] == STATE_PATH:
+            if trust := scope.get("state", {}).get(TRUST):
+                trust()
             await ClosingResponse(self._reports.lines(), media_type="application/x-ndjson")(scope, receive, send)
         elif PROBE in headers:
             scope["state"] = {**scope.get("state", {}), "is_probe": True}

@@ -18,6 +18,7 @@ from manylora.registry.servers import Server, server_name
 from manylora.server.auth.admin_key import IS_OFF, VARIABLE, admin_key, check_shared_secrets, given_pepper
 from manylora.server.auth.browser import sign_in_fragment
 from manylora.server.cluster.membership import Membership
+from manylora.server.http.connection_room import most_connections
 from manylora.server.limits.database_turns import database_turns
 from manylora.server.listen import ApiServer, Shutdown, bind, listen, listen_beside, run_until_signal, url_of
 from manylora.server.logs import configure_logs
@@ -66,7 +67,7 @@ async def _serve_until(config: GatewayConfig, announce: Announce, shutdown: Shut
         stack.push_async_callback(membership.stop)
         if server.metrics_port is not None:
             listen_beside(stack, apps.metrics, server.host, server.metrics_port)
-        http = shutdown.server = ApiServer(apps.main)
+        http = shutdown.server = ApiServer(apps.main, most_connections(descriptors_each=2))  # with one to a replica
         gc.freeze()
         gc.set_threshold(10_000, 20)  # else collections are a part of the time under load
         announce("manylora: gateway, which passes requests on to the replicas of its registry")

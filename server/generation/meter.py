@@ -12,8 +12,9 @@ has computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import structlog
 
@@ -25,6 +26,7 @@ from manylora.server.generation.choices import Choice, ChoiceStep
 from manylora.server.generation.schemas import OutputDetails, UsageDetails, UsageView
 from manylora.server.hop import Counts, Hop
 from manylora.server.limits.reservation import LimitReservation
+from manylora.server.long_work import BYTES_PER_CHARACTER
 from manylora.server.model_name import ResolvedModel
 from manylora.server.services import Services
 
@@ -32,6 +34,7 @@ log = structlog.get_logger("manylora.server")
 MARK_TOKENS = 128
 MARK_S = 1.0
 MAX_REQUEST_ID = 128
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,14 @@ class Origin:
     """If a gateway passed it on."""
     line_id: str | None = None
     """For a line of a batch: its ledger id. Such a request does not pass the gate."""
+
+    async def work(self, function: Callable[[], ResultT], num_bytes: int) -> ResultT:
+        """Run a function that reads so many bytes of the request; see `LongWork.run`."""
+        return await self.services.long_work.run(function, num_bytes, self.caller.tenant_id, self.caller.weight)
+
+    async def tokenize(self, function: Callable[[], ResultT], num_characters: int) -> ResultT:
+        """Run a function that tokenizes so many characters of the request."""
+        return await self.work(function, BYTES_PER_CHARACTER * num_characters)
 
 
 class Meter:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from manylora.engine.grammar.json_schema import json_rule
 from manylora.engine.request import Grammar
 from manylora.engine.sampling_params import SamplingParams
+from manylora.engine.text.text_stream import prompt_offsets
 from manylora.engine.text.tokenizer import LONG, MAX_SWELLING
 from manylora.errors import ContextLengthError, InvalidRequestError
 from manylora.server.generation.chat_schemas import ChatBody, Message, ToolsBody
@@ -39,6 +40,8 @@ class Prompt:
     token_ids: list[int]
     text: str | None = None
     """As the client sent it; None for token ids, chats and what was truncated."""
+    text_offsets: Sequence[int] = ()
+    """Characters of its text before each token, where they are asked for."""
     answer: AnswerPlan | None = None
     """How to read answers that may hold calls or reasoning; None for plain text."""
     grammar: Grammar | None = None
@@ -59,7 +62,7 @@ class AskedGrammar(NamedTuple):
 
 
 def prompts_and_params(
-    body: CompletionBody | ChatBody, services: Services, rendered: str | None = None
+    body: CompletionBody | ChatBody, services: Services, rendered: str = ""
 ) -> tuple[Prompts, AskedGrammar | None]:
     """The prompts of a body in order, each with how to continue it, and what all answers are to be held to.
 
@@ -74,7 +77,7 @@ def prompts_and_params(
         ContextLengthError: A prompt and the requested tokens exceed the context.
     """
     if isinstance(body, ChatBody):
-        return _chat(body, rendered or "", services)
+        return _chat(body, services, rendered)
     _check_candidates(body, len(body.prompt), services)
     echoed = body.logprobs if body.echo else None
     params = _params(body, services, max_tokens=body.max_tokens, logprobs=body.logprobs, echoed_logprobs=echoed)
@@ -106,7 +109,15 @@ def _completion_prompt(given: str | list[int], body: CompletionBody, services: S
         prompt = Prompt(token_ids=given)
     prompt = _truncated(prompt, body.truncate_prompt_tokens, body.max_tokens, services)
     _check_prompt(prompt, body.max_tokens, services, "prompt")
-    return prompt
+    return replace(prompt, text_offsets=_text_offsets(prompt, body, services)) if body.echo else prompt
+
+
+def _text_offsets(prompt: Prompt, body: CompletionBody, services: Services) -> Sequence[int]:
+    if body.logprobs is None:
+        return ()
+    if prompt.text is not None:
+        return services.tokenizer.text_offsets(prompt.text, body.add_special_tokens)
+    return prompt_offsets(services.tokenizer, prompt.token_ids, skip_special_tokens=body.skip_special_tokens)
 
 
 def _truncated(prompt: Prompt, wanted: int | None, num_output: int, services: Services) -> Prompt:
@@ -119,7 +130,7 @@ def _truncated(prompt: Prompt, wanted: int | None, num_output: int, services: Se
     return prompt if len(prompt.token_ids) <= num_kept else Prompt(token_ids=prompt.token_ids[-num_kept:])
 
 
-def _chat(body: ChatBody, rendered: str, services: Services) -> tuple[Prompts, AskedGrammar | None]:
+def _chat(body: ChatBody, services: Services, rendered: str) -> tuple[Prompts, AskedGrammar | None]:
     """Without a token limit the answer may fill the context."""
     answer = _answer_format(body, services)
     check_text(rendered, services, is_truncated=body.truncate_prompt_tokens is not None)
@@ -142,26 +153,21 @@ def _chat(body: ChatBody, rendered: str, services: Services) -> tuple[Prompts, A
     return [(prompt, params)], _asked_grammar(lark, param, parts)
 
 
-async def rendered_chat(body: ChatBody, services: Services, tenant: str, num_bytes: int) -> str:
-    """A chat of a tenant, whose body has so many bytes, as the model reads it.
+def chat_job(body: ChatBody, services: Services) -> dict[str, Any]:
+    """A chat as `ChatRenderer.render` takes it.
 
     Raises:
-        InvalidRequestError: Too many candidates, tools for a model whose calls are not known, or the chat template
-            refuses the messages.
+        InvalidRequestError: Too many candidates, or tools for a model whose calls are not known.
         ContextLengthError: A text is too long for the context.
     """
-
-    def job() -> dict[str, Any]:
-        _check_candidates(body, 1, services)
-        for text in body.texts:
-            check_text(text, services, is_truncated=True)  # the template may leave parts out
-        _answer_format(body, services)
-        return chat_job(body, body.messages)
-
-    return await services.chats.render(await services.long_work.run(job, num_bytes), tenant)
+    _check_candidates(body, 1, services)
+    _answer_format(body, services)
+    for text in body.texts:
+        check_text(text, services, is_truncated=True)  # the template may leave parts out
+    return render_job(body, body.messages)
 
 
-def chat_job(body: ToolsBody, messages: list[Message]) -> dict[str, Any]:
+def render_job(body: ToolsBody, messages: list[Message]) -> dict[str, Any]:
     """The arguments of `ChatTemplate.render` for the messages of a body."""
     return {
         "messages": [as_turn(message) for message in messages],

@@ -21,11 +21,10 @@ from manylora.server.generation.chat_schemas import ChatBody, ChatView
 from manylora.server.generation.choices import Choice, Generation
 from manylora.server.generation.meter import Meter, Origin
 from manylora.server.generation.openai_format import ChatFormat, CompletionFormat, JsonObject
-from manylora.server.generation.prompts import Prompts, held_to, prompts_and_params, rendered_chat
+from manylora.server.generation.prompts import Prompts, chat_job, held_to, prompts_and_params
 from manylora.server.generation.response import GenerationResponse, PlannedGeneration
 from manylora.server.generation.schemas import CompletionBody, CompletionView, GenerationBody
 from manylora.server.generation.writer import ChunkWriter
-from manylora.server.grammar_check import turn_of
 from manylora.server.hop import SESSION_HEADER, hop_of, is_probe
 from manylora.server.http.bodies import Body, View
 from manylora.server.http.body import held_body
@@ -37,6 +36,7 @@ from manylora.server.limits.rates import GeneratingCaller, admit_generation, res
 from manylora.server.limits.reservation import LimitReservation
 from manylora.server.long_work import INLINE_BYTES
 from manylora.server.model_name import ResolvedModel, hold_weights, resolve_model
+from manylora.server.sandbox.grammar_check import turn_of
 from manylora.server.services import Services, services_of
 
 if TYPE_CHECKING:
@@ -127,15 +127,15 @@ async def plan_generation(
     services, reservation = origin.services, origin.reservation
     model = await _resolve(origin, body)
     with _admitted(origin, model, body) as admission:
-        tenant = origin.caller.tenant_id or ""
-        num_bytes, rendered = origin.num_bytes or body.num_characters, None
-        if isinstance(body, ChatBody):
-            rendered = await rendered_chat(body, services, tenant, num_bytes)
+        num_characters = origin.num_bytes or body.num_characters
         if body.has_grammar or (isinstance(body, ChatBody) and body.tools):
-            num_bytes = max(num_bytes, INLINE_BYTES)  # schemas take long for their size
-        plan = partial(prompts_and_params, body, services, rendered)
-        prompts, asked = await services.long_work.tokenize(plan, num_bytes)
+            num_characters = max(num_characters, INLINE_BYTES)  # schemas take long for their size
+        rendered = ""
+        if isinstance(body, ChatBody):
+            rendered = await services.chats.render(await origin.work(partial(chat_job, body, services), num_characters))
+        prompts, asked = await origin.tokenize(lambda: prompts_and_params(body, services, rendered), num_characters)
         if asked is not None:
+            tenant = origin.caller.tenant_id or ""
             async with turn_of(tenant):
                 prompts = await asyncio.to_thread(held_to, prompts, asked, services, tenant)
         num_prompt = await _reserve(services, reservation, body, prompts)
@@ -169,7 +169,7 @@ async def received(request: Request, caller: Caller, kind: type[BodyT]) -> tuple
     if hop is not None:
         caller = replace(caller, weight=caller.weight * hop.weight_share)
     raw = await json_bytes(request, services.config.server.max_body_bytes, services.pace)
-    body = await services.long_work.run(partial(parsed, kind, raw), len(raw))
+    body = await services.long_work.run(partial(parsed, kind, raw), len(raw), caller.tenant_id, caller.weight)
     origin = Origin(
         services=services,
         caller=caller,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import APIRouter, Request
@@ -15,12 +15,13 @@ from manylora.errors import InvalidRequestError
 from manylora.server.auth.callers import Caller
 from manylora.server.generation import unsupported_params
 from manylora.server.generation.chat_schemas import MAX_MESSAGES, Message, ToolsBody
-from manylora.server.generation.prompts import chat_job, check_text
+from manylora.server.generation.prompts import check_text, render_job
 from manylora.server.http.bodies import Body, Token, View
 from manylora.server.http.body import content_length
 from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import OBJECT, sends, takes
 from manylora.server.limits.rates import TokenizingCaller, reservation_of
+from manylora.server.long_work import BYTES_PER_CHARACTER
 from manylora.server.model_name import resolve_model
 from manylora.server.services import Services, Wired, services_of
 
@@ -47,6 +48,7 @@ class TokenizeBody(ToolsBody):
     """Body of POST /tokenize: a prompt, or a chat."""
 
     takes_nul = True
+    ignored = unsupported_params.IGNORED
     neutral_values = unsupported_params.TOKENIZE
 
     model: str | None = Field(None, min_length=1, max_length=512)
@@ -77,9 +79,8 @@ async def tokenize(request: Request, services: Wired, caller: TokenizingCaller) 
     await _check_model(services, caller, body.model)
     text = body.prompt or ""
     if body.messages is not None:
-        job = await services.long_work.run(partial(chat_job, body, body.messages), body_bytes(request))
-        text = await services.chats.render(job, caller.tenant_id or "")
-    count, answer = await unbilled(request, partial(_tokenized, services, body, text))
+        text = await rendered_chat(request, caller, partial(render_job, body, body.messages))
+    count, answer = await unbilled(request, caller, partial(_tokenized, services, body, text))
     reservation_of(request).spend(count)
     return Response(answer, media_type="application/json")
 
@@ -91,23 +92,29 @@ async def detokenize(request: Request, services: Wired, caller: TokenizingCaller
     await _check_model(services, caller, body.model)
     if max(body.tokens, default=0) >= services.ready.vocab_size:
         raise InvalidRequestError(f"The ids in tokens must be at most {services.ready.vocab_size - 1}.", param="tokens")
-    answer = await unbilled(request, partial(_detokenized, services, body))
+    answer = await unbilled(request, caller, partial(_detokenized, services, body))
     reservation_of(request).spend(len(body.tokens))
     return Response(answer, media_type="application/json")
 
 
-async def unbilled(request: Request, work: Callable[[], ResultT]) -> ResultT:
+async def unbilled(request: Request, caller: Caller, work: Callable[[], ResultT]) -> ResultT:
     """Tokenize a body for a caller who does not generate; its tokens count in the minute when it has spent them.
 
     Raises:
         RateLimitError: The tokens of the minute are used up when its turn comes.
     """
-    begin = reservation_of(request).check_minute
-    return await services_of(request).long_work.tokenize(work, body_bytes(request), begin)
+    num_bytes, begin = BYTES_PER_CHARACTER * _num_bytes(request), reservation_of(request).check_minute
+    return await services_of(request).long_work.run(work, num_bytes, caller.tenant_id, caller.weight, begin)
 
 
-def body_bytes(request: Request) -> int:
-    """Length of a body; the most it may have where its header does not say."""
+async def rendered_chat(request: Request, caller: Caller, job: Callable[[], dict[str, Any]]) -> str:
+    """A chat of a caller who does not generate, as the model reads it; `job` makes what `ChatRenderer.render` takes."""
+    services = services_of(request)
+    made = await services.long_work.run(job, _num_bytes(request), caller.tenant_id, caller.weight)
+    return await services.chats.render(made)
+
+
+def _num_bytes(request: Request) -> int:
     length = content_length(request)
     return services_of(request).config.server.max_body_bytes if length is None else length
 
@@ -126,10 +133,11 @@ async def _check_model(services: Services, caller: Caller, model: str | None) ->
 
 def _tokenized(services: Services, body: TokenizeBody, text: str) -> tuple[int, bytes]:
     """How many tokens there are, and the answer, which takes as long to write as they take to find."""
+    tokenizer, is_chat = services.tokenizer, body.messages is not None
     check_text(text, services)
-    begins = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-    tokens = services.tokenizer.encode(text, add_special_tokens=begins)
-    texts = [services.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+    begins = not is_chat if body.add_special_tokens is None else body.add_special_tokens
+    tokens = tokenizer.encode(text, add_special_tokens=begins)
+    texts = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
     view = {"count": len(tokens), "max_model_len": services.ready.max_model_len, "tokens": tokens, "token_strs": texts}
     return len(tokens), orjson.dumps(view)
 

@@ -7,12 +7,15 @@ routes.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from manylora.errors import InvalidRequestError, ManyloraError, PayloadTooLargeError, TimeoutExceededError
 from manylora.server.errors import error_response
+
+if TYPE_CHECKING:
+    from manylora.server.http.connection_room import ConnectionRoom
 
 MAX_HEAD_BYTES = 16 * 1024
 """Most bytes of a request line with its headers; trailers count too."""
@@ -29,11 +32,21 @@ IS_CLOSING = "is_closing"
 some turns of the event loop later."""
 
 
-class BoundedReads(asyncio.BufferedProtocol):
-    """Between a connection and its protocol: bounds one read to a quarter of what event loops read."""
+TRUST = "trust_connection"
+"""Key in a request's state of a function to call once its key was found valid."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - uvicorn's own
-        self._protocol = protocol = BoundedProtocol(*args, **kwargs)
+
+class BoundedReads(asyncio.BufferedProtocol):
+    """Between a connection and its protocol: bounds one read to a quarter of what event loops read.
+
+    Args:
+        room: Where the connection takes a place.
+        args: As uvicorn's protocol takes them.
+        kwargs: The same.
+    """
+
+    def __init__(self, room: ConnectionRoom, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - uvicorn's own
+        self._protocol = protocol = BoundedProtocol(room, *args, **kwargs)
         self._buffer = bytearray()
         self.connection_made = protocol.connection_made  # type: ignore[assignment,method-assign]
         self.connection_lost = protocol.connection_lost  # type: ignore[method-assign]
@@ -68,13 +81,23 @@ class BoundedProtocol(HttpToolsProtocol):
     """`_refuse` has answered: nothing more is parsed."""
     _clock: asyncio.TimerHandle | None = None
 
+    def __init__(self, room: ConnectionRoom, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - uvicorn's own
+        super().__init__(*args, **kwargs)
+        self._room = room
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection, and start the clock of its first head."""
         super().connection_made(transport)
         self._start_clock()
+        self._room.enter(self, self.loop.time())
+
+    def give_way(self) -> None:
+        """Close at once, for a connection that came later."""
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clock."""
+        self._room.leave(self)
         self._stop_clock()
         super().connection_lost(exc)
 
@@ -99,6 +122,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Begin a request, and give it the function that says whether the connection is closing."""
         super().on_message_begin()
         self.scope["state"][IS_CLOSING] = self.transport.is_closing
+        self.scope["state"][TRUST] = self._trust
         self._head_bytes = 0
         self._start_clock()
 
@@ -115,6 +139,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Hand the request on; its body may take its time."""
         self._stop_clock()
+        self._room.begin(self)
         self._has_head, self._untold_bytes, self._unasked_bytes = True, 0, 0
         super().on_headers_complete()
 
@@ -127,6 +152,12 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._unasked_bytes > MAX_UNASKED_BYTES:
                 self.transport.close()
 
+    def on_response_complete(self) -> None:
+        """End an answer."""
+        if not self.pipeline:
+            self._room.rest(self)
+        super().on_response_complete()
+
     def on_message_complete(self) -> None:
         """End the request; whatever comes next is a head."""
         self._has_head = False
@@ -137,6 +168,9 @@ class BoundedProtocol(HttpToolsProtocol):
         del msg
         is_too_long = self._head_bytes > MAX_HEAD_BYTES
         self._refuse(_too_long() if is_too_long else InvalidRequestError("This is not HTTP.", code="invalid_http"))
+
+    def _trust(self) -> None:
+        self._room.trust(self)
 
     def _count(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from fastapi import APIRouter, Request
 
 from manylora.server.generation.items import named
-from manylora.server.generation.prompts import check_text, rendered_chat
+from manylora.server.generation.prompts import chat_job, check_text
 from manylora.server.generation.response import PlannedGeneration
 from manylora.server.generation.routes import GenerationRoute, plan_generation, post, received
-from manylora.server.generation.tokens import body_bytes, unbilled
+from manylora.server.generation.tokens import rendered_chat, unbilled
 from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import takes
 from manylora.server.limits.rates import GeneratingCaller, TokenizingCaller, reservation_of
@@ -28,8 +26,8 @@ count_router = APIRouter(tags=["tokens"])
 async def message(request: Request, caller: GeneratingCaller) -> PlannedGeneration:
     """Answer a conversation, as Anthropic's clients ask."""
     origin, body = await received(request, caller, MessagesBody)
-    services = origin.services
-    chat = await services.long_work.run(partial(chat_of, body, services.ready.max_model_len), origin.num_bytes)
+    max_model_len = origin.services.ready.max_model_len
+    chat = await origin.work(lambda: chat_of(body, max_model_len), origin.num_bytes)
     with named(NAMES):
         return await plan_generation(origin, chat, MessageWriter)
 
@@ -40,14 +38,13 @@ async def count_tokens(request: Request, services: Wired, caller: TokenizingCall
     body = await json_body(request, TokenCountBody, services.config.server.max_body_bytes, services.pace)
     await resolve_model(services, caller, body.model)
 
-    num_bytes = body_bytes(request)
-    chat = await services.long_work.run(partial(chat_of, body, services.ready.max_model_len), num_bytes)
-    rendered = await rendered_chat(chat, services, caller.tenant_id or "", num_bytes)
+    max_model_len = services.ready.max_model_len
+    rendered = await rendered_chat(request, caller, lambda: chat_job(chat_of(body, max_model_len), services))
 
     def count() -> int:
         check_text(rendered, services)
         return len(services.tokenizer.encode(rendered, add_special_tokens=False))
 
-    tokens = await unbilled(request, count)
+    tokens = await unbilled(request, caller, count)
     reservation_of(request).spend(tokens)
     return TokenCountView(input_tokens=tokens)

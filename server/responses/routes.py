@@ -28,5 +28,5 @@ async def respond(request: Request, caller: GeneratingCaller) -> PlannedGenerati
 async def plan_response(origin: Origin, body: ResponsesBody) -> PlannedGeneration:
     """Like `plan_generation`."""
     with named(NAMES):
-        chat = await origin.services.long_work.run(lambda: validate(ResponsesChat, chat_of(body)), origin.num_bytes)
+        chat = await origin.work(lambda: validate(ResponsesChat, chat_of(body)), origin.num_bytes)
         return await plan_generation(origin, chat, partial(ResponseWriter, body))

@@ -6,15 +6,16 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
-from weakref import WeakValueDictionary
 
 from manylora.engine.text.chat_template import UNUSABLE, unusable
 from manylora.engine.text.tokenizer import Tokenizer
 from manylora.errors import CapacityError, InvalidRequestError
+from manylora.server.limits.fair_semaphore import FairSemaphore
 from manylora.server.sandbox.processes import LimitReachedError, NoAnswerError, SandboxedProcesses
+from manylora.server.threads import acting
 
 CHILDREN = 2
-"""Chats that are rendered at once."""
+"""Chats that are rendered at once; twice as many while one tenant has more than its share."""
 CPU_S = 1.0
 """CPU seconds that a chat may take. One of 4,000 messages takes a tenth of one."""
 WALL_S = 20.0
@@ -36,25 +37,23 @@ class ChatRenderer:
         self.setup = {"template": asdict(tokenizer.chat_template), "cpu_s": cpu_s}
         """What the processes are told first."""
         self._processes = SandboxedProcesses("manylora.server.sandbox.chat_worker", self.setup)
-        self._at_once = asyncio.Semaphore(CHILDREN)
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._places = FairSemaphore(CHILDREN, spare=CHILDREN)
         self._fault: str | None = None
 
     async def try_template(self) -> str | None:
         """Try the template with a greeting; returns why chats will be refused, or None where they will not."""
         if self._tokenizer.chat_template.source:
             try:
-                await self.render(TRIAL, "")
+                await self.render(TRIAL)
             except InvalidRequestError as error:
                 self._fault = error.message if error.code == UNUSABLE else None
         return self._fault
 
-    async def render(self, chat: Mapping[str, Any], tenant: str) -> str:
-        """A chat of a tenant. Chats of one tenant are rendered one by one, so that its slow ones delay no others.
+    async def render(self, chat: Mapping[str, Any]) -> str:
+        """A chat as the model reads it. Tenants have places in turns, so that slow chats of one delay no others.
 
         Args:
             chat: The arguments of `ChatTemplate.render`, of JSON types.
-            tenant: Who sent it.
 
         Raises:
             InvalidRequestError: The template refuses it, or takes too much time or memory.
@@ -63,7 +62,7 @@ class ChatRenderer:
         self._tokenizer.check_template_kwargs(chat.get("template_kwargs", {}))
         if self._fault is not None:
             raise InvalidRequestError(self._fault, code=UNUSABLE, param="messages")
-        async with self._turns.setdefault(tenant, asyncio.Lock()), self._at_once:
+        async with self._places.place(*acting.get()):
             asking = asyncio.ensure_future(self.answer(dict(chat)))
             try:
                 found = await asyncio.shield(asking)

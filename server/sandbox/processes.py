@@ -10,11 +10,14 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
+from pathlib import Path
 from typing import Any
 
 from manylora.config import environment
 
 MAX_ANSWER_BYTES = 1 << 24
+LOOK_S = 1.0
+"""Seconds between two looks at whether a process was stopped."""
 _LIMITS = frozenset({signal.SIGPROF, signal.SIGXCPU, signal.SIGABRT, signal.SIGSEGV})
 """Signals by which the system ends what passes a limit of CPU time, memory or stack."""
 _HIDDEN = ("MANYLORA_", "AWS_", "PG")
@@ -30,7 +33,7 @@ class NoAnswerError(Exception):
 
 
 class ProcessLostError(NoAnswerError):
-    """A process was ended from outside."""
+    """A process was ended, or stopped, from outside."""
 
 
 class SandboxedProcesses:
@@ -48,7 +51,7 @@ class SandboxedProcesses:
         self._numbers = itertools.count()
 
     async def ask(self, job: object, wall_s: float) -> Any:  # noqa: ANN401 - JSON
-        """The answer to a job. A process that was ended from outside is replaced once.
+        """The answer to a job. A process that was ended or stopped from outside is replaced once.
 
         Args:
             job: Of JSON types.
@@ -72,6 +75,7 @@ class SandboxedProcesses:
     async def _ask(self, job: object, wall_s: float) -> Any:  # noqa: ANN401 - JSON
         process = await self._idle_or_new()
         is_sound = False
+        watching = asyncio.create_task(_end_when_stopped(process))
         try:
             async with asyncio.timeout(wall_s):
                 found = await _exchange(process, next(self._numbers), job)
@@ -79,6 +83,7 @@ class SandboxedProcesses:
         except TimeoutError as error:
             raise LimitReachedError(f"no answer within {wall_s} s") from error
         finally:
+            watching.cancel()
             if is_sound:
                 self._idle.append(process)
             else:
@@ -133,6 +138,23 @@ def _pipes(process: Process) -> tuple[asyncio.StreamWriter, asyncio.StreamReader
     if process.stdin is None or process.stdout is None:
         raise ValueError("a process of a sandbox has pipes")
     return process.stdin, process.stdout
+
+
+async def _end_when_stopped(process: Process) -> None:
+    """Wait until the process or its fork is stopped, which nobody tells, and kill both."""
+    while not _is_stopped(process.pid):  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(LOOK_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+        stats = [Path(f"/proc/{each}/stat").read_text(encoding="utf-8") for each in (pid, *children)]
+    except OSError:  # one of them has ended
+        return False
+    return any(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 async def _end(process: Process) -> None:

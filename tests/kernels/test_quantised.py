@@ -11,6 +11,7 @@ import torch
 
 from implementations import BF16, F16, F32, NATIVE, TORCH, Implementation, num_threads
 from manylora.kernels.native.quantised import QuantisedLinear
+from manylora.kernels.plain.quantised import has_exact_int_mm
 from manylora.kernels.quantised import MAX_FEATURES, ROWS_AT_ONCE, Int4Weight, Int8Weight, QuantisedWeight
 from manylora.kernels.weight_format import GROUP, layer_bytes
 
@@ -63,6 +64,22 @@ def nibbles(weight: Int4Weight, index: int) -> np.ndarray[tuple[int], np.dtype[n
     eight, place = divmod(at, 8)
     both = weight.codes[:, group * 16 + eight * 4 + place % 4].long().numpy()
     return (both >> 4 if place >= 4 else both & 15) - 8
+
+
+def test_products_are_exact_where_those_of_torch_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As oneDNN computes them on a CPU without VNNI: a sum of two products is at most 32,767."""
+
+    def saturating(codes: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        products = codes.int()[:, :, None] * others.int()[None]
+        return products.unfold(1, 2, 2).sum(-1).clamp(-(1 << 15), (1 << 15) - 1).sum(1)
+
+    codes, x = torch.full((3, 64), -128, dtype=torch.int8), torch.full((2, 64), 127.0)
+    monkeypatch.setattr(torch, "_int_mm", saturating)
+    has_exact_int_mm.cache_clear()
+    try:
+        assert set(layer(TORCH, Int8Weight(codes, torch.ones(3)))(x).flatten().tolist()) == {64 * 127 * -128}
+    finally:
+        has_exact_int_mm.cache_clear()
 
 
 @by_format

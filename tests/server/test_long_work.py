@@ -4,44 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
-from contextvars import copy_context
 from functools import partial
-from typing import Any
 
 import pytest
 
 from api_server import eventually
 from manylora.server import long_work
 from manylora.server.long_work import INLINE_BYTES, MEDIUM_BYTES, LongWork
-from manylora.server.threads import Acting, acting
 
 pytestmark = pytest.mark.anyio
 LONG = MEDIUM_BYTES + 1
 
 
-def of(tenant: str, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
-    """Work as the task of a tenant."""
-    context = copy_context()
-    context.run(acting.set, Acting(tenant))
-    return asyncio.create_task(work, context=context)
-
-
 async def test_short_work_is_done_at_once() -> None:
-    assert await LongWork(2).run(threading.current_thread, INLINE_BYTES) is threading.main_thread()
+    assert await LongWork(2).run(threading.current_thread, INLINE_BYTES, "t") is threading.main_thread()
 
 
 @pytest.mark.parametrize("num_bytes", [INLINE_BYTES + 1, LONG])
 async def test_longer_work_is_done_in_a_thread(num_bytes: int) -> None:
-    assert await LongWork(2).run(threading.current_thread, num_bytes) is not threading.main_thread()
+    assert await LongWork(2).run(threading.current_thread, num_bytes, "t") is not threading.main_thread()
 
 
 async def test_long_work_of_one_tenant_keeps_another_waiting_for_one_piece_at_most() -> None:
     work, order = LongWork(2), list[str]()
     first = threading.Event()
-    tasks = [of("flood", work.run(first.wait, LONG))]
+    tasks: list[asyncio.Task[object]] = [asyncio.create_task(work.run(first.wait, LONG, "flood"))]
     await asyncio.sleep(0)
-    tasks += [of(name, work.run(partial(order.append, name), LONG)) for name in [*["flood"] * 5, "quiet"]]
+    names = [*["flood"] * 5, "quiet"]
+    tasks += [asyncio.create_task(work.run(partial(order.append, name), LONG, name)) for name in names]
     await asyncio.sleep(0)
     first.set()
     await asyncio.gather(*tasks)
@@ -50,9 +40,9 @@ async def test_long_work_of_one_tenant_keeps_another_waiting_for_one_piece_at_mo
 
 async def test_medium_work_does_not_wait_for_long_work() -> None:
     work, end = LongWork(2), threading.Event()
-    task = of("flood", work.run(end.wait, LONG))
+    task = asyncio.create_task(work.run(end.wait, LONG, "flood"))
     await asyncio.sleep(0)
-    assert await work.run(lambda: "done", INLINE_BYTES + 1) == "done"
+    assert await work.run(lambda: "done", INLINE_BYTES + 1, "quiet") == "done"
     end.set()
     await task
 
@@ -65,7 +55,7 @@ async def test_work_that_may_not_begin_any_more_is_not_done() -> None:
 
     for num_bytes in (1, INLINE_BYTES + 1, LONG):
         with pytest.raises(ValueError, match="used up"):
-            await work.run(lambda: done.append(1), num_bytes, begin=refuse)
+            await work.run(lambda: done.append(1), num_bytes, "t", begin=refuse)
     assert not done
 
 
@@ -77,7 +67,7 @@ async def test_work_has_ended_when_its_owner_is_cancelled() -> None:
         end.wait(10)
         ended.append(1)
 
-    task = asyncio.create_task(work.run(last, LONG))
+    task = asyncio.create_task(work.run(last, LONG, "t"))
     await eventually(begun.is_set)
     task.cancel()
     asyncio.get_running_loop().call_later(0.01, end.set)
@@ -91,6 +81,6 @@ async def test_freed_memory_goes_back_once_long_work_is_over(monkeypatch: pytest
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(long_work, "TRIM_S", 0.01)
     monkeypatch.setattr(long_work, "give_memory_back", lambda: loop.call_soon_threadsafe(given.set))
-    await LongWork(2).run(lambda: None, LONG)
+    await LongWork(2).run(lambda: None, LONG, "t")
     async with asyncio.timeout(10):
         await given.wait()

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from idleness import wait_until
 from manylora.config import environment
 from manylora.engine.model.spec import resolve_model
-from manylora.engine.model.weights import weight_files
+from manylora.engine.model.weight_files import weight_files
 from manylora.errors import ConfigError
 from manylora.server.serve import load_tokenizer
 from manylora_server import DEMO_MODEL, engines, manylora_server

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -92,6 +93,20 @@ def make_model(
         _randomise(model)
     model.to(dtype).save_pretrained(folder, max_shard_size="60KB" if sharded else "5GB")
     make_tokenizer(folder)
+    return folder
+
+
+def with_own_head(folder: Path) -> Path:
+    """Add a head to a tied checkpoint and leave its config, as merging an adapter with trained embeddings does."""
+    head = torch.randn(TINY_VOCAB_SIZE, 64, generator=torch.Generator().manual_seed(7)) / 8
+    index = folder / "model.safetensors.index.json"
+    file = folder / ("own_head.safetensors" if index.is_file() else "model.safetensors")
+    tensors = load_file(file) if file.is_file() else {}
+    save_file({**tensors, "lm_head.weight": head}, file, {"format": "pt"})
+    if index.is_file():
+        content = json.loads(index.read_text())
+        content["weight_map"]["lm_head.weight"] = file.name
+        index.write_text(json.dumps(content))
     return folder
 
 

@@ -11,7 +11,7 @@ import torch
 
 from manylora.memory.geometry import PageGeometry
 from step_driver import StepDriver
-from tiny_models import load_reference, make_model, prompt, reference_logits
+from tiny_models import load_reference, make_model, prompt, reference_logits, with_own_head
 
 TOLERANCE = 1e-4
 LLAMA3 = {
@@ -61,6 +61,17 @@ def test_logits_equal_transformers(name: str, variant: MakeVariant) -> None:
     tokens = prompt(41)
     folder = variant(name)
     assert_same(StepDriver(folder).logits_alone(tokens), reference_logits(load_reference(folder), tokens))
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "llama-tied-sharded"])
+def test_a_head_beside_a_tied_embedding_is_used_as_transformers_does(name: str, tmp_path: Path) -> None:
+    architecture, fields = VARIANTS[name]
+    tokens, folder = prompt(17), make_model(tmp_path, architecture, **fields)
+    tied = StepDriver(folder).logits_alone(tokens)
+    with_own_head(folder)
+    own = StepDriver(folder).logits_alone(tokens)
+    assert_same(own, reference_logits(load_reference(folder), tokens))
+    assert (own - tied).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-window", "qwen3"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -14,10 +15,13 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from manylora.engine.model.decoder import Decoder
+from manylora.engine.model.quantise import quantise
 from manylora.engine.model.spec import expected_tensors, read_spec, resolve_model
-from manylora.engine.model.weights import base_digest, load_decoder, weight_files
+from manylora.engine.model.weight_bytes import model_bytes
+from manylora.engine.model.weight_files import weight_files
+from manylora.engine.model.weights import base_digest, load_decoder
 from manylora.errors import ConfigError
-from tiny_models import make_model
+from tiny_models import make_model, with_own_head
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -97,13 +101,56 @@ def test_leftovers_of_older_checkpoints_are_harmless(model: Path, changed: Calla
     assert torch.equal(_logits(folder), _logits(model))
 
 
-def test_a_tied_head_is_the_embedding_whatever_is_stored_for_it(tmp_path: Path) -> None:
+def test_an_equal_copy_of_the_embedding_is_no_head_of_its_own(tmp_path: Path) -> None:
     folder = make_model(tmp_path, "qwen2", tied=True)
     expected = _logits(folder)
     tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "lm_head.weight": torch.zeros(320, 64)}, folder / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, folder / "model.safetensors")
+    assert read_spec(folder).is_tied
     assert expected.any()
     assert torch.equal(_logits(folder), expected)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_head_in_the_files_outranks_the_config(
+    tmp_path: Path, is_sharded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = with_own_head(make_model(tmp_path, "qwen2", tied=True, sharded=is_sharded))
+    spec = read_spec(folder)
+    assert not spec.is_tied
+    assert "tie_word_embeddings" in caplog.text
+    assert spec.num_parameters == sum(
+        tensor.numel() for file in folder.glob("*.safetensors") for tensor in load_file(file).values()
+    )
+    tied = replace(spec, is_tied=True)
+    own_bytes = 320 * 64 * 4
+    for on_cpu in (False, True):
+        more = model_bytes(spec, "bf16", 4, on_cpu=on_cpu) - model_bytes(tied, "bf16", 4, on_cpu=on_cpu)
+        assert more == (0 if on_cpu else own_bytes)
+
+
+def test_an_index_tells_of_a_head_where_the_weights_are_not_there(tmp_path: Path) -> None:
+    folder = with_own_head(make_model(tmp_path, "llama", tied=True, sharded=True))
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    assert not read_spec(folder).is_tied
+    (folder / "model.safetensors.index.json").unlink()
+    assert read_spec(folder).is_tied
+
+
+def test_a_quantised_checkpoint_keeps_its_own_head(tmp_path: Path) -> None:
+    source = with_own_head(make_model(tmp_path / "source", "qwen2", tied=True))
+    quantise(source, tmp_path / "made", "int8")
+    assert not read_spec(tmp_path / "made").is_tied
+    head = load_file(tmp_path / "made" / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(head, load_file(source / "model.safetensors")["lm_head.weight"])
+
+
+def test_a_broken_file_of_weights_is_refused(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "qwen2", tied=True)
+    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_spec(folder)
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
@@ -114,7 +161,21 @@ def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "index",
-    ['{"weight_map": {"a": "../model.safetensors"}}', '{"weight_map": {"a": "gone.safetensors"}}', "{}", "[1", "[]"],
+    [
+        *(
+            '{"weight_map": {"a": "../model.safetensors"}}',
+            '{"weight_map": {"a": "gone.safetensors"}}',
+            "{}",
+            "[1",
+            "[]",
+        ),
+        *(
+            '{"weight_map": {"a": "x", "a": "y"}}',
+            '{"weight_map": NaN}',
+            "[" * 5000,
+            '{"weight_map": {"a": "\\ud800"}}',
+        ),
+    ],
 )
 def test_a_broken_index_is_refused(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)

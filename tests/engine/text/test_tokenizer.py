@@ -84,6 +84,13 @@ def test_end_of_sequence_tokens_come_as_one_or_several(tmp_path: Path, named: ob
     assert read_eos_token_ids(tmp_path) == expected
 
 
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, '{"eos_token_id": ' + "1" * 5000 + "}", "\ufeff{}"])
+def test_a_broken_file_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"cannot read .*generation_config\.json"):
+        read_eos_token_ids(tmp_path)
+
+
 def test_the_tokenizers_own_end_of_sequence_token_counts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))

@@ -5,7 +5,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -242,7 +242,8 @@ def test_a_data_folder_that_is_away_for_a_while_loses_nothing(tmp_path: Path) ->
     files = JournalFiles(data_dir / "usage")
     files.write(encode_line(b"before"), durable=True)
     data_dir.rename(tmp_path / "elsewhere")
-    for work in (lambda: files.write(encode_line(b"lost"), durable=True), files.probe, files.close_current):
+    works: list[Callable[[], None]] = [files.probe, files.close_current]
+    for work in (lambda: files.write(encode_line(b"lost"), durable=True), *works):
         with pytest.raises(FileNotFoundError):
             work()
     (tmp_path / "elsewhere").rename(data_dir)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ def line(**changes: Any) -> bytes:
 
 
 async def check(folder: Path, content: bytes, max_lines: int = 10, max_bytes: int = 300) -> tuple[int, list[Any]]:
-    blobs, work = LocalBlobs(folder), LongWork(2).run
+    blobs, work = LocalBlobs(folder), partial(LongWork(2).run, tenant="t")
     sha256 = store(blobs, content)
     return await check_input(blobs, sha256, URL, max_lines=max_lines, max_bytes=max_bytes, work=work)
 

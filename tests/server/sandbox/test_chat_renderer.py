@@ -14,6 +14,7 @@ from fake_engine import demo_tokenizer
 from manylora.engine.text.chat_template import MAX_CHARACTERS
 from manylora.errors import InvalidRequestError
 from manylora.server.sandbox.chat_renderer import ChatRenderer
+from manylora.server.threads import Acting, acting
 from quick_renderer import QuickRenderer
 from tool_models import tokenizer_folder, tokenizer_with
 
@@ -64,7 +65,7 @@ def chat(text: str, **fields: Any) -> dict[str, Any]:
 
 async def refusal(renderer: ChatRenderer, text: str) -> InvalidRequestError:
     with pytest.raises(InvalidRequestError) as refused:
-        await renderer.render(chat(text), "t")
+        await renderer.render(chat(text))
     return refused.value
 
 
@@ -73,7 +74,7 @@ async def test_what_takes_too_much_is_refused_and_the_next_chat_is_rendered(rend
     error = await refusal(renderer, text)
     assert (error.code, error.param) == ("chat_template_unusable", "messages")
     assert "too much computing time or memory" in error.message
-    assert await renderer.render(chat("hello"), "t") == "hello"
+    assert await renderer.render(chat("hello")) == "hello"
 
 
 @pytest.mark.parametrize("text", REFUSED)
@@ -82,7 +83,7 @@ async def test_what_fails_by_itself_is_refused_without_words_of_a_library(render
     assert error.message == (
         "The model's chat template does not take these messages: check their roles, order and content."
     )
-    assert await renderer.render(chat("hello"), "t") == "hello"
+    assert await renderer.render(chat("hello")) == "hello"
 
 
 async def test_a_refusal_of_the_template_is_told_in_its_own_words(renderer: ChatRenderer) -> None:
@@ -95,31 +96,35 @@ async def test_an_output_is_bounded(renderer: ChatRenderer) -> None:
 
 
 async def test_a_slow_chat_of_one_tenant_delays_no_other(renderer: ChatRenderer) -> None:
-    slow = [asyncio.create_task(renderer.render(chat("loops"), "slow")) for _ in range(30)]
+    async def render(tenant: str, text: str) -> str:
+        acting.set(Acting(tenant))
+        return await renderer.render(chat(text))
+
+    slow = [asyncio.create_task(render("slow", "loops")) for _ in range(30)]
     await asyncio.sleep(0)
-    assert [await renderer.render(chat(str(number)), "quick") for number in range(3)] == ["0", "1", "2"]
+    assert [await asyncio.create_task(render("quick", str(number))) for number in range(3)] == ["0", "1", "2"]
     assert not slow[-1].done()
     for each in slow:
         each.cancel()
     await asyncio.gather(*slow, return_exceptions=True)
-    assert await renderer.render(chat("hello"), "slow") == "hello"
+    assert await renderer.render(chat("hello")) == "hello"
 
 
 async def test_a_process_that_is_killed_from_outside_is_replaced(renderer: ChatRenderer) -> None:
-    assert await renderer.render(chat("hello"), "t") == "hello"
+    assert await renderer.render(chat("hello")) == "hello"
     for fork in _forks():
         fork.kill()
         fork.wait()
-    assert await renderer.render(chat("again"), "t") == "again"
+    assert await renderer.render(chat("again")) == "again"
     for process in {fork.parent() for fork in _forks()} - {None}:
         process.kill()  # type: ignore[union-attr]
-    assert await renderer.render(chat("again"), "t") == "again"
+    assert await renderer.render(chat("again")) == "again"
 
 
 async def test_the_processes_end_with_the_renderer() -> None:
     own = ChatRenderer(tokenizer_with(LAST + " "))
     before = set(_forks())
-    await own.render(chat("hello"), "t")
+    await own.render(chat("hello"))
     started = set(_forks()) - before
     assert started
     await own.close()
@@ -140,7 +145,7 @@ async def test_a_template_that_cannot_be_used_is_found_at_the_start(template: st
     fault = await own.try_template()
     assert fault is None if "messages" in reason else reason in (fault or "")
     with pytest.raises(InvalidRequestError, match=reason):
-        await own.render(chat("hello"), "t")
+        await own.render(chat("hello"))
     await own.close()
 
 
@@ -166,7 +171,7 @@ async def test_a_chat_is_rendered_as_transformers_does(asked: dict[str, Any]) ->
     messages, variables = options.pop("messages"), options.pop("template_kwargs", {})
     reference = AutoTokenizer.from_pretrained(tokenizer_folder(template + "{# content #}{{ messages[-1].content }}"))
     expected = reference.apply_chat_template(messages, tokenize=False, **options, **variables)
-    found = await own.render({"add_generation_prompt": False, **asked}, "t")
+    found = await own.render({"add_generation_prompt": False, **asked})
     assert found == expected
 
 

@@ -141,7 +141,9 @@ def _cause(clauses: Iterable[_Clause], finite: set[Place], param: str) -> Invali
     for place, needs in clauses:
         needs_of.setdefault(place, needs)
     path: list[Place] = [()]
-    while path[-1] in needs_of and path[-1] not in path[:-1]:
+    seen: set[Place] = set()
+    while path[-1] in needs_of and path[-1] not in seen:
+        seen.add(path[-1])
         path.append(min(needs_of[path[-1]] - finite))
     if path[-1] not in needs_of:
         return refusal("No answer fits a schema that is false.", _written(path[-1], param))

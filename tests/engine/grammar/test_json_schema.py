@@ -36,6 +36,7 @@ TREE: Schema = {
     },
     "$ref": "#/$defs/node",
 }
+ENDLESS = "leads back to itself"
 NEEDS_A: Schema = {"type": "object", "required": ["a"]}
 
 
@@ -130,6 +131,14 @@ def test_a_schema_that_joins_the_same_again_and_again_is_read_once() -> None:
     assert takes(grammar, json.dumps({"a": ODD, "b": 1}))
 
 
+def test_a_long_way_back_is_followed_once() -> None:
+    link = {"type": "object", "properties": {"x": {"$ref": "#/$defs/next"}}, "required": ["x"]}
+    schema = {"$defs": chain(link, {"$ref": "#/$defs/d0"}, 9000), "$ref": "#/$defs/d0"}
+    with pytest.raises(InvalidRequestError, match=ENDLESS) as refused:
+        json_grammar(schema)  # for half a minute, if each place is looked for among all before it
+    assert refused.value.param == "schema.$defs.d9000"
+
+
 def test_a_grammar_that_is_much_longer_than_its_schema_is_not_written() -> None:
     link = {"type": "object", "properties": {"x": {"$ref": "#/$defs/next"}}}
     leaves = {f"p{index}": {"$ref": "#/$defs/d0"} for index in range(600)}
@@ -177,7 +186,6 @@ def test_a_further_property_cannot_repeat_the_name_of_another() -> None:
     assert not takes(grammar, '{"a": 1, "\\u0061": "x"}')
 
 
-ENDLESS = "leads back to itself"
 ONE_MORE: Schema = {"type": "object", "minProperties": 1, "additionalProperties": {"$ref": "#"}}
 
 

@@ -42,7 +42,7 @@ WITHOUT_EFFECT = {
 }
 """Settings that do not change what an installation into .venv ends with."""
 SECTIONS = ("global", "install", ":env:")
-"""Of pip's settings; the later ones win."""
+"""Sections of pip's settings; the later ones win."""
 
 
 def read_settings(lines: Iterable[str]) -> dict[str, str]:

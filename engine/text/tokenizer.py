@@ -135,7 +135,7 @@ class Tokenizer:
         return longest * (NFC_SHRINKS if normalizer != "None" else 1)
 
     def swells(self, text: str) -> bool:
-        """Whether normalizing makes a long text more than `MAX_SWELLING` times as long, as NFKC does with some."""
+        """True if normalizing multiplies the length of a long text by more than `MAX_SWELLING`, as NFKC can."""
         normalizer = self._backend.normalizer
         if len(text) < LONG or str(normalizer) in ("None", "NFC()"):
             return False

@@ -38,7 +38,7 @@ async def why_not_ready(services: Services) -> str | None:
 
 
 def can_generate(services: Services) -> bool:
-    """Whether an answer can be computed and recorded, as far as is known without asking the database."""
+    """True if an answer can be computed and recorded, as far as is known without asking the database."""
     try:
         services.registry.usage.check()
     except CapacityError:

@@ -10,8 +10,12 @@ from manylora.errors import CapacityError, EngineUnavailableError
 from manylora.server.services import Services
 
 REASONS = (
-    *("server.draining", "engine_starting", "storage.full", "storage.unavailable"),
-    *("db.lost", "db.unavailable"),
+    "server.draining",
+    "engine_starting",
+    "storage.full",
+    "storage.unavailable",
+    "db.lost",
+    "db.unavailable",
 )
 """Codes of the errors of `check_ready`."""
 

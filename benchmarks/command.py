@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+
 import typer
 
 from manylora.benchmarks.main import BENCHMARKS, main
@@ -11,7 +14,13 @@ app = typer.Typer(help="Measure: each command prints a table and a JSON line.", 
 
 def run(context: typer.Context) -> None:
     """Hand all options on to the benchmark of this name, which has its own help."""
+    signal.signal(signal.SIGTERM, _end)
     raise typer.Exit(main(str(context.info_name), context.args))
+
+
+def _end(number: int, _: object) -> None:
+    """End by a signal as by an error, so that a benchmark's server ends and its files are removed."""
+    sys.exit(128 + number)
 
 
 for name, (_, about) in BENCHMARKS.items():

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import cast
 
 from sqlalchemy import or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from manylora.errors import AuthenticationError, ConfigError, InvalidRequestError
+from manylora.errors import AuthenticationError, InvalidRequestError
 from manylora.registry import audit
 from manylora.registry.audit import ADMIN
 from manylora.registry.cache import Changes, ReadThroughCache, Transactions
@@ -122,47 +118,6 @@ class KeyRing:
 def keyed_digest(pepper: bytes, secret: str) -> str:
     """HMAC-SHA256 of a secret under the pepper: 64 hex digits."""
     return hmac.new(pepper, secret.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
-
-
-def prepare_folder(folder: Path) -> None:
-    """Make the data folder (mode 0700), and see that files can be written there.
-
-    Raises:
-        ConfigError: They cannot.
-    """
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        message = f"Cannot write to {folder}: {error.strerror}. Give another folder with --data-dir."
-        raise ConfigError(message, param="server.data_dir") from error
-
-
-def read_pepper(data_dir: Path, pepper: str | None) -> bytes:
-    """The pepper that was given, or the one in `data_dir`, made when missing."""
-    if pepper is not None:
-        return pepper.encode()
-    return bytes.fromhex(kept_secret(data_dir / "pepper", secrets.token_hex(32)))
-
-
-def kept_secret(path: Path, fresh: str) -> str:
-    """The secret in a file, which is made (mode 0600) with the content `fresh` when missing.
-
-    The file appears complete or not at all, and is never replaced.
-
-    Raises:
-        OSError: It cannot be read or made.
-        UnicodeDecodeError: It is not ASCII.
-    """
-    if not path.exists():
-        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as file:  # mode 0600
-            file.write(fresh.encode())
-            file.flush()
-            os.fsync(file.fileno())
-            with suppress(FileExistsError):
-                os.link(file.name, path)
-    return path.read_text(encoding="ascii").strip()
 
 
 class Keys(Transactions):

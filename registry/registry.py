@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sqlalchemy import select
 
+from manylora.data_folder import prepare_folder, read_pepper
 from manylora.registry import audit
 from manylora.registry.adapters import Adapters
 from manylora.registry.batches import Batches, Files
@@ -20,7 +21,7 @@ from manylora.registry.db.clock import Clock, utc_now
 from manylora.registry.db.database import Database
 from manylora.registry.db.models import AuditRow
 from manylora.registry.grants import Grants
-from manylora.registry.keys import KeyRing, Keys, prepare_folder, read_pepper
+from manylora.registry.keys import KeyRing, Keys
 from manylora.registry.limits import Limits
 from manylora.registry.names import check_text
 from manylora.registry.records import Resolution

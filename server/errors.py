@@ -52,7 +52,9 @@ STATUS_BY_CODE = {
 """Codes whose status differs from that of their class."""
 LAST_BYTES = frozenset({401, 408, 413, 415, 431, 507})
 """Answers that may come before the whole body was read: the connection is closed after them."""
-LAST_BYTES_CODES = frozenset({"quota.storage", "upload.too_many", "upload.busy", "idempotency.in_progress"})
+LAST_BYTES_CODES = frozenset(
+    {"quota.storage", "upload.too_many", "upload.busy", "idempotency.in_progress", "storage.unavailable", "db.lost"}
+)
 """The same by error code, where the status alone does not tell."""
 ANTHROPIC_TYPES = {
     "server_error": "api_error",

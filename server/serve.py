@@ -20,6 +20,7 @@ from manylora.adapters.blobs.store import BlobStore, open_blobs
 from manylora.config import GIB, Config, environment
 from manylora.engine.model.spec import resolve_model
 from manylora.engine.process.client import EngineClient
+from manylora.engine.process.worker_process import Worker
 from manylora.engine.start_checks import check_start
 from manylora.engine.status import EngineReady
 from manylora.engine.text.tokenizer import Tokenizer, read_object
@@ -52,6 +53,7 @@ from manylora.server.listen import (
 from manylora.server.logs import configure_logs
 from manylora.server.long_work import SWITCH_S
 from manylora.server.pins import sync_pins
+from manylora.server.sandbox.chat_renderer import ChatRenderer
 from manylora.server.services import Services, base_names
 from manylora.server.status.metrics import Metrics
 from manylora.server.status.routes import metrics_response
@@ -66,8 +68,13 @@ WITNESS_S = 10.0
 """For so long after a replica starts again, gateways may say what clients got of the requests it was killed under."""
 
 
-def serve(config: Config, announce: Announce) -> int:
+def serve(config: Config, announce: Announce, worker: Worker | None = None) -> int:
     """Serve until a signal ends it; returns the exit code.
+
+    Args:
+        config: The settings.
+        announce: Told how the start goes on.
+        worker: As of `EngineClient`.
 
     Raises:
         ConfigError: A setting is wrong, or the port is taken.
@@ -77,7 +84,7 @@ def serve(config: Config, announce: Announce) -> int:
     check_start(config)
     check_format_name(config.model.tool_format)
     _leave_out_torch()
-    return run_until_signal(partial(_serve_until, config, announce), config.server.drain_s)
+    return run_until_signal(partial(_serve_until, config, announce, worker), config.server.drain_s)
 
 
 def _leave_out_torch() -> None:
@@ -89,7 +96,7 @@ def _leave_out_torch() -> None:
     logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in record.getMessage())
 
 
-async def _serve_until(config: Config, announce: Announce, shutdown: Shutdown) -> None:
+async def _serve_until(config: Config, announce: Announce, worker: Worker | None, shutdown: Shutdown) -> None:
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(bind(config.server.host, config.server.port))
         key = admin_key(config.server.data_dir, environment())
@@ -98,13 +105,13 @@ async def _serve_until(config: Config, announce: Announce, shutdown: Shutdown) -
             from manylora.server.cluster.replica import join
 
             duties = Duties()
-            services = await open_services(config, key, announce, stack, shutdown.drain, duties.is_own)
+            services = await open_services(config, key, announce, stack, shutdown.drain, duties.is_own, worker)
             listen(listener)  # gateways connect as soon as it is listed
             url = url_of(config.server.host, listener)
             app, membership = await join(create_app(services), services, url, stack, duties)
             shutdown.before_drain = membership.drain
         else:
-            services = await open_services(config, key, announce, stack, shutdown.drain)
+            services = await open_services(config, key, announce, stack, shutdown.drain, worker=worker)
             listen(listener)
             app = create_app(services)
         server = ApiServer(app)
@@ -130,6 +137,7 @@ async def open_services(
     stack: AsyncExitStack,
     drain: Drain,
     is_duty: Callable[[str, int], bool] = lambda *_: True,
+    worker: Worker | None = None,
 ) -> Services:
     """Open registry, blobs, engine and tokenizer; `stack` closes them in reverse.
 
@@ -140,6 +148,7 @@ async def open_services(
         stack: Closes what was opened.
         drain: Counts the requests that run.
         is_duty: As of `Services`.
+        worker: As of `EngineClient`.
 
     Raises:
         ConfigError: A setting is wrong.
@@ -159,9 +168,13 @@ async def open_services(
     stack.push_async_callback(registry.close)
     registry.database.share(database_turns())
     blobs = await asyncio.to_thread(open_blob_store, config)
-    engine = EngineClient(config, announce=announce)
+    engine = EngineClient(config, announce=announce, worker=worker)
     stack.push_async_callback(engine.close)
     ready, (tokenizer, tokenizer_settings) = await _start(engine, config.model.path)
+    chats = ChatRenderer(tokenizer)
+    stack.push_async_callback(chats.close)
+    if (fault := await chats.try_template()) is not None:
+        announce(f"manylora: chats are refused: {fault}")
     name = await asyncio.to_thread(server_name, config.server.data_dir)
     validator = AdapterValidator(ready, blobs, base_names(config))
     stack.push_async_callback(validator.close)
@@ -177,6 +190,7 @@ async def open_services(
         engine=engine,
         ready=ready,
         tokenizer=tokenizer,
+        chats=chats,
         tokenizer_settings=tokenizer_settings,
         blobs=blobs,
         validator=validator,
@@ -195,9 +209,9 @@ async def open_services(
     stack.push_async_callback(cancel_all, services.removals)  # the next start deletes what is left
     stack.push_async_callback(cancel_all, [await Sweeper(services).start()])
     await sync_pins(services)
-    worker = BatchWorker(services, name)
-    stack.push_async_callback(worker.stop)
-    worker.start()
+    batches = BatchWorker(services, name)
+    stack.push_async_callback(batches.stop)
+    batches.start()
     return services
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 
 from manylora.config import environment as manylora_environment
+from manylora.data_folder import prepare_folder
 from manylora.errors import ConfigError, ManyloraError
-from manylora.registry.keys import prepare_folder
 
 HOST = "127.0.0.1"
 PROGRAM = "manylora.cli"
@@ -25,6 +25,18 @@ POLL_S = 0.05
 STOP_WITHIN_S = 60.0
 LOG_TAIL_LINES = 15
 Variables = Mapping[str, str] | None
+
+
+def child_command(program: str, arguments: Sequence[str], cores: Sequence[int] = ()) -> list[str]:
+    """A program in a process that ends with this one. Its standard input must be a pipe, of which we hold the end.
+
+    Args:
+        program: The module that is run.
+        arguments: Of the program.
+        cores: It and its own children run on these; all that we may use if empty.
+    """
+    watched = ("-m", "manylora.cli.cluster.child", ",".join(map(str, cores)))
+    return [sys.executable, "-P", *watched, program, *arguments]
 
 
 class ServerProcess:
@@ -48,12 +60,11 @@ class ServerProcess:
             "MANYLORA_ADMIN_KEY"
         )
         own = ("--host", HOST, "--port", str(port), "--data-dir", str(data_dir))
-        command = [sys.executable, "-P", "-m", program, "serve", *own, *options]
         self._log.touch(mode=0o600)  # a first start writes the admin key there
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own program
-                command,
-                stdin=subprocess.DEVNULL,
+                child_command(program, ["serve", *own, *options]),
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -109,6 +120,8 @@ class ServerProcess:
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             self._process.kill()
             self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
     def _log_tail(self) -> str:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])

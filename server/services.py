@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from manylora.server.adapters.validation import AdapterValidator
     from manylora.server.drain import Drain
     from manylora.server.limits.gate import Gate
+    from manylora.server.sandbox.chat_renderer import ChatRenderer
     from manylora.server.status.metrics import Metrics
 
 STATUS_S = 10.0
@@ -54,6 +55,8 @@ class Services:
     ready: EngineReady
     """What the engine was at the first start; a restart changes nothing in it but the boot id."""
     tokenizer: Tokenizer
+    chats: ChatRenderer
+    """Renders chats for the tokenizer."""
     tokenizer_settings: Mapping[str, object]
     """What the checkpoint's tokenizer_config.json says, for clients."""
     blobs: BlobStore

@@ -37,12 +37,16 @@ async def in_thread(
 
 
 async def repeat(step: Callable[[], Awaitable[None]], pause_s: float, failure: str) -> None:
-    """Do a step for ever. Where the database does not answer, log it as `failure`: the next time makes up for it."""
+    """Do a step for ever. Where the database does not answer, log that once as `failure`: the next time makes up."""
+    said: str | None = None
     while True:
         try:
             await step()
+            said = None
         except CapacityError as error:
-            log.warning(failure, error=error.message)
+            if error.message != said:
+                log.warning(failure, error=error.message)
+            said = error.message
         await asyncio.sleep(pause_s)
 
 

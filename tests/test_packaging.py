@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -34,6 +35,51 @@ def test_every_folder_with_modules_is_a_package() -> None:
         if not (path.parent / "__init__.py").exists()
     }
     assert lonely == set()
+
+
+HINT = re.compile(
+    r"(?:pip3? install|uv add|uv tool install|uvx|pipx install|pipx run)"
+    r"(?: +-[\w-]+(?: +https?://\S+)?)* +[\"']?([^\s\"'`]+)"
+)
+"""A command that installs, and what it names first."""
+OTHERS = {
+    ("deploy/Dockerfile", "torch"),  # of PyTorch's own index
+    ("scripts/setup", "torch"),
+    ("scripts/clients", "uv"),
+    ("scripts/clients", "$environment/bin/python"),  # options, and then a list with hashes
+    ("deploy/Dockerfile", "/src[${EXTRAS}]"),
+    ("scripts/setup", "$what"),
+    ("scripts/wheel", "$wheel"),
+    ("server/cluster/launch/up.py", "manylora[{extra}]"),  # tests/server/cluster/test_launch.py
+}
+"""Other things that a file may install."""
+
+
+def hints() -> Iterator[tuple[str, str]]:
+    """Files of the product, its docs and its deployment, each with what it says to install."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in listed:
+        path = ROOT / name
+        if not name.startswith("tests/") and path.is_file() and not path.is_symlink():
+            yield from ((name, found[1]) for found in HINT.finditer(path.read_text(errors="ignore")))
+
+
+def test_what_is_to_be_installed_is_ours_and_has_its_extras() -> None:
+    """Most short names belong to somebody on PyPI, whose code would run on the reader's machine."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = set[str]()
+    wrong = set[tuple[str, str]]()
+    for file, what in hints():
+        package, _, extras = re.split(r"[<>=!~;]", what)[0].rstrip("].,:)").partition("[")
+        named |= set(extras.split(",")) - {""}
+        is_ours = package in (project["name"], ".") and set(extras.split(",")) <= {
+            *project["optional-dependencies"],
+            "",
+        }
+        if not is_ours and not {(file, what), (file, package)} & OTHERS:
+            wrong.add((file, what))
+    assert wrong == set()
+    assert {"quant", "s3", "postgres", "cluster", "ray", "triton", "cuda"} <= named
 
 
 def printed(code: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from manylora.adapters.checkpoint.findings import refuse, refuse_unsupported
 from manylora.adapters.checkpoint.peft_fields import UNUSED, field_names, is_one_of
-from manylora.adapters.checkpoint.strict_json import named, shown
+from manylora.strict_json import named, shown
 
 _AS_WRITTEN = "Upload the adapter_config.json that mlx-lm wrote."
 _KNOWN_FIELDS = field_names("""

@@ -15,8 +15,6 @@ from re import _parser as sre_parser  # type: ignore[attr-defined]
 from string import ascii_letters, digits
 from typing import Any
 
-from pydantic_core import SchemaError, SchemaValidator, core_schema
-
 from manylora.adapters.checkpoint.peft_fields import is_literal_path
 
 MAX_KEY_LENGTH = 1024
@@ -74,15 +72,18 @@ class ModulePatterns:
     def __init__(self, matchers: Mapping[str, Matcher | None]) -> None:
         self._places = {key: place for place, key in enumerate(matchers)}
         self._regexes = {key: matches for key, matches in matchers.items() if matches is not None}
+        self._found: dict[str, str | None] = {}
 
     @property
     def are_literal(self) -> bool:
-        """Whether each key means what it is letter by letter."""
-        return not self._regexes
+        """Whether each key is a path or the end of one, letter by letter."""
+        return not self._regexes and not any(key.startswith("^") for key in self._places)
 
     def first(self, path: str) -> str | None:
         """The key that counts for a module."""
-        return min(self._matching(path), key=self._places.__getitem__, default=None)
+        if path not in self._found:
+            self._found[path] = min(self._matching(path), key=self._places.__getitem__, default=None)
+        return self._found[path]
 
     def unused(self, paths: Sequence[str]) -> list[str]:
         """Keys that match none of these modules."""
@@ -101,13 +102,15 @@ class ModulePatterns:
 
 
 def matcher(key: str) -> Matcher | None:
-    """Tell whether a path matches the key; None where the key means what it is letter by letter.
+    """Tell whether a path matches the key; None where the key is a path or the end of one, letter by letter.
 
     Raises:
         InvalidKeyError, UnsupportedKeyError: What is wrong with the key, without the key itself.
     """
-    if is_literal_path(key):
+    if is_literal_path(key.removeprefix("^")):
         return None
+    from pydantic_core import SchemaError, SchemaValidator, core_schema  # the engine starts without it
+
     if len(key) > MAX_KEY_LENGTH or key.count("(") > MAX_GROUPS:
         raise UnsupportedKeyError(f"longer than {MAX_KEY_LENGTH} characters, or has more than {MAX_GROUPS} groups")
     try:
@@ -124,8 +127,9 @@ def matcher(key: str) -> Matcher | None:
 
 
 def _endings(path: str) -> list[str]:
+    """The literal keys that match a path."""
     parts = path.split(".")
-    return [".".join(parts[start:]) for start in range(len(parts))]
+    return [f"^{path}", *(".".join(parts[start:]) for start in range(len(parts)))]
 
 
 def _written(tokens: Iterable[Token], ignores_case: bool) -> str:

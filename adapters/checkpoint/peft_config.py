@@ -23,7 +23,8 @@ from manylora.adapters.checkpoint.module_patterns import (
     UnsupportedKeyError,
     matcher,
 )
-from manylora.adapters.checkpoint.strict_json import (
+from manylora.errors import PayloadTooLargeError
+from manylora.strict_json import (
     MAX_INT,
     DuplicateKeyError,
     JsonRefusedError,
@@ -33,12 +34,13 @@ from manylora.adapters.checkpoint.strict_json import (
     parse,
     shown,
 )
-from manylora.errors import PayloadTooLargeError
 
 MAX_CONFIG_BYTES = 64 << 10
 MAX_DEPTH = 16
 MAX_STRING_LENGTH = 4096
 MAX_PATTERN_KEYS = 1024
+MAX_REGEXES = 64
+"""Of the keys of a pattern."""
 MAX_SCALING = 64.0
 MIN_SCALING = 1e-8
 DEFAULT_ALPHA = 8
@@ -113,6 +115,7 @@ def _entries(
     pattern = findings.attempt(_pattern, name, config.get(name)) or {}
     values = {key: findings.attempt(read, f"{name}[{key}]", value) for key, value in pattern.items()}
     matchers = {key: findings.attempt(_matcher, name, key) for key in pattern}
+    findings.attempt(_check_number, name, sum(each is not None for each in matchers.values()))
     return {key: value for key, value in values.items() if value is not None}, ModulePatterns(matchers)
 
 
@@ -288,6 +291,13 @@ def _matcher(name: str, key: str) -> Matcher | None:
     except UnsupportedKeyError as error:
         message, hint = _wrong_key(name, key, error), "Name the modules in a simpler way."
         refuse_unsupported("config.pattern_unsupported", message, named(f"{name}[{key}]"), hint)
+
+
+def _check_number(name: str, regexes: int) -> None:
+    if regexes > MAX_REGEXES:
+        message = f"{name} has {regexes} regular expressions; at most {MAX_REGEXES} are read, beside plain paths."
+        hint = "Name modules by their paths or the ends of these."
+        refuse_unsupported("config.pattern_unsupported", message, name, hint)
 
 
 def _wrong_key(name: str, key: str, error: ValueError) -> str:

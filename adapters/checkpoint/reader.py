@@ -22,11 +22,11 @@ from manylora.adapters.checkpoint.lora_fields import LoraFields
 from manylora.adapters.checkpoint.peft_config import check_config, check_scaling, parse_config
 from manylora.adapters.checkpoint.report import report_on
 from manylora.adapters.checkpoint.safetensors_header import TensorEntry, check_header
-from manylora.adapters.checkpoint.strict_json import named
 from manylora.adapters.checkpoint.tensor_names import TensorName, TensorNames, TensorPlace
 from manylora.adapters.checkpoint.values import scan_values as scan
 from manylora.adapters.ref import LoraSpec
 from manylora.errors import AdapterIncompatibleError
+from manylora.strict_json import named
 
 _SAVE_AGAIN = "Save the adapter again with PEFT's save_pretrained, and upload the file that it writes."
 _ANOTHER_BASE = (

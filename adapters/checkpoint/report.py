@@ -13,8 +13,8 @@ from manylora.adapters.checkpoint.lora_fields import LoraFields
 from manylora.adapters.checkpoint.module_patterns import ModulePatterns
 from manylora.adapters.checkpoint.peft_config import DEFAULT_ALPHA
 from manylora.adapters.checkpoint.safetensors_header import TensorEntry
-from manylora.adapters.checkpoint.strict_json import shown
 from manylora.adapters.checkpoint.tensor_names import TensorName, unwrapped
+from manylora.strict_json import shown
 
 MAX_NAMES = 8
 """Names that one warning lists."""

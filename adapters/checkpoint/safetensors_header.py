@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import BinaryIO, NoReturn
 
 from manylora.adapters.checkpoint.findings import Findings
-from manylora.adapters.checkpoint.strict_json import MAX_INT, JsonRefusedError, named, parse, shown
 from manylora.errors import AdapterFormatError, AdapterIncompatibleError
+from manylora.strict_json import MAX_INT, JsonRefusedError, named, parse, shown
 
 LENGTH_BYTES = 8
 """What a file begins with: the length of the header that follows."""

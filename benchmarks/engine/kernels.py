@@ -23,7 +23,7 @@ from manylora.adapters.lora.tables import AdapterTables
 from manylora.benchmarks.model_shapes import ModelShape
 from manylora.config import KvDtype
 from manylora.kernels.attention_batch import AttentionBatch
-from manylora.kernels.dispatch import kernels_for
+from manylora.kernels.dispatch import Kernels, kernels_for
 from manylora.kernels.kv_layer import KvLayer
 from manylora.kernels.sampling import RowSampling, SamplingColumns
 from manylora.memory.arena import Arena
@@ -68,12 +68,20 @@ class KernelBench:
         device: Where to compute.
         num_pages: For keys and values, and for the adapters of a call of `lora`; page 0 is among them.
         kv_dtype: Of keys and values.
+        kernels: The operations; those of the device when None.
     """
 
-    def __init__(self, model: ModelShape, device: torch.device, num_pages: int, kv_dtype: KvDtype = "auto") -> None:
+    def __init__(
+        self,
+        model: ModelShape,
+        device: torch.device,
+        num_pages: int,
+        kv_dtype: KvDtype = "auto",
+        kernels: Kernels | None = None,
+    ) -> None:
         self.model, self.device, self.num_layers = model, device, model.num_layers
         self.base, self.geometry = model.base(), model.geometry(kv_dtype=kv_dtype)
-        self.kernels = kernels_for(device, DTYPE)
+        self.kernels = kernels or kernels_for(device, DTYPE)
         self.arena = Arena(self.geometry, num_pages, device, DTYPE)
         self.arena.elements.copy_(self._random(1, self.geometry.page_elements))
         self.tables = AdapterTables(64, self.base, 64, self.geometry, device)
@@ -95,7 +103,8 @@ class KernelBench:
             if next_page > self.arena.num_pages:
                 raise ValueError(f"ranks: expected adapters of fewer than {self.arena.num_pages} pages, got {ranks}")
             self.tables.write(slot, layout, pages, of_modules, dict.fromkeys(of_modules, 0.5))
-        step = PagedLora(self.arena, self.tables, self.base).prepare(sorted(row % len(ranks) for row in range(rows)))
+        lora = PagedLora(self.arena, self.tables, self.base, self.kernels)
+        step = lora.prepare(sorted(row % len(ranks) for row in range(rows)))
         if step is None:
             raise AssertionError("adapters of a rank above 0 change something")
         works = []
@@ -124,7 +133,7 @@ class KernelBench:
 
     def sampling(self, rows: int, about: str, row: RowSampling, vocab_size: int) -> Work:
         """The choice of a token for each of so many rows."""
-        logits = torch.randn(rows, vocab_size, device=self.device)
+        logits = torch.randn(rows, vocab_size).to(self.device)
         columns = SamplingColumns.build([row] * rows, self.device)
         return Work(f"{about} sampling", lambda _: self.kernels.sample(logits, columns), logits.nbytes)
 
@@ -169,7 +178,8 @@ class KernelBench:
         return KvLayer(*self.arena.kv(layer), self.arena.kv_scales(layer))
 
     def _random(self, rows: int, width: int) -> torch.Tensor:
-        return torch.randn(rows, width, device=self.device).mul_(0.02).to(DTYPE)
+        """Random numbers, drawn on the host, so that those for two devices can be the same."""
+        return torch.randn(rows, width).mul_(0.02).to(self.device, DTYPE)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -7,6 +7,7 @@ The next run of the verb skips all cases that the file has.
 from __future__ import annotations
 
 import json
+import os
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -20,6 +21,8 @@ Figures = Mapping[str, Any]
 and `note`. A goal that is missed, or `ok` that is False, makes the exit status 1. `absent` says why it was not run."""
 Cases = Mapping[str, Callable[[], Figures]]
 """Measurements by name, in the order of their worth."""
+UNFINISHED_CASE = "the process ended in this case"
+"""The error of a case from its start to its end."""
 DONE, FAILED, UNFINISHED = 0, 1, 3
 """Exit statuses: all cases are done; one failed or missed its goal; the time was up before the last one."""
 
@@ -60,7 +63,7 @@ class CaseLog:
             if start_s + longest_s > end_s:
                 print("time is up: run it again to go on", flush=True)
                 return UNFINISHED
-            self._keep(name, {"error": "the process ended in this case"})
+            self._keep(name, {"error": UNFINISHED_CASE})
             try:
                 found = dict(cases[name]())
             except Exception as error:  # noqa: BLE001 - whatever it is, the next case may work
@@ -76,9 +79,33 @@ class CaseLog:
 
     def _keep(self, name: str, found: Figures) -> None:
         self.found[name] = found
-        whole = self._path.with_suffix(".part")
-        whole.write_text(json.dumps(without_nan({**self._about, "cases": self.found}), indent=1) + "\n")
-        whole.replace(self._path)
+        write(self._path, {**self._about, "cases": self.found})
+
+
+def write(path: Path, content: Figures) -> None:
+    """Replace a file of results, which is whole at any time, also after the machine was taken away."""
+    whole = path.with_suffix(".part")
+    with whole.open("w") as file:
+        file.write(json.dumps(without_nan(dict(content)), indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    whole.replace(path)
+
+
+def settle(path: Path, error: str | None) -> None:
+    """Give the case in which a verb's process ended another error; None forgets it, so that it is run again.
+
+    Args:
+        path: The file; it may be missing.
+        error: Why it ended.
+    """
+    kept = json.loads(path.read_text()) if path.exists() else {"cases": {}}
+    cases: dict[str, Figures] = kept["cases"]
+    for name in [name for name, found in cases.items() if found.get("error") == UNFINISHED_CASE]:
+        del cases[name]
+        if error is not None:
+            cases[name] = {"error": error}
+        write(path, kept)
 
 
 def is_failure(found: Figures) -> bool:

@@ -102,9 +102,10 @@ def _mixed(setup: Setup) -> Figures:
 
 @torch.inference_mode()
 def result(work: Work) -> torch.Tensor:
-    """What an operation returns, or adds to zeros."""
+    """What an operation returns, one tensor behind the other, or adds to zeros."""
     if work.out is None:
-        return torch.as_tensor(work.run(0)).clone()
+        found = work.run(0)
+        return torch.cat([torch.as_tensor(part).flatten() for part in (found if isinstance(found, tuple) else [found])])
     work.out.zero_()
     work.run(0)
     return work.out.clone()

@@ -2,6 +2,8 @@
 
     scripts/gpu VERB --out DIR [--jobs N] [--seconds S] [--eager]
 
+    first      the most that a quarter of an hour can tell: pieces of the others, by their worth
+    agree      are results those of torch operators, and answers those of the demo? (no packages for tests)
     check      do the tests pass on it, the demo's recorded answers among them?
     sanitize   do kernels read or write outside of their tensors, or race? (compute-sanitizer)
     kernels    how near is each operation to its floor, and which launch constants are best?
@@ -11,7 +13,7 @@
     memory     what do page copies and scattered pages cost?
     serve      do steps stall while adapters of mixed rank come and go?
 
-Each case prints a line and goes to DIR/VERB.json at once. A verb stops before the case that would not end within
+Each case prints a line and is in DIR/VERB.json at once. A verb stops before the case that would not end within
 --seconds, with exit status 3; run again, it goes on where it stopped. A case that fails is kept with its error and does
 not stop the others; then, and where a goal is missed, the exit status is 1. With --eager, decode steps are not replayed
 as CUDA graphs, and the file is DIR/VERB-eager.json. --tiny runs toy sizes on a CPU, to try the verbs out. With --cpu,
@@ -30,14 +32,15 @@ from typing import get_args
 
 import torch
 
-from manylora.benchmarks.gpu import commands, kernels, memory, serve, step, yardstick
+from manylora.benchmarks.gpu import agree, commands, first, kernels, memory, serve, step, yardstick
 from manylora.benchmarks.gpu.case_log import CaseLog, Cases
 from manylora.benchmarks.gpu.setup import Setup, describe_device, release
 from manylora.benchmarks.report import AddOption, positive, provenance
-from manylora.config import KvDtype
+from manylora.config import KvDtype, environment
 from manylora.errors import ConfigError
 
 VERBS: dict[str, Callable[[Setup], Cases]] = {
+    "agree": agree.cases,
     "check": commands.check_cases,
     "sanitize": commands.sanitize_cases,
     "kernels": kernels.cases,
@@ -47,6 +50,8 @@ VERBS: dict[str, Callable[[Setup], Cases]] = {
     "memory": memory.cases,
     "serve": serve.cases,
 }
+FIRST = "first"
+"""The verb that runs pieces of the others."""
 PROGRAMS = ("check", "sanitize")
 """Verbs that compute nothing in this process: its memory on the device is theirs."""
 
@@ -65,6 +70,8 @@ def run(options: argparse.Namespace) -> int:
             "with --tiny."
         )
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.verb == FIRST:
+        return run_first(options)
     setup = Setup(
         device=torch.device("cpu" if options.tiny or options.cpu else "cuda"),
         out=options.out.resolve(),
@@ -86,11 +93,27 @@ def run(options: argparse.Namespace) -> int:
         return log.run(cases, options.seconds, partial(release, setup.device))
 
 
+def run_first(options: argparse.Namespace) -> int:
+    """Run pieces of the verbs, each in a process of its own; returns the exit status."""
+    device = torch.device("cpu" if options.tiny else "cuda")
+    setup = Setup(device=device, out=options.out.resolve(), is_tiny=options.tiny)
+    handed_on = ["--jobs", str(options.jobs), *(["--commit", options.commit] if options.commit else [])]
+    return first.FirstLook(
+        out=setup.out,
+        options=[*handed_on, *(["--tiny"] if options.tiny else [])],
+        cases={verb: list(make(setup)) for verb, make in VERBS.items()},
+        expected_s=lambda piece: setup.sized(piece.seconds, first.TINY_S),
+        seconds=options.seconds,
+        pieces=first.PIECES,
+    ).run()
+
+
 def add_options(add: AddOption) -> None:
     """Add its options."""
-    add("verb", choices=list(VERBS))
-    add("--out", type=Path, required=True, help="folder of the results, which are kept and added to")
-    add("--seconds", type=float, default=540.0, help="stop before a case that would not end in so many seconds")
+    add("verb", choices=[FIRST, *VERBS])
+    out = environment().get("OUT")
+    add("--out", type=Path, default=out, required=not out, help="folder of the results, which are kept; else $OUT")
+    add("--seconds", type=float, default=540.0, help="stop before a case that would not end within these seconds")
     add("--jobs", type=positive, default=1, help="processes for tests")
     add("--only", default="", help="a pattern: run only cases whose names have it")
     add("--eager", action="store_true", help="launch each kernel of a decode step: no CUDA graphs")

@@ -83,7 +83,7 @@ class GrammarTokens:
             source = json.loads((self._folder / "tokenizer.json").read_text(encoding="utf-8"))
             source["truncation"] = source["padding"] = None
             return LLTokenizer(json.dumps(source), eos_token=self._eos_token_ids)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             logger.warning("grammars do not know the tokenizer of %s: %s", self._folder, error)
             message = (
                 "This model cannot be held to a grammar: grammars know byte-level tokenizers and byte fallback only."
@@ -121,7 +121,7 @@ def _source(text: str) -> str:
     schema = text.removeprefix(ONLY_SCHEMA)
     try:
         json.loads(schema)
-    except ValueError:  # more stands after it
+    except (ValueError, RecursionError):  # more stands after it
         return text
     return f'{{"grammars": [{{"json_schema": {schema}}}]}}'
 

@@ -100,6 +100,8 @@ class WideNumbers:
         if place not in self._wide_places:
             return self._leaf(schema, place)
         keywords = schema.keys() - _UNTOLD
+        if "allOf" in keywords and (len(keywords) > 1 or len(schema["allOf"]) > 1):
+            return self._joined_objects(schema, place)
         if keywords & _ALONE:
             if len(keywords) > 1:
                 names = ", ".join(sorted(keywords))
@@ -119,8 +121,6 @@ class WideNumbers:
             for index, each in enumerate(schema[name])
             if each is not False or name == "allOf"
         ]
-        if name == "allOf" and len(options) > 1:
-            raise self._refuse("Answers cannot be held to several schemas of allOf here", place)
         return _any_of(options)
 
     def _named(self, target: Place) -> str:
@@ -221,22 +221,61 @@ class WideNumbers:
     def _object(self, own: Mapping[str, Any], place: Place) -> str:
         if own.keys() & {"patternProperties", "minProperties", "maxProperties"}:
             raise self._refuse("Answers cannot be held to patternProperties and counts of properties here", place)
-        known, required = own.get("properties", {}), own.get("required", ())
-        further = own.get("additionalProperties", True)
+        members = {name: (each, (*place, "properties", name)) for name, each in own.get("properties", {}).items()}
+        further = own.get("additionalProperties", True), (*place, "additionalProperties")
+        return self._members(members, own.get("required", ()), further)
+
+    def _joined_objects(self, schema: Mapping[str, Any], place: Place) -> str:
+        """An object that several schemas describe, each by properties of its own."""
+        members: dict[str, tuple[Any, Place]] = {}
+        required: list[str] = []
+        kinds = set()
+        for each, part in self._joined(schema, place):
+            own = {name: (value, (*part, "properties", name)) for name, value in each.get("properties", {}).items()}
+            keywords = each.keys() - _UNTOLD - {"allOf", "type", "properties", "required"}
+            keywords -= {"additionalProperties"} if each.get("additionalProperties") is True else set()
+            if keywords or each.get("type", "object") != "object" or own.keys() & members.keys():
+                break
+            kinds.add(each.get("type"))
+            members |= own
+            required += each.get("required", ())
+        else:
+            if "object" in kinds:
+                return self._members(members, required, (True, (*place, "additionalProperties")))
+        raise self._refuse(
+            "Answers can be held in allOf here only to objects with properties of their own, without limits on others",
+            place,
+        )
+
+    def _joined(self, schema: Any, place: Place) -> Iterator[tuple[Mapping[str, Any], Place]]:  # noqa: ANN401 - JSON
+        """A schema and those that it joins with, by `allOf` and by what its `$ref` names."""
+        if not isinstance(schema, dict):
+            yield {"type": "boolean"}, place
+        elif "$ref" in schema and not schema.keys() - _UNTOLD - {"$ref"}:
+            target = place_of(schema["$ref"])
+            yield from self._joined(self._schemas[target], target)
+        else:
+            yield schema, place
+            for index, each in enumerate(schema.get("allOf", ())):
+                yield from self._joined(each, (*place, "allOf", str(index)))
+
+    def _members(
+        self, members: Mapping[str, tuple[Any, Place]], required: Sequence[str], further: tuple[Any, Place]
+    ) -> str:
+        """An object with these members, each with its place, and further ones."""
         pairs = []
-        for name in dict.fromkeys((*known, *required)):
-            each, part = (known[name], ("properties", name)) if name in known else (further, ("additionalProperties",))
+        for name in dict.fromkeys((*members, *required)):
+            each, place = members.get(name, further)
             if each is not False:
-                value = self._value_at(each, (*place, *part))
+                value = self._value_at(each, place)
                 pairs.append((f"{_quoted(json.dumps(name, ensure_ascii=False) + ': ')} {value}", name in required))
         more = ""
-        if further is not False:
-            names = [json.dumps(name, ensure_ascii=False) for name in dict.fromkeys((*known, *required))]
+        if further[0] is not False:
+            names = [json.dumps(name, ensure_ascii=False) for name in dict.fromkeys((*members, *required))]
             key = self._new_name().upper()
             taken = f" & ~/{'|'.join(map(_escaped, names))}/" if names else ""
             self._rules[key] = f"/{_NAME}/{taken}"
-            value = self._value_at(further, (*place, "additionalProperties"))
-            more = f'{key} ": " {value}'
+            more = f'{key} ": " {self._value_at(*further)}'
         return f'"{{" {in_order(self._rules, self._new_name(), pairs, _quoted(", "), more)} "}}"'
 
     def _value_at(self, schema: Any, place: Place) -> str:  # noqa: ANN401 - JSON

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-import math
+import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from manylora.errors import ConfigError
 
 T = TypeVar("T")
+MAX_INTEGER = 1 << 31
+"""Largest whole number that a config may hold; no size of a model comes near."""
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e15
 HARMLESS_PREFIXES = ("_", "unsloth")
 """Keys with these prefixes are notes of tools."""
+
+MAX_SHOWN = 200
+"""Characters of a key or value in a message."""
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+
+
+def shown(value: object) -> str:
+    """A value of a file for a message: on one line, however large it is."""
+    return _SHORT.repr(value)[:MAX_SHOWN]
 
 
 class ConfigFields:
@@ -30,11 +43,12 @@ class ConfigFields:
         self._prefix = prefix
         self._read: set[str] = set()
 
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """A whole number of at least `minimum`; without a default the key is required."""
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
+        """A whole number within these bounds; without a default the key is required."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.error(key, f"expected a whole number >= {minimum}, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            bounds = f">= {minimum}" if maximum == MAX_INTEGER else f"from {minimum} to {maximum}"
+            raise self.error(key, f"expected a whole number {bounds}, got {shown(value)}")
         return value
 
     def optional_integer(self, key: str) -> int | None:
@@ -45,14 +59,14 @@ class ConfigFields:
         return self.integer(key)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0; without a default the key is required."""
+        """A number above 0; without a default the key is required."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-            raise self.error(key, f"expected a number above 0, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not MIN_NUMBER <= value <= MAX_NUMBER:
+            raise self.error(key, f"expected a number above 0 and up to {MAX_NUMBER:g}, got {shown(value)}")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
-        """A finite number above 0, or None where absent."""
+        """A number above 0, or None where absent."""
         self._read.add(key)
         return None if self._given.get(key) is None else self.number(key)
 
@@ -60,7 +74,7 @@ class ConfigFields:
         """True or false."""
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise self.error(key, f"expected true or false, got {value!r}")
+            raise self.error(key, f"expected true or false, got {shown(value)}")
         return value
 
     def text(self, key: str) -> str | None:
@@ -71,7 +85,7 @@ class ConfigFields:
         """A list of strings, or None where absent."""
         value = self._optional(key, list, "a list of strings")
         if not all(isinstance(item, str) for item in value or []):
-            raise self.error(key, f"expected a list of strings, got {value!r}")
+            raise self.error(key, f"expected a list of strings, got {shown(value)}")
         return value
 
     def nested(self, key: str) -> dict[str, Any]:
@@ -83,9 +97,9 @@ class ConfigFields:
         match self._optional(key, list, "two whole numbers"):
             case None:
                 return None
-            case [int(first), int(second)] if min(first, second) >= 1:
+            case [int(first), int(second)] if 1 <= min(first, second) <= max(first, second) <= MAX_INTEGER:
                 return first, second
-        raise self.error(key, f"expected two whole numbers >= 1, got {self._given[key]!r}")
+        raise self.error(key, f"expected two whole numbers >= 1, got {shown(self._given[key])}")
 
     def within(self, key: str) -> ConfigFields:
         """The fields of a nested object, which has none where it is absent."""
@@ -94,15 +108,15 @@ class ConfigFields:
     def choice(self, key: str, served: Collection[T], default: T | None = None) -> T:
         """One of the values that are served; without a default the key is required."""
         value: T = self._get(key, default)
-        if value not in served:
-            raise self.error(key, f"{value!r} is not served; served are {', '.join(map(str, served))}")
+        if not any(value == each and type(value) is type(each) for each in served):
+            raise self.error(key, f"{shown(value)} is not served; served are {', '.join(map(str, served))}")
         return value
 
     def require(self, key: str, expected: object, *, default: object) -> None:
         """Refuse any value but the one that is served."""
         value = self._get(key, default)
         if value != expected:
-            raise self.error(key, f"only {expected!r} is served, got {value!r}")
+            raise self.error(key, f"only {shown(expected)} is served, got {shown(value)}")
 
     def refuse_unread(self, without_effect: Collection[str]) -> None:
         """Refuse keys that were not read, unless they are known to be without effect or are switched off.
@@ -114,13 +128,14 @@ class ConfigFields:
             if self._given.get(key) and not key.startswith(HARMLESS_PREFIXES):
                 raise self.error(
                     key,
-                    f"not understood (value {self._given[key]!r}); if it does not change the result, remove it "
+                    f"not understood (value {shown(self._given[key])}); if it does not change the result, remove it "
                     "from config.json",
                 )
 
     def error(self, key: str, problem: str) -> ConfigError:
         """An error about one key."""
-        return ConfigError(f"{self._prefix}{key}: {problem}", param=f"{self._prefix}{key}")
+        name = (self._prefix + key)[:MAX_SHOWN]
+        return ConfigError(f"{name}: {problem}", param=name)
 
     def _get(self, key: str, default: object) -> Any:  # noqa: ANN401 - JSON
         self._read.add(key)
@@ -135,5 +150,5 @@ class ConfigFields:
         self._read.add(key)
         value = self._given.get(key)
         if value is not None and not isinstance(value, kind):
-            raise self.error(key, f"expected {expected}, got {value!r}")
+            raise self.error(key, f"expected {expected}, got {shown(value)}")
         return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manylora.engine.model.config_fields import ConfigFields
+from manylora.engine.model.config_fields import ConfigFields, shown
 from manylora.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,15 +79,18 @@ def gguf_config(path: Path) -> dict[str, Any]:
     reader = open_gguf(path)
     try:
         return _config(reader)
-    except (ConfigError, UnicodeDecodeError) as error:
-        raise ConfigError(f"model.path: {path} is damaged or not served: {error}", param="model.path") from error
+    except Exception as error:  # a head may hold anything
+        reason = error if isinstance(error, ConfigError) else "its head cannot be read"
+        raise ConfigError(f"model.path: {path} is damaged or not served: {reason}", param="model.path") from error
 
 
 def _config(reader: GGUFReader) -> dict[str, Any]:
     given = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
     arch = ConfigFields(given).text("general.architecture")
     if arch not in GGUF_ARCHITECTURES:
-        raise ConfigError(f"general.architecture: {arch!r} is not served; served are {', '.join(GGUF_ARCHITECTURES)}")
+        raise ConfigError(
+            f"general.architecture: {shown(arch)} is not served; served are {', '.join(GGUF_ARCHITECTURES)}"
+        )
     own = {name.removeprefix(f"{arch}."): value for name, value in given.items() if name.startswith(f"{arch}.")}
     fields, tensors = ConfigFields(own, prefix=f"{arch}."), {tensor.name: tensor for tensor in reader.tensors}
     num_heads, hidden = fields.integer("attention.head_count"), fields.integer("embedding_length")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from manylora.engine.model.config_fields import ConfigFields
+from manylora.engine.model.config_fields import ConfigFields, shown
 
 Layout = Literal["scaled", "packed", "gptq", "awq", "bnb-int8", "bnb-4bit", "q3.5", "gguf"]
 """Names of `manylora.engine.model.formats.FORMATS`; the tensors of a GGUF file are read as floats."""
@@ -79,8 +79,8 @@ def _scheme(group: ConfigFields, usual: str | None) -> Quantisation:
     if stored == "pack-quantized" and not is_float and bits in (4, 8):
         layout = "packed"
     elif stored not in ("naive-quantized", "float-quantized" if is_float else "int-quantized") or bits != 8:
-        kind = f"{weights.text('type') or 'int'} of {bits} bits"
-        raise group.error("format", f"{stored!r} with weights of {kind} is not served")
+        kind = f"{shown(weights.text('type') or 'int')} of {bits} bits"
+        raise group.error("format", f"{shown(stored)} with weights of {kind} is not served")
     usual = "group" if weights.integer("group_size", -1, minimum=-1) > 0 else "channel"
     strategy = weights.choice("strategy", ("channel", "tensor", "group", "block"), usual)
     block = weights.pair("block_structure") if strategy == "block" else None
@@ -103,7 +103,7 @@ def _gptq(fields: ConfigFields) -> Quantisation:
     claimed = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), fields.text("format") or "gptq")
     other = sorted(key for key in fields.nested("dynamic") if not key.startswith("-:"))
     if other:
-        raise fields.error("dynamic", f"modules with settings of their own are not served: {', '.join(other[:3])}")
+        raise fields.error("dynamic", f"modules with settings of their own are not served: {shown(other)}")
     bits = fields.choice("bits", (4, 8))
     return Quantisation(layout="gptq", bits=bits, block=_group(fields, "group_size"), variant=claimed)
 

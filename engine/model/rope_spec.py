@@ -9,10 +9,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from manylora.engine.model.config_fields import ConfigFields
+from manylora.engine.model.config_fields import MAX_INTEGER, ConfigFields
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 DEFAULT_THETA = 10_000.0
+MIN_THETA = 2.0
+"""Frequencies fall with its powers; at 1 none differs from another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,8 @@ def rope_spec(fields: ConfigFields, max_positions: int) -> RopeSpec:
     rope.require("partial_rotary_factor", 1.0, default=1.0)
     kind = rope.choice("rope_type", get_args(RopeKind), rope.text("type") or "default")
     theta = rope.number("rope_theta", theta)
+    if theta < MIN_THETA:
+        raise rope.error("rope_theta", f"expected a number of at least {MIN_THETA:g}, got {theta:g}")
     own_original = rope.integer("original_max_position_embeddings", max_positions)
     spec = _scaled(rope, kind, theta, original or own_original)
     rope.refuse_unread(())
@@ -72,8 +76,12 @@ def _scaled(rope: ConfigFields, kind: RopeKind, theta: float, original: int) -> 
     spec = RopeSpec(kind=kind, theta=theta, factor=rope.number("factor"))
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if low >= high:
+            raise rope.error("high_freq_factor", f"expected more than low_freq_factor {low:g}, got {high:g}")
         return replace(spec, original_positions=original, low_freq_factor=low, high_freq_factor=high)
     if kind == "yarn":
+        if spec.factor * original > MAX_INTEGER:
+            raise rope.error("factor", f"{spec.factor:g} times a context of {original} tokens is more than any model's")
         return replace(
             spec,
             original_positions=original,

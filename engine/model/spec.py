@@ -7,7 +7,6 @@ switched off, or refused.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -16,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from manylora import strict_json
 from manylora.adapters.base_shape import MODULE_PATHS, BaseShape, ModuleShape
 from manylora.config import KvDtype
-from manylora.engine.model.config_fields import ConfigFields
+from manylora.engine.model.config_fields import ConfigFields, shown
 from manylora.engine.model.gguf_folder import gguf_file, gguf_folder
 from manylora.engine.model.quantisation import RECIPE_FILE, Quantisation, read_quantisation
 from manylora.engine.model.rope_spec import RopeSpec, rope_spec
@@ -36,6 +36,8 @@ HUB_DUPLICATES = ("consolidated*", "*/*")
 logger = logging.getLogger(__name__)
 MIB = 1 << 20
 MAX_CONFIG_BYTES = MIB
+MAX_LAYERS = 4096
+"""Layers of a model; the largest have some hundreds. Each has names, before any file is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,8 +196,8 @@ def read_spec(folder: Path) -> DecoderSpec:
     """
     path = folder / CONFIG_FILE
     try:
-        config = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
+        config = strict_json.parse(_read(path), strict_json.MAX_DEPTH)
+    except strict_json.JsonRefusedError as error:
         raise ConfigError(f"model.path: cannot read {path}: {error}", param="model.path") from error
     if not isinstance(config, dict):
         raise ConfigError(f"model.path: {path} must be a JSON object", param="model.path")
@@ -236,7 +238,7 @@ def decoder_spec(config: dict[str, Any], recipe: str = "") -> DecoderSpec:
     name, architecture = _architecture(config)
     fields = ConfigFields(config, architecture.defaults)
     quantised = fields.nested("quantization_config")
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     max_positions = fields.integer("max_position_embeddings")
@@ -340,13 +342,14 @@ def _architecture(config: dict[str, Any]) -> tuple[str, Architecture]:
     entry = ARCHITECTURES.get(name) if isinstance(name, str) else None
     if entry is None:
         raise ConfigError(
-            f"architectures: {name or config.get('model_type')!r} is not served; "
+            f"architectures: {shown(name or config.get('model_type'))} is not served; "
             f"served are {', '.join(sorted(ARCHITECTURES))}",
             param="architectures",
         )
     if config.get("model_type", entry.model_type) != entry.model_type:
         raise ConfigError(
-            f"model_type: expected {entry.model_type!r} for {name}, got {config['model_type']!r}", param="model_type"
+            f"model_type: expected {entry.model_type!r} for {name}, got {shown(config['model_type'])}",
+            param="model_type",
         )
     return str(name), entry
 

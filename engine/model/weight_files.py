@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from manylora import strict_json
+from manylora.engine.model.config_fields import shown
 from manylora.engine.model.gguf_folder import GGUF_FILE
 from manylora.errors import ConfigError
 
@@ -39,7 +40,7 @@ def weight_files(folder: Path) -> list[Path]:
     files = [folder / name for name in names if Path(name).name == name]
     missing = sorted(set(names) - {file.name for file in files if file.is_file()})
     if missing or not files:
-        raise ConfigError(f"model.path: {index} names files that are not there: {missing}", param="model.path")
+        raise ConfigError(f"model.path: {index} names files that are not there: {shown(missing)}", param="model.path")
     return files
 
 
@@ -72,8 +73,8 @@ def _is_of_head(name: str) -> bool:
 def _places(index: Path) -> dict[str, str]:
     """File names by tensor, as an index has them."""
     try:
-        return {str(tensor): str(name) for tensor, name in json.loads(index.read_bytes())["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return {str(tensor): str(name) for tensor, name in strict_json.loads(index.read_bytes())["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.path: cannot read {index}: {error}", param="model.path") from error
 
 
@@ -94,7 +95,7 @@ def _tensors(file: Path) -> dict[str, _Tensor]:
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(min(length, MAX_HEADER_BYTES)))
+            header = strict_json.loads(opened.read(min(length, MAX_HEADER_BYTES)))
         return {
             name: _Tensor(
                 file, fields["dtype"], tuple(fields["shape"]), *(8 + length + at for at in fields["data_offsets"])
@@ -102,7 +103,7 @@ def _tensors(file: Path) -> dict[str, _Tensor]:
             for name, fields in header.items()
             if name != "__metadata__"
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.path: cannot read {file}: {error}", param="model.path") from error
 
 

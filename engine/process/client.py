@@ -31,6 +31,7 @@ from manylora.engine.process.supervisor import (
     EngineConnection,
     RestartPolicy,
 )
+from manylora.engine.process.worker_process import Worker
 from manylora.engine.request import GenerationRequest, RequestOutput
 from manylora.engine.status import EngineLoad, EngineReady, EngineStatus, PauseMode
 from manylora.errors import EngineUnavailableError, ManyloraError
@@ -47,13 +48,20 @@ class EngineClient:
     Args:
         config: All settings.
         announce: Takes lines of progress for people.
+        worker: A process that waits for its launch, to be the first engine.
         clock: Monotonic seconds.
     """
 
     def __init__(
-        self, config: Config, *, announce: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self,
+        config: Config,
+        *,
+        announce: Callable[[str], None],
+        worker: Worker | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
+        self._worker = worker
         self._announce = announce
         self._policy = RestartPolicy(clock)
         self._clock = clock
@@ -233,7 +241,8 @@ class EngineClient:
         """Start a process; when it is ready, requests go to it."""
         self._announce(f"manylora: loading model {self._config.model.path} ...")
         started_s = self._clock()
-        connection = EngineConnection(self._config)
+        connection = EngineConnection(self._config, self._worker)
+        self._worker = None
         try:
             first = await connection.start()
             self._settle_on(first.ready)

@@ -26,8 +26,13 @@ STUCK_S = 60.0
 STUCK_STEPS = 20.0
 """The same in steps of most tokens, for machines where these take long."""
 
+STARVED_CPU_S = 0.05
+"""A process that could run, and had less processor time than this between two looks, is kept from it by others."""
+
 _COUNTS = struct.Struct("=QQ")
+_TICKS = os.sysconf("SC_CLK_TCK")
 _IS_TRACED = "t"
+_COULD_RUN = "R"
 _AT_REST = "ST"
 """States of a process that waits, or was stopped. One that waits for a disk or for a core may be about to go on."""
 
@@ -116,6 +121,9 @@ class StallDetector:
         last, self._last = self._last, signs
         if last is None or signs.state == _IS_TRACED:  # a debugger holds it
             self._silent_looks = self._stuck_looks = 0
+            return None
+        if signs.state == _COULD_RUN and signs.cpu_ticks - last.cpu_ticks < STARVED_CPU_S * _TICKS:
+            self._silent_looks = 0
             return None
         has_moved = signs.beats != last.beats or signs.cpu_ticks != last.cpu_ticks or signs.state not in _AT_REST
         self._silent_looks = 0 if has_moved else self._silent_looks + 1

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -18,16 +16,15 @@ from typing import Any, cast
 import zmq
 import zmq.asyncio
 
-from manylora.config import Config, environment
+from manylora.config import Config
 from manylora.engine.process import messages
 from manylora.engine.process.pulse import LOOK_S, SILENT_START_S, Pulse, StallDetector
+from manylora.engine.process.worker_process import Worker, start_worker
 from manylora.errors import ConfigError, EngineUnavailableError
 
 SOCKET_NAME = "engine"
 MAX_SOCKET_PATH = 100
 """The system takes 107 characters; some room for the folder's random part."""
-KEPT_FROM_ENGINE = frozenset({"MANYLORA_ADMIN_KEY", "MANYLORA_PEPPER", "MANYLORA_REGISTRY__DATABASE_URL"})
-"""Environment variables that the engine does not need and does not get."""
 
 CRASH_LOOP_DEATHS = 3
 CRASH_LOOP_LIFE_S = 60.0
@@ -50,10 +47,12 @@ class EngineConnection:
 
     Args:
         config: Settings of the engine.
+        worker: A process that waits for its launch; one is started when None.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, worker: Worker | None = None) -> None:
         self._config = config
+        self._worker = worker
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self._loop.create_future()
         """Done with the exit code when the process has ended."""
@@ -78,7 +77,7 @@ class EngineConnection:
         return self._popen.pid if self._popen else None
 
     async def start(self) -> messages.Ready:
-        """Start the process and wait until it has loaded the model.
+        """Launch the process and wait until it has loaded the model.
 
         Raises:
             ConfigError: A setting is wrong.
@@ -159,21 +158,13 @@ class EngineConnection:
         self._clean_up()
 
     def _start_process(self) -> None:
-        kept = {name: value for name, value in environment().items() if name not in KEPT_FROM_ENGINE}
-        command = [sys.executable, "-P", "-m", "manylora.engine.process.worker"]
-        fd = Pulse.create()
-        try:
-            pulse = Pulse(fd)
-            popen = subprocess.Popen(  # noqa: S603 - our own program
-                command, stdin=subprocess.PIPE, env=kept, pass_fds=[fd]
-            )
-        finally:
-            os.close(fd)
-        self._popen, self._pulse = popen, pulse
+        worker = self._worker or start_worker()
+        popen, self._pulse = worker.process, worker.pulse
+        self._popen = popen
         threading.Thread(target=self._wait_for_exit, args=(popen,), name="engine-wait", daemon=True).start()
         if popen.stdin is not None:
             with suppress(BrokenPipeError):  # it died at once; its exit code says so
-                popen.stdin.write(messages.encode_launch(messages.Launch(self._config, self.address, fd)))
+                popen.stdin.write(messages.encode_launch(messages.Launch(self._config, self.address, worker.pulse_fd)))
                 popen.stdin.flush()
 
     def _wait_for_exit(self, popen: subprocess.Popen[bytes]) -> None:

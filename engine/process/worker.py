@@ -204,7 +204,10 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    launch = messages.decode_launch(sys.stdin.buffer.readline(messages.MAX_LAUNCH_BYTES))
+    line = sys.stdin.buffer.readline(messages.MAX_LAUNCH_BYTES)
+    if not line:  # the server ended before it had an engine
+        return 0
+    launch = messages.decode_launch(line)
     heart = Heart(Pulse(launch.pulse_fd))
     heart.start()
     wakeup, parent_gone = Wakeup(), threading.Event()

@@ -45,10 +45,24 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skips_special = skip_special_tokens
         self._shown_ids = shown_ids if skip_special_tokens else NONE_SHOWN
+        self._run = bytearray()
+        """Raw byte tokens at the end of what was pushed."""
         self._restart(list(prompt_ids[-CONTEXT_TOKENS:]))
+
+    def num_waiting(self, token_id: int) -> int:
+        """Characters before this token that are whole and not handed out: those of a run of raw bytes."""
+        if not self._run:
+            return 0
+        if not self._tokenizer.may_end_text(token_id, skip_special_tokens=False):
+            return len(self._run.decode(errors="ignore"))
+        return max(len(self._settled(self._decode(self._window))) - self._emitted, 0)
 
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that is final with it, often that of the token, sometimes none."""
+        if self._tokenizer.may_end_text(token_id, skip_special_tokens=False):
+            self._run.clear()
+        else:
+            self._run += self._tokenizer.token_bytes(token_id)
         shown = self._shown_ids.get(token_id) if self._shown_ids else None
         if shown is not None:
             rest = self.flush()  # what stands before it is whole
@@ -59,11 +73,12 @@ class Detokenizer:
         if not self._tokenizer.may_end_text(token_id, skip_special_tokens=self._skips_special):
             return ""
         text = self._decode(self._window)
-        final = _final(text)
+        final = self._settled(text)
         delta = final[self._emitted :]
         self._emitted += len(delta)
         if delta and final == text:
             self._restart(self._window[self._num_context :])
+            self._emitted = len(self._decode(self._window))  # which may begin inside a character of the prompt
         elif len(self._window) > MAX_WINDOW_TOKENS + self._num_context:
             self._restart(self._window[-MAX_WINDOW_TOKENS // 4 :])
         return delta
@@ -77,14 +92,36 @@ class Detokenizer:
     def _restart(self, window: list[int]) -> None:
         self._window = window
         self._num_context = len(window)
-        self._emitted = len(_final(self._decode(window)))
+        self._emitted = len(self._settled(self._decode(window)))
+
+    def _settled(self, text: str) -> str:
+        return settled_text(self._tokenizer, self._window, text)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
 
 
-def _final(text: str) -> str:
-    return text.removesuffix(_UNFINISHED)
+def settled_text(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> str:
+    """Text of tokens without a character at its end that they only begin: the tokens that follow have it whole.
+
+    Args:
+        tokenizer: Knows the tokens' bytes.
+        token_ids: All of them, or the last ones.
+        text: Of the tokens.
+    """
+    if not text.endswith(_UNFINISHED):
+        return text
+    is_whole = b"".join(map(tokenizer.token_bytes, token_ids[-CONTEXT_TOKENS:])).endswith(_UNFINISHED.encode())
+    return text if is_whole else text.removesuffix(_UNFINISHED)
+
+
+def prompt_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
+    """Characters of a prompt's text before each of its tokens."""
+    pieces, offsets, num_characters = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens), [], 0
+    for token_id in token_ids:
+        offsets.append(num_characters + pieces.num_waiting(token_id))
+        num_characters += len(pieces.push(token_id))
+    return offsets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +134,7 @@ class TextDelta:
     logprobs: list[TokenLogprobs] | None = None
     """One per delivered token, when asked for."""
     text_offsets: list[int] = field(default_factory=list)
-    """Characters of output before each token."""
+    """Characters of output before each token; at the end, those of the text that is shown."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token that ended it; None for the end-of-sequence token."""
@@ -177,6 +214,7 @@ class TextStream:
         )
         self._scanner = StopScanner(params.stop, is_shown=params.include_stop_str_in_output)
         self._num_characters = 0
+        self._num_shown = 0
         self.num_tokens = 0
         """Tokens delivered: up to and with the one that completed a stop string. This is what is billed."""
         self.is_finished = False
@@ -189,7 +227,7 @@ class TextStream:
         offsets: list[int] = []
         stop: str | None = None
         for token_id in output.token_ids:
-            offsets.append(self._num_characters)
+            offsets.append(self._num_characters + self._detokenizer.num_waiting(token_id))
             # A token that ends the generation is counted, but its text is not part of the answer.
             is_hidden = token_id == output.stop_token_id and not self._params.include_stop_str_in_output
             text = "" if is_hidden else self._detokenizer.push(token_id)
@@ -203,6 +241,9 @@ class TextStream:
             shown += [part, self._scanner.flush()]
         self.num_tokens += len(offsets)
         self.is_finished = stop is not None or output.finish_reason is not None
+        self._num_shown += sum(map(len, shown))
+        if self.is_finished:  # a stop string that is cut off has no places in the text
+            offsets = [min(offset, self._num_shown) for offset in offsets]
         stop_token = output.stop_token_id if output.stop_token_id in self._params.stop_token_ids else None
         return TextDelta(
             text="".join(shown),

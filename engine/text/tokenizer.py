@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
+from manylora.engine.text.chat_template import ChatTemplate
 from manylora.errors import ConfigError, InvalidRequestError
 
+MAX_TOKEN_ID = 1 << 31
 LONG = 4096
 """From this many characters or tokens on, the interpreter's lock is released meanwhile."""
 NFC_SHRINKS = 4
@@ -44,14 +45,19 @@ class Tokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # noqa: TID251 - `tokenizers` reads it
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
-        except (OSError, ValueError, ImportError) as error:
-            raise ConfigError(f"model.path must have a tokenizer, got {path}: {error}", param="model.path") from error
+        except Exception as error:  # transformers checks little of what the files say
+            reason = " ".join(str(error).split())[:200]
+            message = f"model.path must have a tokenizer, got {path}: {reason or type(error).__name__}"
+            raise ConfigError(message, param="model.path") from error
         # transformers' own encode changes shared state on every call, which is not safe in threads.
         self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         if self._backend is None:
             raise ConfigError(f"model.path must have a tokenizer.json, got {path}", param="model.path")
         self._backend.no_truncation()
         self._backend.no_padding()
+        template = self._tokenizer.chat_template or ""
+        if not all(isinstance(text, str) for text in (template.values() if isinstance(template, dict) else [template])):
+            raise ConfigError(f"chat_template: expected text, in {path}", param="model.path")
         self.folder = Path(path)
         self.eos_token_ids = read_eos_token_ids(self.folder) | {self._tokenizer.eos_token_id} - {None}
         """Tokens that end a generation."""
@@ -62,16 +68,11 @@ class Tokenizer:
         """Ids below this have a text; the model may know more."""
         return len(self._tokenizer)
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether `chat_prompt` works."""
-        return bool(self._tokenizer.chat_template)
-
-    @property
-    def chat_template(self) -> str:
-        """The model's chat template; of several, all of them; empty where there is none."""
-        template = self._tokenizer.chat_template or ""
-        return "\n".join(template.values()) if isinstance(template, dict) else template
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The model's chat template, which may be empty."""
+        source = self._tokenizer.chat_template or ""
+        return ChatTemplate(source=source, variables=dict(self._tokenizer.special_tokens_map))
 
     @property
     def response_template(self) -> dict[str, Any] | None:
@@ -99,6 +100,16 @@ class Tokenizer:
             encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         token_ids: list[int] = encoding.ids
         return token_ids
+
+    def text_offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Where in a text each of its tokens begins; of those that share a character, where this begins."""
+        encode = self._backend.encode_batch  # which holds no lock meanwhile
+        offsets, end = [0], 0
+        for start, stop in encode([text], add_special_tokens=add_special_tokens)[0].offsets:
+            is_added = start == stop == 0
+            offsets.append(max(offsets[-1], end if is_added else min(start, end)))
+            end = max(end, stop)
+        return offsets[1:]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; unknown ids have none."""
@@ -137,64 +148,25 @@ class Tokenizer:
         Raises:
             InvalidRequestError: The model has no chat template, or its template refuses these messages.
         """
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
+        return self.encode(self.chat_template.render(messages), add_special_tokens=False)
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> str:
-        """A conversation as the model's template writes it.
-
-        Args:
-            messages: As the template expects them.
-            tools: What may be called; none of it is shown where it is empty.
-            template_kwargs: Further variables of the template.
-            add_generation_prompt: Whether to end where the assistant begins to speak.
-            continue_final_message: Whether to end inside the last message.
+    def check_template_kwargs(self, template_kwargs: Mapping[str, Any]) -> None:
+        """Refuse variables of a chat template that are not the client's.
 
         Raises:
-            InvalidRequestError: The model has no chat template, or its template refuses these messages; or a variable
-                has a name that Manylora or transformers sets.
+            InvalidRequestError: One has a name that Manylora or transformers sets.
         """
-        from jinja2 import TemplateError
-
-        if not self.has_chat_template:
-            raise InvalidRequestError(
-                "This model has no chat template. Use /v1/completions with the prompt as the model expects it.",
-                code="no_chat_template",
-                param="messages",
-            )
         taken = sorted(self._template_names.intersection(template_kwargs))
         if taken:
             raise InvalidRequestError(
                 f"chat_template_kwargs cannot set {', '.join(taken)}; leave it out.", param="chat_template_kwargs"
             )
-        try:
-            rendered: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **template_kwargs,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            raise InvalidRequestError(
-                "The model's chat template does not take these messages: check their roles, order and content.",
-                param="messages",
-            ) from error
-        return rendered
 
     @cached_property
     def _template_names(self) -> frozenset[str]:
         """Variables of chat templates that are not the client's."""
         own = inspect.signature(self._tokenizer.apply_chat_template).parameters
-        return frozenset({*own, "messages", *self._tokenizer.special_tokens_map})
+        return frozenset({*own, "conversations", "messages", *self._tokenizer.special_tokens_map})
 
     def may_end_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
         """Whether text up to this token can be final: a raw byte may need others, and skipped tokens have none."""
@@ -205,7 +177,7 @@ class Tokenizer:
         if token_id in self._byte_tokens:
             return bytes([self._byte_tokens[token_id]])
         piece: str | None = self._backend.id_to_token(token_id)
-        if piece and self._byte_of_letter.keys() >= set(piece):
+        if piece and token_id not in self._added_ids and self._byte_of_letter.keys() >= set(piece):
             return bytes(self._byte_of_letter[letter] for letter in piece)
         return self.token_text(token_id).encode()
 
@@ -223,6 +195,11 @@ class Tokenizer:
     @cached_property
     def _special_ids(self) -> frozenset[int]:
         return frozenset(self.special_tokens.values())
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        """Tokens that stand for their own letters in every vocabulary."""
+        return frozenset(self._backend.get_added_tokens_decoder())
 
     @cached_property
     def _is_byte_level(self) -> bool:
@@ -250,18 +227,30 @@ def read_eos_token_ids(folder: Path) -> frozenset[int]:
     token_ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         named = read_object(folder / name).get("eos_token_id")
-        token_ids.update(named if isinstance(named, list) else [] if named is None else [named])
+        for token_id in named if isinstance(named, list) else [] if named is None else [named]:
+            if type(token_id) is not int or not 0 <= token_id < MAX_TOKEN_ID:
+                message = f"eos_token_id: expected token ids in {folder / name}, got {repr(token_id)[:80]}"
+                raise ConfigError(message, param="model.path")
+            token_ids.add(token_id)
     eos = read_object(folder / "tokenizer_config.json").get("eos_token")
     text = eos.get("content") if isinstance(eos, dict) else eos
-    for token in read_object(folder / "tokenizer.json").get("added_tokens", []):
-        if text is not None and token.get("content") == text:
+    added = read_object(folder / "tokenizer.json").get("added_tokens")
+    for token in added if isinstance(added, list) and isinstance(text, str) else []:
+        if isinstance(token, dict) and token.get("content") == text and type(token.get("id")) is int:
             token_ids.add(token["id"])
     return frozenset(token_ids)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no file, or something else in it."""
+    """The JSON object in a file; empty if there is no file, or something else in it.
+
+    Raises:
+        ConfigError: It is no JSON.
+    """
     if not path.is_file():
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"model.path: cannot read {path}: it is no JSON", param="model.path") from error
     return content if isinstance(content, dict) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import platform
 import shutil
@@ -20,6 +21,7 @@ from manylora.cli.options import JSON
 
 if TYPE_CHECKING:
     from manylora.engine.model.spec import DecoderSpec
+    from manylora.engine.text.tokenizer import Tokenizer
 
 MIN_DISK_GIB = 2
 MIN_FILES = 1024
@@ -81,7 +83,8 @@ def _torch() -> Iterator[Finding]:
 
 
 def _cpu_kernels() -> Finding:
-    from manylora.kernels.native.library import NativeUnavailableError, describe, find_library
+    from manylora.kernels.native.compilation import NativeUnavailableError
+    from manylora.kernels.native.library import describe, find_library
 
     try:
         return Finding("CPU kernels", "ok", describe(find_library()))
@@ -150,11 +153,25 @@ def _model(model: str) -> Iterator[Finding]:
         yield Finding("model", "fail", error.message, "choose a folder with a supported Hugging Face checkpoint")
         return
     yield Finding("tokenizer", "ok", f"{tokenizer.vocab_size} tokens")
-    if tokenizer.has_chat_template:
-        yield Finding("chat template", "ok", "there is one")
-    else:
-        yield Finding("chat template", "warn", "there is none", "use /v1/completions")
+    yield _chat_template(tokenizer)
     yield from _weights(spec)
+
+
+def _chat_template(tokenizer: Tokenizer) -> Finding:
+    from manylora.server.sandbox.chat_renderer import ChatRenderer
+
+    async def fault() -> str | None:
+        renderer = ChatRenderer(tokenizer)
+        try:
+            return await renderer.try_template()
+        finally:
+            await renderer.close()
+
+    if not tokenizer.chat_template.source:
+        return Finding("chat template", "warn", "there is none", "use /v1/completions")
+    if (message := asyncio.run(fault())) is not None:
+        return Finding("chat template", "fail", message, "correct the template in the model's folder")
+    return Finding("chat template", "ok", "there is one")
 
 
 def _weights(spec: DecoderSpec) -> Iterator[Finding]:

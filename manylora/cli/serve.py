@@ -12,6 +12,7 @@ import typer
 
 from manylora.config import Config as Settings
 from manylora.config import GatewayConfig, environment
+from manylora.engine.process.worker_process import start_worker
 
 ConfigT = TypeVar("ConfigT", Settings, GatewayConfig)
 Model = Annotated[str | None, typer.Option(help="Folder or hub id of the base model. [env: MANYLORA_MODEL__PATH]")]
@@ -85,9 +86,14 @@ def _run(options: Mapping[str, Mapping[str, object]], assignments: list[str] | N
         from manylora.server.cluster.serve import serve_gateway
 
         return serve_gateway(as_gateway, typer.echo)
-    from manylora.server.serve import serve as run
+    config = settings_of(options, assignments, file)
+    worker = start_worker()  # it imports torch while this process imports the server
+    try:
+        from manylora.server.serve import serve as run
 
-    return run(settings_of(options, assignments, file), typer.echo)
+        return run(config, typer.echo, worker)
+    finally:
+        worker.process.kill()  # the server has closed it unless it could not start
 
 
 def settings_of(

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,18 @@ _CLOCKS = {
 }
 
 
+_is_reading = ContextVar("is_reading", default=False)
+"""Whether the task has a reader's place; what it reads besides needs none, else readers could wait for each other."""
+
+
 @dataclass(frozen=True, slots=True)
 class Turns:
     """How those who share this process take turns at the database."""
 
     writer: Callable[[], AbstractAsyncContextManager[None]]
     """The place of the only writer."""
+    reader: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    """A place of one that reads; there are fewer of them than connections."""
     threads: Callable[[int, str], ThreadPoolExecutor] = ThreadPoolExecutor
     """Makes so many threads of a name, which run short reads."""
 
@@ -162,11 +169,24 @@ class Database:
         self._reads[end] = asyncio.current_task()
         try:
             with _own_errors():
-                async with self._read_sessions() as session, session.begin():
+                async with self._reader_place(), self._read_sessions() as session, session.begin():
                     yield session
         finally:
             del self._reads[end]
             end.set_result(None)
+
+    @asynccontextmanager
+    async def _reader_place(self) -> AsyncIterator[None]:
+        """The task's place among those that read, of which it needs one only."""
+        if _is_reading.get():
+            yield
+            return
+        async with turn(self._turns.reader()):
+            _is_reading.set(True)
+            try:
+                yield
+            finally:
+                _is_reading.set(False)
 
     async def rows(self, statement: Executable, values: Mapping[str, object] | None = None) -> Sequence[Any]:
         """The rows of one statement, with these values for its parameters.

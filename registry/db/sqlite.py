@@ -20,6 +20,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from manylora.errors import CapacityError
 
 _logger = logging.getLogger(__name__)
+LOST = "db.lost"
+"""Code of the error while the file is not at its path."""
 BUSY_TIMEOUT_MS = 5000
 MAX_READERS = 2
 """Connections, and threads, of the engine for single reads."""
@@ -97,7 +99,7 @@ class DatabaseFile:
             message = (
                 "The database's file was deleted or replaced while the server runs; its operator must put it back."
             )
-            raise CapacityError(message, retry_after_s=5.0, code="db.lost")
+            raise CapacityError(message, retry_after_s=5.0, code=LOST)
 
     def _find(self) -> tuple[int, int] | None:
         try:

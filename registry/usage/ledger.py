@@ -25,6 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from manylora.errors import CapacityError
 from manylora.registry.db.clock import Clock, to_micros, utc_now
 from manylora.registry.db.database import Database, turn
+from manylora.registry.db.sqlite import LOST
 from manylora.registry.records import AdapterUsage, LatencyReport, Page, UsageEvent, UsageQuery, UsageReport
 from manylora.registry.usage import latency
 from manylora.registry.usage import query as usage_query
@@ -365,6 +366,7 @@ class UsageLedger:
         try:
             await self.flush()
         except (CapacityError, SQLAlchemyError) as error:
-            _logger.warning("usage journal: cannot be moved now, %.0f s behind: %s", self.lag_s(), error)
+            if not (isinstance(error, CapacityError) and error.code == LOST):  # which was said once
+                _logger.warning("usage journal: cannot be moved now, %.0f s behind: %s", self.lag_s(), error)
             return False
         return True

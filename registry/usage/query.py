@@ -15,6 +15,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from manylora import strict_json
 from manylora.errors import InvalidRequestError
 from manylora.registry.db.clock import HOUR_US, from_micros, to_micros
 from manylora.registry.db.models import UsageEventRow, UsageRollupRow
@@ -295,8 +296,8 @@ def _write_cursor(place: Sequence[object]) -> str:
 def _read_cursor(text: str, order: Sequence[sa.ColumnElement[Any]]) -> list[Any]:
     """The place that `_write_cursor` wrote; raises InvalidRequestError where it does not fit the query."""
     try:
-        place = json.loads(base64.urlsafe_b64decode(text))
-    except (ValueError, RecursionError):
+        place = strict_json.loads(base64.urlsafe_b64decode(text))
+    except ValueError:
         place = None
     kinds = [column.type.python_type for column in order]
     if not isinstance(place, list) or [type(part) for part in place] != kinds:

@@ -8,14 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import dataclasses
 import hashlib
-import json
-import os
-import signal
-import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +20,10 @@ from manylora.adapters.checkpoint.reader import check_weights
 from manylora.adapters.checkpoint.safetensors_header import header_bytes
 from manylora.adapters.lora.layout import adapter_pages
 from manylora.adapters.ref import LoraSpec, content_digest
-from manylora.config import environment
 from manylora.engine.status import EngineReady
 from manylora.registry.records import VersionFacts
 from manylora.server.limits.fair_semaphore import FairSemaphore
+from manylora.server.sandbox.processes import LimitReachedError, NoAnswerError, ProcessLostError, SandboxedProcesses
 from manylora.server.threads import acting
 
 CHILDREN = 2
@@ -41,9 +35,6 @@ WALL_FACTOR = 4
 PAGES_CACHED = 4096
 USUAL_HEADER_BYTES = 1 << 16
 """Bytes that are read of a weights file first; a longer header takes a second read."""
-MAX_ANSWER_BYTES = 1 << 24
-_HIDDEN_FROM_CHILD = ("MANYLORA_", "AWS_", "PG")
-"""Prefixes of variables that hold secrets, or may."""
 
 
 class AdapterValidator:
@@ -59,8 +50,9 @@ class AdapterValidator:
         self._ready = ready
         self._base_names = base_names
         self._blobs = blobs
-        self._kept = KeptProcesses()
-        self._places = FairSemaphore(CHILDREN)
+        self._processes = SandboxedProcesses("manylora.server.adapters.validation_worker")
+        self.places = FairSemaphore(CHILDREN)
+        """Of uploads that are validated."""
         self._pages: dict[str, int] = {}
         self._pages_by_header: dict[tuple[str, int], int] = {}
 
@@ -69,7 +61,6 @@ class AdapterValidator:
 
         Raises:
             AdapterError, PayloadTooLargeError: It cannot be served, and why.
-            EngineError: The validation itself failed.
         """
         job = {
             "config": base64.b64encode(config).decode(),
@@ -79,7 +70,7 @@ class AdapterValidator:
             "max_rank": self._ready.max_rank,
             "cpu_s": CPU_S * (1 + (size_bytes >> 30)),
         }
-        async with self._places.place(*acting.get()):
+        async with self.places.place(*acting.get()):
             found = await self.in_child(job)
         if "too_large" in found:
             raise errors.PayloadTooLargeError(**found["too_large"])
@@ -96,24 +87,25 @@ class AdapterValidator:
 
     async def close(self) -> None:
         """End the processes that are kept."""
-        await self._kept.close()
+        await self._processes.close()
 
     async def in_child(self, job: dict[str, Any]) -> dict[str, Any]:
         """What the worker answers to a job, in a process of its own.
 
         Raises:
             AdapterFormatError: It used more time or memory than a valid adapter needs, or crashed.
-            EngineError: It gave no answer.
+            CapacityError: Two processes were ended or stopped meanwhile, which is not the job's doing.
         """
-        output = await self._kept.run(job, WALL_FACTOR * job["cpu_s"])
-        if output is None:
+        try:
+            return dict(await self._processes.ask(job, WALL_FACTOR * job["cpu_s"]))
+        except ProcessLostError as error:
+            message = "Adapters cannot be checked just now. Try again in a moment."
+            raise errors.CapacityError(message, retry_after_s=5.0) from error
+        except (LimitReachedError, NoAnswerError) as error:
             needed = "Validating this adapter took more time or memory than a valid adapter needs."
             hint = "Save the adapter again with PEFT's save_pretrained, and upload that."
-            raise errors.AdapterFormatError.of([errors.Finding("adapter.check_failed", needed, None, hint)])
-        try:
-            return dict(json.loads(output))
-        except ValueError as error:
-            raise errors.EngineError("The validation of the adapter gave no answer.") from error
+            finding = errors.Finding("adapter.check_failed", needed, None, hint)
+            raise errors.AdapterFormatError.of([finding]) from error
 
     def _check_room(self, pages: int) -> None:
         limit = self._ready.memory.num_pages - self._ready.geometry.num_groups
@@ -152,53 +144,3 @@ def _remember(cache: dict[Any, int], key: object, pages: int) -> None:
     cache[key] = pages
     if len(cache) > PAGES_CACHED:
         del cache[next(iter(cache))]
-
-
-class KeptProcesses:
-    """Processes that fork a child for each job; as many as there were jobs at once. Thread: the event loop's."""
-
-    def __init__(self) -> None:
-        self._idle: list[Process] = []
-
-    async def run(self, job: dict[str, Any], wall_s: float) -> bytes | None:
-        """The answer of a fork; None where it failed or took longer than `wall_s` seconds."""
-        self._idle = [process for process in self._idle if process.returncode is None]
-        process = self._idle.pop() if self._idle else await _start()
-        answer = b""
-        try:
-            if process.stdin is None or process.stdout is None:
-                raise ValueError("a kept process has pipes")
-            with contextlib.suppress(TimeoutError, OSError, ValueError):
-                process.stdin.write(json.dumps(job).encode() + b"\n")
-                async with asyncio.timeout(wall_s):
-                    answer = await process.stdout.readline()
-        finally:
-            if answer:
-                self._idle.append(process)
-            else:  # it died, or its child still runs
-                await _end(process)
-        return answer.strip() or None
-
-    async def close(self) -> None:
-        """End them."""
-        while self._idle:
-            await _end(self._idle.pop())
-
-
-async def _start() -> Process:
-    env = {name: value for name, value in environment().items() if not name.startswith(_HIDDEN_FROM_CHILD)}
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "manylora.server.adapters.validation_worker"),
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=DEVNULL,
-        env={**env, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        start_new_session=True,
-        limit=MAX_ANSWER_BYTES,
-    )
-
-
-async def _end(process: Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from manylora.data_folder import kept_secret
 from manylora.errors import ConfigError
-from manylora.registry.keys import kept_secret
 
 VARIABLE = "MANYLORA_ADMIN_KEY"
 FILE = "admin.key"

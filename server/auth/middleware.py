@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from manylora.config import is_loopback
-from manylora.errors import AuthenticationError, ForbiddenError, ManyloraError
+from manylora.errors import AuthenticationError, ConflictError, ForbiddenError, InvalidRequestError, ManyloraError
 from manylora.registry.records import SCOPES, Identity
 from manylora.registry.registry import Registry
 from manylora.registry.sessions import LINK_PREFIX
@@ -23,6 +23,8 @@ from manylora.server.http.dashboard import is_public
 from manylora.server.http.wire import TRUST
 from manylora.server.threads import Acting, acting
 
+GIVEN_ONCE = ("host", "cookie", "origin", "sec-fetch-site")
+"""Headers by which sessions are checked. Of several, two servers in a row could each read another one."""
 SIGN_IN = "/v1/session"
 SESSION_CREATE_PATHS = frozenset({SIGN_IN, f"{SIGN_IN}/links"})
 """A POST here takes a key or a link, never a session: a session that could begin another would never end."""
@@ -64,6 +66,9 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
 
     async def _identify(self, scope: Scope, headers: Headers) -> Identity:
+        for name in GIVEN_ONCE:
+            if len(headers.getlist(name)) > 1:
+                raise InvalidRequestError(f"The header {name} must be given once.", code="invalid_http", param=name)
         if self._registry is None:
             _check_local_browser(headers)
             return LOCAL_ADMIN
@@ -74,8 +79,24 @@ class AuthMiddleware:
             return await self._registry.key_ring.identify_session(token)
         secret = _bearer(headers)
         if secret.startswith(LINK_PREFIX) and (scope["method"], scope["path"]) == ("POST", SIGN_IN):
+            if token is not None:
+                await _check_no_session(self._registry, token)
             return await self._registry.sessions.follow_link(secret, uses_up=self._uses_links)
         return await self._registry.key_ring.authenticate(secret)
+
+
+async def _check_no_session(registry: Registry, token: str) -> None:
+    """Refuse a link where a session is open: a link of somebody else's would put their session in its place.
+
+    Raises:
+        ConflictError: The session of this token is open.
+    """
+    try:
+        await registry.key_ring.identify_session(token)
+    except AuthenticationError:
+        return
+    message = "You are signed in already, so the link was not used. Sign out first, then open it again."
+    raise ConflictError(message, code="session.open")
 
 
 def _given(headers: Headers) -> list[str]:

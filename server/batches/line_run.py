@@ -142,7 +142,9 @@ class LineRunner:
         if self.batch.endpoint == "/v1/responses":
             response = await origin.work(partial(validate, ResponsesBody, line.body), line.num_bytes)
             return await plan_response(origin, response)
-        kind = ChatBody if self.batch.endpoint == "/v1/chat/completions" else CompletionBody
+        kind: type[ChatBody | CompletionBody] = (
+            ChatBody if self.batch.endpoint == "/v1/chat/completions" else CompletionBody
+        )
         body = await origin.work(partial(validate, kind, line.body), line.num_bytes)
         return await plan_generation(origin, body)
 

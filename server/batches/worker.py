@@ -6,7 +6,7 @@ All state is in the database. At SIGTERM the lines that run are cancelled at onc
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing, suppress
+from contextlib import aclosing, nullcontext, suppress
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -27,8 +27,21 @@ from manylora.server.threads import Acting, acting, cancel_all
 log = structlog.get_logger("manylora.server")
 LOOK_S = 2.0
 """Seconds between two looks for batches. Each look also renews this server's claim on its batches."""
+RUNNING = 4
+"""Batches of one key whose lines run at the same time."""
 CHECKS = 2
 """Inputs that are checked at the same time."""
+
+
+class KeysBatches:
+    """The batches of one key: a few run at a time, the oldest first, and a bounded number of lines are in memory.
+
+    If all of them ran, each would end late, and a commit of results, which has lines of all, would take long.
+    """
+
+    def __init__(self, max_lines: int) -> None:
+        self.running = asyncio.Semaphore(RUNNING)
+        self.lines = asyncio.Semaphore(max_lines)
 
 
 class BatchWorker:
@@ -44,9 +57,9 @@ class BatchWorker:
         self._owner = owner
         most = services.config.batch.max_running
         self._places = FairSemaphore(most, spare=most)
-        self._checks = FairSemaphore(CHECKS)
-        self._ahead: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
-        """Lines in memory, by tenant and key: one key's limits do not hold up batches of another."""
+        self._checks = FairSemaphore(CHECKS, spare=CHECKS)
+        self._in_order: WeakValueDictionary[tuple[str, str], KeysBatches] = WeakValueDictionary()
+        """By tenant and key: one key's limits do not hold up batches of another."""
         self._commits = ResultCommits(services, owner)
         self._runs: dict[str, tuple[LineRunner, asyncio.Task[None]]] = {}
         self._is_stopping = asyncio.Event()
@@ -76,7 +89,7 @@ class BatchWorker:
         held = {batch.id: batch for batch in await self._services.registry.batches.claim(self._owner)}
         for batch_id in self._runs.keys() - held.keys():
             self._runs.pop(batch_id)[1].cancel()
-        for batch in held.values():
+        for _, batch in sorted(held.items()):
             runner, task = self._runs.get(batch.id, (None, None))
             if runner is None or task is None or task.done():
                 runner = LineRunner(self._services, batch, self._places, self._commits.keep, self._is_over(batch))
@@ -88,12 +101,16 @@ class BatchWorker:
 
     async def _go_on(self) -> None:
         changed, began = self._services.batches_changed, self._services.drain.began
+        waits_for: str | None = None
         while not (began.is_set() or self._is_stopping.is_set()):
             changed.clear()
             try:
                 await self.look()
+                waits_for = None
             except ManyloraError as error:
-                log.warning("batches_wait", code=error.code)
+                if error.code != waits_for:  # else it was said
+                    log.warning("batches_wait", code=error.code)
+                waits_for = error.code
             except Exception:
                 log.exception("batches_failed")
             await first_of(LOOK_S, changed, began, self._is_stopping)
@@ -154,11 +171,14 @@ class BatchWorker:
         return None
 
     async def _feed(self, runner: LineRunner, batch: BatchRow) -> None:
-        """Run each line that has no result yet."""
-        services, config = self._services, self._services.config
-        limit = config.server.max_body_bytes
-        own = batch.tenant_id, batch.key_id
-        ahead = self._ahead.setdefault(own, asyncio.Semaphore(2 * config.batch.max_running))
+        """Run each line that has no result yet, in the batch's turn among those of its key."""
+        key = batch.tenant_id, batch.key_id
+        own = self._in_order.setdefault(key, KeysBatches(2 * self._services.config.batch.max_running))
+        async with nullcontext() if runner.is_ending else own.running:
+            await self._run_lines(runner, batch, own.lines)
+
+    async def _run_lines(self, runner: LineRunner, batch: BatchRow, ahead: asyncio.Semaphore) -> None:
+        services, limit = self._services, self._services.config.server.max_body_bytes
         done = await services.registry.batches.done_lines(batch.id)
         try:
             async with (

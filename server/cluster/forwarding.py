@@ -179,11 +179,10 @@ class Forwarding:
     def headers_for_replica(self, request: Request) -> list[tuple[str, str]]:
         """The client's headers for a replica, with proof that they come from a gateway.
 
-        Content-Length is not among them. Values that are not UTF-8 are sent as the same text in UTF-8.
+        Content-Length is not among them. Values that are not UTF-8 are sent as the same text in UTF-8. What Connection
+        names is passed on like the rest: a client could otherwise hide from the replica what this gateway has checked.
         """
-        of_hop = {name.strip().lower() for name in ",".join(request.headers.getlist("connection")).split(",")}
-        dropped = _NOT_ASKED | of_hop
-        kept = [(name, _as_text(value)) for name, value in request.headers.items() if name not in dropped]
+        kept = [(name, _as_text(value)) for name, value in request.headers.items() if name not in _NOT_ASKED]
         return [*kept, (CLUSTER, self._links.token), ("x-request-id", str(request.state.request_id))]
 
 

@@ -11,7 +11,7 @@ from manylora.errors import InvalidRequestError, UnsupportedParameterError
 from manylora.server.generation import unsupported_params
 from manylora.server.generation.schemas import GenerationBody, GenerationView
 from manylora.server.generation.vllm_fields import PromptView, TokenIdsView
-from manylora.server.http.bodies import Body, View
+from manylora.server.http.bodies import Body, StoredBody, View
 from manylora.server.tools.schemas import MAX_TOOLS, TOOL_CHOICE_SCHEMA, Call, Tool, ToolChoice, parse_tool_choice
 
 MAX_MESSAGES = 4096
@@ -89,20 +89,24 @@ class ChatView(GenerationView, PromptView):
     choices: list[ChatChoiceView]
 
 
+_TEXTS = {"text": "text", "refusal": "refusal"}
+"""The field with the text of a part, by its type."""
+
+
 def _content(value: object) -> str:
-    """A message's text, given as a string or as parts of type text."""
+    """A message's text, given as a string or as parts that have a text."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value:
         texts = []
         for part in value:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text":
-                message = f"Manylora takes message parts of type text only, got {str(kind)[:40]}."
+            kind = str(part.get("type") if isinstance(part, dict) else None)
+            if kind not in _TEXTS:
+                message = f"Manylora takes message parts of type text only, got {kind[:40]}."
                 raise UnsupportedParameterError(message, param="messages")
-            if set(part) - unsupported_params.IGNORED_IN_MESSAGES != {"type", "text"} or type(part["text"]) is not str:
+            if type(part.get(_TEXTS[kind])) is not str:
                 raise InvalidRequestError("A text part holds type and text, a string.", param="messages")
-            texts.append(part["text"])
+            texts.append(part[_TEXTS[kind]])
         return "".join(texts)
     raise InvalidRequestError("A message's content must be a string or a list of text parts.", param="messages")
 
@@ -114,11 +118,11 @@ class TextPart(BaseModel):
     text: str
 
 
-class Message(Body):
+class Message(StoredBody):
     """One turn of a chat."""
 
-    ignored = unsupported_params.IGNORED_IN_MESSAGES
     neutral_values = unsupported_params.MESSAGE
+    hints = unsupported_params.MESSAGE_HINTS
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[TextPart])]
@@ -136,6 +140,10 @@ class Message(Body):
     @model_validator(mode="before")
     @classmethod
     def _explain_null(cls, message: Any) -> Any:  # noqa: ANN401 - what a client sent
+        if isinstance(message, dict) and isinstance(refusal := message.get("refusal"), str) and refusal:
+            content = message.get("content") or []
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            message = {**message, "content": [*parts, {"type": "refusal", "refusal": refusal}]}
         is_call = isinstance(message, dict) and bool(message.get("tool_calls"))
         if not isinstance(message, dict) or message.get("content", None if is_call else "") is not None:
             return message
@@ -186,8 +194,18 @@ class ToolsBody(Body):
         return self
 
     @property
+    def shown_tools(self) -> list[Tool]:
+        """The tools that the chat template shows."""
+        return self.tools
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        return self.chat_template_kwargs
+
+    @property
     def template_options(self) -> dict[str, bool]:
-        """For `Tokenizer.chat_prompt`."""
+        """For `ChatTemplate.render`."""
         is_continued, asked = self.continue_final_message, self.add_generation_prompt
         is_begun = not is_continued if asked is None else asked
         return {"add_generation_prompt": is_begun, "continue_final_message": is_continued}

@@ -11,7 +11,7 @@ from manylora.engine.grammar.problems import TOO_COMPLEX, grammar_problem, schem
 from manylora.engine.grammar.schema_reader import parts_of
 from manylora.engine.request import Grammar
 from manylora.errors import InvalidRequestError
-from manylora.server.grammar_check import GrammarChecker, grammar_checker
+from manylora.server.sandbox.grammar_check import GrammarChecker, grammar_checker
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SEARCHED = 64
@@ -44,7 +44,7 @@ def checked_grammar(lark: str, param: str, folder: Path, tenant: str = "", parts
         return Grammar.of(lark)
     is_schema = "%json" in lark
     told = schema_problem(problem) if is_schema else grammar_problem(problem, has_lines=False)
-    place, reason, is_schema = search.cause(parts) or (param, told, is_schema)
+    place, reason, is_schema = search.cause(parts) or (parts[0][1] if len(parts) == 1 else param, told, is_schema)
     message = f"{place[:200]}: no answer can be held to this: {reason}."
     raise InvalidRequestError(
         message, param=place[:200], code="invalid_json_schema" if is_schema else "invalid_grammar"

@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, count, zip_longest
+from itertools import count, zip_longest
+from typing import cast
 
 from manylora.engine.request import TokenLogprobs
-from manylora.engine.text.text_stream import TextDelta
+from manylora.engine.text.text_stream import TextDelta, settled_text
 from manylora.engine.text.tokenizer import Tokenizer
 from manylora.server.generation.chat_schemas import ChatBody
 from manylora.server.generation.choices import Choice, ChoiceStep
@@ -158,6 +159,7 @@ class CompletionFormat(ResponseFormat):
             return step.delta.text
         prompt = step.choice.prompt
         echo = self._decode(prompt.token_ids) if prompt.text is None else prompt.text
+        echo = settled_text(self._tokenizer, prompt.token_ids, echo)
         self._echoed[step.choice.index] = echo
         return echo + step.delta.text
 
@@ -169,9 +171,9 @@ class CompletionFormat(ResponseFormat):
         own = self._lists(delta.token_ids, delta.logprobs or (), [start + offset for offset in delta.text_offsets])
         if step.output.prompt_logprobs is None or not self._body.echo:
             return own
-        prompt = step.choice.prompt.token_ids
-        offsets = [0, *accumulate(self._length(token_id) for token_id in prompt)][: len(prompt)]
-        return merge([self._lists(prompt, step.output.prompt_logprobs, offsets), own])
+        prompt = step.choice.prompt
+        offsets = [min(offset, start) for offset in prompt.text_offsets]
+        return merge([self._lists(prompt.token_ids, step.output.prompt_logprobs, offsets), own])
 
     def chunk_choice(self, choice: Choice, part: Part) -> JsonObject:
         """`text`, `logprobs`, `finish_reason`; with the first chunk, facts of the prompt."""
@@ -203,10 +205,6 @@ class CompletionFormat(ResponseFormat):
             "top_logprobs": [None if entry is None else self._labelled(entry) for entry in logprobs],
             "text_offset": list(offsets),
         }
-
-    def _length(self, token_id: int) -> int:
-        """Characters that a token adds to an echoed prompt; special tokens that are not shown add none."""
-        return len(self._tokenizer.token_text(token_id)) if self._decode([token_id]) else 0
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._body.skip_special_tokens)
@@ -352,12 +350,16 @@ def _call_delta(call: CallPiece) -> JsonObject:
 
 def joined(parts: Sequence[Part]) -> Part:
     """All parts of a choice as one."""
-    last = parts[-1]
+    last, text = parts[-1], "".join(part.text for part in parts)
+    logprobs = merge([part.logprobs for part in parts])
+    if logprobs is not None and "text_offset" in logprobs:  # a stop string may have been cut off since
+        offsets = cast("list[int]", logprobs["text_offset"])
+        logprobs["text_offset"] = [min(offset, len(text)) for offset in offsets]
     return Part(
-        text="".join(part.text for part in parts),
+        text=text,
         reasoning="".join(part.reasoning for part in parts),
         calls=joined_calls([call for part in parts for call in part.calls]),
-        logprobs=merge([part.logprobs for part in parts]),
+        logprobs=logprobs,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         token_ids=None if last.token_ids is None else [token for part in parts for token in part.token_ids or ()],

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from manylora.engine.grammar.json_schema import json_rule
 from manylora.engine.request import Grammar
 from manylora.engine.sampling_params import SamplingParams
+from manylora.engine.text.text_stream import prompt_offsets
 from manylora.engine.text.tokenizer import LONG, MAX_SWELLING
 from manylora.errors import ContextLengthError, InvalidRequestError
-from manylora.server.generation.chat_schemas import ChatBody, Message
+from manylora.server.generation.chat_schemas import ChatBody, Message, ToolsBody
 from manylora.server.generation.grammar import Part, checked_grammar
 from manylora.server.generation.schemas import CompletionBody, GenerationBody
 from manylora.server.generation.vllm_fields import bad_word_tokens
@@ -39,6 +40,8 @@ class Prompt:
     token_ids: list[int]
     text: str | None = None
     """As the client sent it; None for token ids, chats and what was truncated."""
+    text_offsets: Sequence[int] = ()
+    """Characters of its text before each token, where they are asked for."""
     answer: AnswerPlan | None = None
     """How to read answers that may hold calls or reasoning; None for plain text."""
     grammar: Grammar | None = None
@@ -58,16 +61,23 @@ class AskedGrammar(NamedTuple):
     parts: list[Part]
 
 
-def prompts_and_params(body: CompletionBody | ChatBody, services: Services) -> tuple[Prompts, AskedGrammar | None]:
+def prompts_and_params(
+    body: CompletionBody | ChatBody, services: Services, rendered: str = ""
+) -> tuple[Prompts, AskedGrammar | None]:
     """The prompts of a body in order, each with how to continue it, and what all answers are to be held to.
 
+    Args:
+        body: What is asked for.
+        services: The server's.
+        rendered: A chat as the model reads it.
+
     Raises:
-        InvalidRequestError: Too many prompts times candidates, an empty prompt, a token id beyond the vocabulary, a
-            sampling parameter out of range, or the chat template refuses the messages.
+        InvalidRequestError: Too many prompts times candidates, an empty prompt, a token id beyond the vocabulary, or a
+            sampling parameter out of range.
         ContextLengthError: A prompt and the requested tokens exceed the context.
     """
     if isinstance(body, ChatBody):
-        return _chat(body, services)
+        return _chat(body, services, rendered)
     _check_candidates(body, len(body.prompt), services)
     echoed = body.logprobs if body.echo else None
     params = _params(body, services, max_tokens=body.max_tokens, logprobs=body.logprobs, echoed_logprobs=echoed)
@@ -99,7 +109,15 @@ def _completion_prompt(given: str | list[int], body: CompletionBody, services: S
         prompt = Prompt(token_ids=given)
     prompt = _truncated(prompt, body.truncate_prompt_tokens, body.max_tokens, services)
     _check_prompt(prompt, body.max_tokens, services, "prompt")
-    return prompt
+    return replace(prompt, text_offsets=_text_offsets(prompt, body, services)) if body.echo else prompt
+
+
+def _text_offsets(prompt: Prompt, body: CompletionBody, services: Services) -> Sequence[int]:
+    if body.logprobs is None:
+        return ()
+    if prompt.text is not None:
+        return services.tokenizer.text_offsets(prompt.text, body.add_special_tokens)
+    return prompt_offsets(services.tokenizer, prompt.token_ids, skip_special_tokens=body.skip_special_tokens)
 
 
 def _truncated(prompt: Prompt, wanted: int | None, num_output: int, services: Services) -> Prompt:
@@ -112,11 +130,9 @@ def _truncated(prompt: Prompt, wanted: int | None, num_output: int, services: Se
     return prompt if len(prompt.token_ids) <= num_kept else Prompt(token_ids=prompt.token_ids[-num_kept:])
 
 
-def _chat(body: ChatBody, services: Services) -> tuple[Prompts, AskedGrammar | None]:
+def _chat(body: ChatBody, services: Services, rendered: str) -> tuple[Prompts, AskedGrammar | None]:
     """Without a token limit the answer may fill the context."""
-    _check_candidates(body, 1, services)
     answer = _answer_format(body, services)
-    rendered = rendered_chat(body, services)
     check_text(rendered, services, is_truncated=body.truncate_prompt_tokens is not None)
     token_ids = services.tokenizer.encode(rendered, add_special_tokens=body.add_special_tokens)
     prompt = _truncated(Prompt(token_ids=token_ids), body.truncate_prompt_tokens, body.token_limit or 1, services)
@@ -137,12 +153,28 @@ def _chat(body: ChatBody, services: Services) -> tuple[Prompts, AskedGrammar | N
     return [(prompt, params)], _asked_grammar(lark, param, parts)
 
 
-def rendered_chat(body: ChatBody, services: Services) -> str:
-    """A chat as the model reads it."""
+def chat_job(body: ChatBody, services: Services) -> dict[str, Any]:
+    """A chat as `ChatRenderer.render` takes it.
+
+    Raises:
+        InvalidRequestError: Too many candidates, or tools for a model whose calls are not known.
+        ContextLengthError: A text is too long for the context.
+    """
+    _check_candidates(body, 1, services)
+    _answer_format(body, services)
     for text in body.texts:
         check_text(text, services, is_truncated=True)  # the template may leave parts out
-    turns, tools = [as_turn(message) for message in body.messages], as_tools(body.shown_tools)
-    return services.tokenizer.render_chat(turns, tools, body.template_kwargs, **body.template_options)
+    return render_job(body, body.messages)
+
+
+def render_job(body: ToolsBody, messages: list[Message]) -> dict[str, Any]:
+    """The arguments of `ChatTemplate.render` for the messages of a body."""
+    return {
+        "messages": [as_turn(message) for message in messages],
+        "tools": as_tools(body.shown_tools),
+        "template_kwargs": body.template_kwargs,
+        **body.template_options,
+    }
 
 
 def _answer_format(body: ChatBody, services: Services) -> AnswerFormat | None:

@@ -21,11 +21,10 @@ from manylora.server.generation.chat_schemas import ChatBody, ChatView
 from manylora.server.generation.choices import Choice, Generation
 from manylora.server.generation.meter import Meter, Origin
 from manylora.server.generation.openai_format import ChatFormat, CompletionFormat, JsonObject
-from manylora.server.generation.prompts import Prompts, held_to, prompts_and_params
+from manylora.server.generation.prompts import Prompts, chat_job, held_to, prompts_and_params
 from manylora.server.generation.response import GenerationResponse, PlannedGeneration
 from manylora.server.generation.schemas import CompletionBody, CompletionView, GenerationBody
 from manylora.server.generation.writer import ChunkWriter
-from manylora.server.grammar_check import turn_of
 from manylora.server.hop import SESSION_HEADER, hop_of, is_probe
 from manylora.server.http.bodies import Body, View
 from manylora.server.http.body import held_body
@@ -37,6 +36,7 @@ from manylora.server.limits.rates import GeneratingCaller, admit_generation, res
 from manylora.server.limits.reservation import LimitReservation
 from manylora.server.long_work import INLINE_BYTES
 from manylora.server.model_name import ResolvedModel, hold_weights, resolve_model
+from manylora.server.sandbox.grammar_check import turn_of
 from manylora.server.services import Services, services_of
 
 if TYPE_CHECKING:
@@ -130,7 +130,10 @@ async def plan_generation(
         num_characters = origin.num_bytes or body.num_characters
         if body.has_grammar or (isinstance(body, ChatBody) and body.tools):
             num_characters = max(num_characters, INLINE_BYTES)  # schemas take long for their size
-        prompts, asked = await origin.tokenize(lambda: prompts_and_params(body, services), num_characters)
+        rendered = ""
+        if isinstance(body, ChatBody):
+            rendered = await services.chats.render(await origin.work(partial(chat_job, body, services), num_characters))
+        prompts, asked = await origin.tokenize(lambda: prompts_and_params(body, services, rendered), num_characters)
         if asked is not None:
             tenant = origin.caller.tenant_id or ""
             async with turn_of(tenant):

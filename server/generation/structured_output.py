@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from manylora import strict_json
 from manylora.engine.grammar.json_schema import json_grammar, json_object_grammar
 from manylora.errors import InvalidRequestError
 from manylora.server.generation.grammar import Part
@@ -166,10 +167,9 @@ def _parsed(schema: Schema | str) -> object:
     if not isinstance(schema, str):
         return schema
     try:
-        return json.loads(schema[:MAX_TEXT_LENGTH])
-    except (ValueError, RecursionError) as error:
-        where = f"; it is no JSON at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
-        message = f"structured_outputs.json must be a JSON schema of at most {MAX_TEXT_LENGTH} characters{where}."
+        return strict_json.loads(schema[:MAX_TEXT_LENGTH])
+    except strict_json.JsonRefusedError as error:
+        message = f"structured_outputs.json must be a JSON schema of at most {MAX_TEXT_LENGTH} characters; {error}."
         raise InvalidRequestError(message, param="structured_outputs.json") from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import APIRouter, Request
@@ -15,7 +15,7 @@ from manylora.errors import InvalidRequestError
 from manylora.server.auth.callers import Caller
 from manylora.server.generation import unsupported_params
 from manylora.server.generation.chat_schemas import MAX_MESSAGES, Message, ToolsBody
-from manylora.server.generation.prompts import as_tools, as_turn, check_text
+from manylora.server.generation.prompts import check_text, render_job
 from manylora.server.http.bodies import Body, Token, View
 from manylora.server.http.body import content_length
 from manylora.server.http.json_body import json_body
@@ -48,6 +48,7 @@ class TokenizeBody(ToolsBody):
     """Body of POST /tokenize: a prompt, or a chat."""
 
     takes_nul = True
+    ignored = unsupported_params.IGNORED
     neutral_values = unsupported_params.TOKENIZE
 
     model: str | None = Field(None, min_length=1, max_length=512)
@@ -76,7 +77,10 @@ async def tokenize(request: Request, services: Wired, caller: TokenizingCaller) 
     """Turn a prompt or a chat into token ids."""
     body = await json_body(request, TokenizeBody, services.config.server.max_body_bytes, services.pace)
     await _check_model(services, caller, body.model)
-    count, answer = await unbilled(request, caller, partial(_tokenized, services, body))
+    text = body.prompt or ""
+    if body.messages is not None:
+        text = await rendered_chat(request, caller, partial(render_job, body, body.messages))
+    count, answer = await unbilled(request, caller, partial(_tokenized, services, body, text))
     reservation_of(request).spend(count)
     return Response(answer, media_type="application/json")
 
@@ -99,10 +103,20 @@ async def unbilled(request: Request, caller: Caller, work: Callable[[], ResultT]
     Raises:
         RateLimitError: The tokens of the minute are used up when its turn comes.
     """
-    services, length = services_of(request), content_length(request)
-    num_bytes = services.config.server.max_body_bytes if length is None else length
-    begin = reservation_of(request).check_minute
-    return await services.long_work.run(work, BYTES_PER_CHARACTER * num_bytes, caller.tenant_id, caller.weight, begin)
+    num_bytes, begin = BYTES_PER_CHARACTER * _num_bytes(request), reservation_of(request).check_minute
+    return await services_of(request).long_work.run(work, num_bytes, caller.tenant_id, caller.weight, begin)
+
+
+async def rendered_chat(request: Request, caller: Caller, job: Callable[[], dict[str, Any]]) -> str:
+    """A chat of a caller who does not generate, as the model reads it; `job` makes what `ChatRenderer.render` takes."""
+    services = services_of(request)
+    made = await services.long_work.run(job, _num_bytes(request), caller.tenant_id, caller.weight)
+    return await services.chats.render(made)
+
+
+def _num_bytes(request: Request) -> int:
+    length = content_length(request)
+    return services_of(request).config.server.max_body_bytes if length is None else length
 
 
 @router.get("/tokenizer_info", response_class=JSONResponse, responses=sends("application/json", OBJECT))
@@ -117,21 +131,15 @@ async def _check_model(services: Services, caller: Caller, model: str | None) ->
         await resolve_model(services, caller, model)
 
 
-def _tokenized(services: Services, body: TokenizeBody) -> tuple[int, bytes]:
+def _tokenized(services: Services, body: TokenizeBody, text: str) -> tuple[int, bytes]:
     """How many tokens there are, and the answer, which takes as long to write as they take to find."""
     tokenizer, is_chat = services.tokenizer, body.messages is not None
-    text = _rendered(services, body) if is_chat else body.prompt or ""
     check_text(text, services)
     begins = not is_chat if body.add_special_tokens is None else body.add_special_tokens
     tokens = tokenizer.encode(text, add_special_tokens=begins)
     texts = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
     view = {"count": len(tokens), "max_model_len": services.ready.max_model_len, "tokens": tokens, "token_strs": texts}
     return len(tokens), orjson.dumps(view)
-
-
-def _rendered(services: Services, body: TokenizeBody) -> str:
-    turns, kwargs = [as_turn(message) for message in body.messages or ()], body.chat_template_kwargs
-    return services.tokenizer.render_chat(turns, as_tools(body.tools), kwargs, **body.template_options)
 
 
 def _detokenized(services: Services, body: DetokenizeBody) -> bytes:

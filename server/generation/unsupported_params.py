@@ -10,10 +10,15 @@ from collections.abc import Mapping
 
 Neutral = Mapping[str, tuple[object, ...]]
 
-IGNORED = frozenset({"metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"})
-"""Accepted with any value."""
-IGNORED_IN_MESSAGES = frozenset({"id", "metadata", "annotations", "cache_control", "provider_specific_fields"})
-"""What clients keep with a message or one of its text parts for themselves; accepted with any value."""
+IGNORED = frozenset(
+    {
+        *("metadata", "store", "service_tier", "safety_identifier", "client_metadata", "max_tool_calls", "prediction"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control", "context_management"),
+        *("inference_geo", "speed", "diagnostics", "user_profile_id", "workspace_id", "billing_policy"),
+        *("access_programs", "fallback_credit_token"),
+    }
+)
+"""Accepted with any value, by every API: accounts, caches and speeds of others, which change no answer here."""
 
 HINTS = {
     f"guided_{name}": f"Manylora does not support guided_{name}. Send structured_outputs with json, regex or the like."
@@ -23,22 +28,26 @@ HINTS = {
 
 # These pass with null alone.
 _ENGINE = ("cache_salt", "kv_transfer_params", "vllm_xargs", "lora_path")
-_OPENAI = ("audio", "prediction", "verbosity", "web_search_options")
+_OPENAI = ("audio", "image", "moderation", "web_search_options", "background_options")
+_ANTHROPIC = ("container", "compaction", "thread")
 
 TOKENIZE: Neutral = {"chat_template": (), "mm_processor_kwargs": ()}
 SHARED: Neutral = {
-    **dict.fromkeys((*HINTS, *_ENGINE), ()),
+    **dict.fromkeys((*HINTS, *_ENGINE, *_OPENAI, *_ANTHROPIC), ()),
     "spaces_between_special_tokens": (True,),
     "logits_processors": ([],),
-}
-COMPLETIONS: Neutral = {**SHARED, "suffix": ("",), "prompt_embeds": ()}
-CHAT: Neutral = {
-    **SHARED,
-    **TOKENIZE,
-    **dict.fromkeys(_OPENAI, ()),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "documents": (),
+    "mcp_servers": ([],),
+    "fallbacks": ([],),
+    "truncation": ("disabled",),
+    "background": (False,),
 }
-MESSAGE: Neutral = {"function_call": (), "refusal": ("",), "audio": ()}
+"""Of every API."""
+COMPLETIONS: Neutral = {**SHARED, "suffix": ("",), "prompt_embeds": ()}
+CHAT: Neutral = {**SHARED, **TOKENIZE, "documents": ()}
+MESSAGE: Neutral = {"function_call": (), "audio": (), "images": ([],), "prefix": (False,)}
+"""What changes a message in a way that is not served; whatever else clients keep with one is ignored."""
+MESSAGE_HINTS = {"prefix": "Manylora does not support prefix. Send continue_final_message: true with the request."}

@@ -200,7 +200,7 @@ class Body(BaseModel):
         kept: dict[str, Any] = {}
         is_strange = False
         for name, value in body.items():
-            if name in cls.ignored:
+            if name in cls.ignored and name not in cls.model_fields:
                 continue
             if name in cls.neutral_values and name not in cls.model_fields:
                 if value is not None and value not in cls.neutral_values[name]:
@@ -215,3 +215,9 @@ class Body(BaseModel):
             elif value is not None:
                 kept[name] = value
         return kept
+
+
+class StoredBody(Body):
+    """Base of what a conversation is made of. Programs send back what they stored with it, so unknown fields pass."""
+
+    model_config = ConfigDict(extra="ignore")

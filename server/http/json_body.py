@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any, TypeVar
 
-import orjson
 from pydantic import ValidationError
 from starlette.requests import Request
 
+from manylora import strict_json
 from manylora.errors import InvalidRequestError, UnsupportedParameterError
 from manylora.server.http.bodies import Body
 from manylora.server.http.body import Pace, held_body, read_chunks
 from manylora.server.services import services_of
 
-MAX_DEPTH = 128
-"""Most arrays and objects within one another: what writes JSON again fails at some hundreds."""
-TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 _ESCAPED_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -58,40 +54,24 @@ def parsed(model: type[BodyT], raw: bytes) -> BodyT:
 def parse_json(raw: bytes, *, takes_nul: bool = False) -> dict[str, Any]:
     """Parse a JSON object.
 
-    Refused are: anything but one object, duplicate keys, NaN and Infinity, lone surrogates, numbers of thousands of
-    digits, more than `MAX_DEPTH` levels, and NUL characters unless `takes_nul`.
+    Refused are: anything but one object, what `strict_json.loads` refuses, and NUL characters unless `takes_nul`.
 
     Raises:
         InvalidRequestError: With code `invalid_json`.
     """
     try:
-        given = orjson.loads(raw)  # strict about Unicode and numbers, but silent about duplicate keys
-        if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH:
-            check_depth(given)
-        if not takes_nul and _ESCAPED_NUL.search(raw):
-            raise _invalid("A string holds a NUL character.")
-        body = json.loads(raw, object_pairs_hook=_without_duplicates)
-    except RecursionError as error:
-        raise _invalid(f"The body is {TOO_DEEP}.") from error
-    except orjson.JSONDecodeError as error:
-        if "depth" in error.msg:
-            raise _invalid(f"The body is {TOO_DEEP}.") from error
-        raise _invalid(f"The body is not valid JSON: {error.msg} at byte {error.pos}.") from error
-    except ValueError as error:
-        raise _invalid("The body is not valid JSON: a number is too long.") from error
+        body = strict_json.loads(raw)
+    except strict_json.DuplicateKeyError as error:
+        raise _invalid("The body repeats a key within one object.") from error
+    except strict_json.TooDeepError as error:
+        raise _invalid(f"The body is {error}.") from error
+    except strict_json.JsonRefusedError as error:
+        raise _invalid(f"The body is not valid JSON: {error}.") from error
+    if not takes_nul and _ESCAPED_NUL.search(raw):
+        raise _invalid("A string holds a NUL character.")
     if not isinstance(body, dict):
         raise _invalid("The body must be a JSON object.")
     return body
-
-
-def check_depth(value: object) -> None:
-    """Raise RecursionError, as json does, if more than `MAX_DEPTH` arrays and objects are within one another."""
-    level, depth = [value], 0
-    while level := [each for each in level if isinstance(each, dict | list)]:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise RecursionError(TOO_DEEP)
-        level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
 
 
 def validate(model: type[BodyT], body: dict[str, Any]) -> BodyT:
@@ -100,13 +80,6 @@ def validate(model: type[BodyT], body: dict[str, Any]) -> BodyT:
         return model.model_validate(body)
     except ValidationError as error:
         raise _explain(error) from error
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    merged = dict(pairs)
-    if len(merged) != len(pairs):
-        raise _invalid("The body repeats a key within one object.")
-    return merged
 
 
 def _explain(error: ValidationError) -> InvalidRequestError | UnsupportedParameterError:
@@ -118,7 +91,8 @@ def _explain(error: ValidationError) -> InvalidRequestError | UnsupportedParamet
         return InvalidRequestError(f"{param} is required.", param=param, code="missing_required_parameter")
     # pydantic's own words for it name our class
     message = "Input should be an object" if first["type"] == "model_type" else first["msg"]
-    return InvalidRequestError(f"{param}: {message}.", param=param or None)
+    code = "invalid_json" if first["type"] == "invalid_json" else "invalid_value"
+    return InvalidRequestError(f"{param}: {message}.", param=param or None, code=code)
 
 
 def _invalid(message: str) -> InvalidRequestError:

@@ -6,8 +6,12 @@ from manylora.registry.db.database import Turns
 from manylora.server.limits.fair_semaphore import FairSemaphore
 from manylora.server.threads import FairThreads, acting
 
+READERS = 4
+"""Reads at the same time; with the spare ones and the writer, as many as there are connections."""
+SPARE_READERS = 3
+
 
 def database_turns() -> Turns:
-    """Turns by the weight of the tenant that the current task acts for."""
-    writer = FairSemaphore(1)
-    return Turns(lambda: writer.place(*acting.get()), FairThreads)
+    """Turns by the weight of the tenant that the current task acts for. Long reads of one leave places to others."""
+    writer, readers = FairSemaphore(1), FairSemaphore(READERS, spare=SPARE_READERS)
+    return Turns(lambda: writer.place(*acting.get()), lambda: readers.place(*acting.get()), FairThreads)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from manylora.server.generation.items import named
-from manylora.server.generation.prompts import check_text, rendered_chat
+from manylora.server.generation.prompts import chat_job, check_text
 from manylora.server.generation.response import PlannedGeneration
 from manylora.server.generation.routes import GenerationRoute, plan_generation, post, received
-from manylora.server.generation.tokens import unbilled
+from manylora.server.generation.tokens import rendered_chat, unbilled
 from manylora.server.http.json_body import json_body
 from manylora.server.http.openapi import takes
 from manylora.server.limits.rates import GeneratingCaller, TokenizingCaller, reservation_of
@@ -38,8 +38,10 @@ async def count_tokens(request: Request, services: Wired, caller: TokenizingCall
     body = await json_body(request, TokenCountBody, services.config.server.max_body_bytes, services.pace)
     await resolve_model(services, caller, body.model)
 
+    max_model_len = services.ready.max_model_len
+    rendered = await rendered_chat(request, caller, lambda: chat_job(chat_of(body, max_model_len), services))
+
     def count() -> int:
-        rendered = rendered_chat(chat_of(body, services.ready.max_model_len), services)
         check_text(rendered, services)
         return len(services.tokenizer.encode(rendered, add_special_tokens=False))
 

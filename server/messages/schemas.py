@@ -9,14 +9,21 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from manylora.errors import InvalidRequestError
+from manylora.server.generation import unsupported_params
 from manylora.server.generation.chat_schemas import MAX_MESSAGES, TextPart
 from manylora.server.generation.items import kind_of, text_of, with_kinds
 from manylora.server.generation.schemas import SamplingFields
-from manylora.server.http.bodies import Body, View
+from manylora.server.http.bodies import Body, StoredBody, View
 
 BETWEEN = "\n\n"
 """Stands between two blocks of text."""
-_BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use"), "system": ("text",)}
+_REDACTED = "redacted_thinking"
+"""What a model of Anthropic's thought, readable for nobody else."""
+_BLOCKS = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "tool_use", _REDACTED),
+    "system": ("text",),
+}
 
 
 def _text(param: str) -> BeforeValidator:
@@ -24,27 +31,21 @@ def _text(param: str) -> BeforeValidator:
     return BeforeValidator(text, json_schema_input_type=str | list[TextPart])
 
 
-class Block(Body):
-    """A part of a turn. Marks for a cache change nothing: Manylora keeps prompts by itself."""
-
-    ignored = frozenset({"cache_control", "citations", "caller", "signature", "is_error"})
-
-
-class TextBlock(Block):
+class TextBlock(StoredBody):
     """Something said."""
 
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(Block):
+class ThinkingBlock(StoredBody):
     """What the model thought."""
 
     type: Literal["thinking"]
     thinking: str
 
 
-class ToolUseBlock(Block):
+class ToolUseBlock(StoredBody):
     """A call that the model made."""
 
     type: Literal["tool_use"]
@@ -53,7 +54,7 @@ class ToolUseBlock(Block):
     input: dict[str, Any]
 
 
-class ToolResultBlock(Block):
+class ToolResultBlock(StoredBody):
     """What a call gave."""
 
     type: Literal["tool_result"]
@@ -76,12 +77,12 @@ def _turns(value: object) -> object:
         if isinstance(content, list):
             for block in content:
                 kind_of(block, _BLOCKS.get(str(turn.get("role")), _BLOCKS["user"]), f"messages.{index}.content")
-            turn = {**turn, "content": content}
+            turn = {**turn, "content": [block for block in content if block["type"] != _REDACTED]}
         turns.append(turn)
     return turns
 
 
-class Turn(Body):
+class Turn(StoredBody):
     """What one side said."""
 
     role: Literal["user", "assistant", "system"]
@@ -134,13 +135,9 @@ class TokenCountBody(SamplingFields):
     """Body of POST /v1/messages/count_tokens."""
 
     takes_nul = True
-    ignored = frozenset(
-        {
-            *("metadata", "cache_control", "service_tier", "inference_geo", "speed", "context_management"),
-            *("diagnostics", "user_profile_id", "workspace_id"),
-        }
-    )
-    neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {"container": (), "mcp_servers": ([],)}
+    ignored = unsupported_params.IGNORED
+    neutral_values = unsupported_params.SHARED
+    hints = unsupported_params.HINTS
 
     model: str = Field(min_length=1, max_length=512)
     """As in a chat: the base's served name, or an adapter."""

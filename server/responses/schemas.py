@@ -6,17 +6,16 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from manylora.errors import InvalidRequestError, UnsupportedParameterError
+from manylora.server.generation import unsupported_params
 from manylora.server.generation.chat_schemas import MAX_MESSAGES
 from manylora.server.generation.items import kind_of, text_of, with_kinds
 from manylora.server.generation.schemas import SamplingFields
-from manylora.server.http.bodies import Body, Labels, View
-from manylora.server.tools.schemas import ToolFunction
+from manylora.server.http.bodies import Body, Labels, StoredBody, View
+from manylora.server.tools.schemas import ToolFunction, parse_arguments
 
-KEPT_BY_CLIENTS = frozenset({"id", "status", "phase", "annotations", "logprobs", "caller", "parsed_arguments"})
-"""What an item has when a client sends back what it got; accepted with any value."""
 NOT_STORED = "Manylora stores no responses: send all items of the conversation in input."
 UNSUPPORTED = {
     "previous_response_id": NOT_STORED,
@@ -41,43 +40,41 @@ Text = Annotated[
 ]
 
 
-class MessageItem(Body):
-    """What somebody said."""
+def _checked_arguments(text: str) -> str:
+    parse_arguments(text)
+    return text
 
-    ignored = KEPT_BY_CLIENTS
+
+class MessageItem(StoredBody):
+    """What somebody said."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Text
 
 
-class CallItem(Body):
+class CallItem(StoredBody):
     """A call that the model made."""
 
-    ignored = KEPT_BY_CLIENTS
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {"namespace": (), "async": (False,)}
 
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: Annotated[str, AfterValidator(_checked_arguments)]
     """JSON."""
 
 
-class CallOutputItem(Body):
+class CallOutputItem(StoredBody):
     """What a call gave."""
-
-    ignored = KEPT_BY_CLIENTS | {"name"}
 
     type: Literal["function_call_output"]
     call_id: str
     output: Text
 
 
-class ReasoningItem(Body):
+class ReasoningItem(StoredBody):
     """What the model thought. Summaries and encrypted reasoning of other servers are not shown to the model."""
-
-    ignored = KEPT_BY_CLIENTS | {"summary", "encrypted_content"}
 
     type: Literal["reasoning"]
     content: Text = ""
@@ -85,6 +82,8 @@ class ReasoningItem(Body):
 
 InputItem = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+_WITHOUT_CONTENT = ("web_search_call",)
+"""Items of other servers that tell the model nothing: what was found is in the text after it."""
 
 
 def _items(value: object) -> object:
@@ -94,8 +93,9 @@ def _items(value: object) -> object:
         raise InvalidRequestError("input must be a string or a list of items.", param="input")
     if any(isinstance(item, dict) and item.get("type") == "item_reference" for item in value):
         raise UnsupportedParameterError(NOT_STORED, param="input")
-    kinds = [kind_of(item, _ITEMS, f"input.{index}", "message") for index, item in enumerate(value)]
-    return [{**item, "type": kind} for item, kind in zip(value, kinds, strict=True)]
+    known = (*_ITEMS, *_WITHOUT_CONTENT)
+    kinds = [kind_of(item, known, f"input.{index}", "message") for index, item in enumerate(value)]
+    return [{**item, "type": kind} for item, kind in zip(value, kinds, strict=True) if kind in _ITEMS]
 
 
 Items = Annotated[list[InputItem], BeforeValidator(_items, json_schema_input_type=str | list[InputItem])]
@@ -130,17 +130,12 @@ class ResponsesBody(SamplingFields):
     """Body of POST /v1/responses."""
 
     takes_nul = True
-    hints = UNSUPPORTED
-    ignored = frozenset(
-        {
-            *("store", "service_tier", "safety_identifier", "max_tool_calls", "stream_options", "client_metadata"),
-            *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
-        }
-    )
+    hints = unsupported_params.HINTS | UNSUPPORTED
+    ignored = unsupported_params.IGNORED | {"stream_options"}
     neutral_values: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **dict.fromkeys((*UNSUPPORTED, "moderation"), ()),
+        **unsupported_params.SHARED,
+        **dict.fromkeys(UNSUPPORTED, ()),
         "background": (False,),
-        "truncation": ("disabled",),
     }
 
     model: str = Field(min_length=1, max_length=512)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
+
+import orjson
 
 from manylora.errors import ManyloraError, RateLimitError, RequestError
 from manylora.server.errors import error_body
@@ -25,7 +28,7 @@ _FIXED: JsonObject = {
 }
 """Fields of every response, unless it says otherwise."""
 _REPEATED = (
-    *("instructions", "tool_choice", "parallel_tool_calls", "metadata", "user", "max_output_tokens"),
+    *("instructions", "parallel_tool_calls", "metadata", "user", "max_output_tokens"),
     *("temperature", "top_p", "presence_penalty", "frequency_penalty"),
 )
 """What a response repeats of its request as it is."""
@@ -47,6 +50,10 @@ class ResponseWriter(ItemWriter):
         self._head = head
         self._id = f"resp_{secrets.token_hex(16)}"
         self._number = 0
+        tools = [tool.model_dump() for tool in body.tools]
+        repeated = {"tools": tools, "tool_choice": body.tool_choice, "text": {"format": body.text.format}}
+        self._schemas = {name: orjson.Fragment(json.dumps(value)) for name, value in repeated.items()}
+        """They may hold integers of any size, which orjson does not write."""
 
     def answer(self) -> JsonObject:
         """The response, `completed` or `incomplete`."""
@@ -121,8 +128,7 @@ class ResponseWriter(ItemWriter):
             "output": items,
             **_FIXED,
             **{name: getattr(body, name) for name in _REPEATED},
-            "tools": [tool.model_dump() for tool in body.tools],
-            "text": {"format": body.text.format},
+            **self._schemas,
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "top_logprobs": body.top_logprobs or 0,
             **fields,

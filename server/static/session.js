@@ -30,13 +30,20 @@ export async function findOut() {
   const link = new URLSearchParams(location.hash.slice(1)).get("link");
   if (link) history.replaceState(null, "", location.pathname + location.search);
   try {
-    if (link) await signIn(link);
+    if (link) await signIn(link).catch(keepSession);
     else me.value = await call("GET", "/v1/me");
   } catch (error) {
     if (link || error.status !== 401) meProblem.value = error;
     me.value = null;
     if (error.status === undefined) throw error;
   }
+}
+
+/** Stay with a session that is open: a link does not take its place. */
+async function keepSession(error) {
+  if (error.code !== "session.open") throw error;
+  say(error.message);
+  me.value = await call("GET", "/v1/me");
 }
 
 /** Begin a session with a key or a link. */

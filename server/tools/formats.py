@@ -109,7 +109,7 @@ def format_of(tokenizer: Tokenizer, named: str | None = None) -> AnswerFormat | 
         tokenizer: Of the base.
         named: The setting `model.tool_format`.
     """
-    name = named or next(iter(matching_rows(tokenizer.chat_template)), None)
+    name = named or next(iter(matching_rows(tokenizer.chat_template.text)), None)
     own = tokenizer.response_template
     if named is not None or own is None:
         return None if name is None else _made(name, rows()[name], tokenizer)
@@ -119,7 +119,7 @@ def format_of(tokenizer: Tokenizer, named: str | None = None) -> AnswerFormat | 
 
 def _made(name: str, row: Mapping[str, Any], tokenizer: Tokenizer) -> AnswerFormat:
     template, reasoning = row["response_template"], row.get("reasoning")
-    if reasoning is not None and reasoning["open"] not in tokenizer.chat_template:
+    if reasoning is not None and reasoning["open"] not in tokenizer.chat_template.text:
         fields = {key: field for key, field in template["fields"].items() if key not in REASONING_FIELDS}
         template, reasoning = {**template, "fields": fields}, None
     special = tokenizer.special_tokens.items()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
+from manylora import strict_json
 from manylora.errors import InvalidRequestError
-from manylora.server.http.bodies import Body
-from manylora.server.http.json_body import TOO_DEEP, check_depth
+from manylora.server.http.bodies import Body, StoredBody
 
 MAX_TOOLS = 128
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -38,18 +38,18 @@ class Tool(Body):
     function: ToolFunction
 
 
-class CalledFunction(Body):
+class CalledFunction(StoredBody):
     """What an earlier answer called."""
 
     name: ToolName
-    arguments: Annotated[dict[str, Any], BeforeValidator(lambda text: _arguments(text), json_schema_input_type=str)]
+    arguments: Annotated[
+        dict[str, Any], BeforeValidator(lambda text: parse_arguments(text), json_schema_input_type=str)
+    ]
     """A JSON object, as a string."""
 
 
-class Call(Body):
+class Call(StoredBody):
     """An entry of `tool_calls` of an earlier answer."""
-
-    ignored = frozenset({"index", "extra_content", "provider_specific_fields"})
 
     id: str = Field(min_length=1, max_length=256)
     type: Literal["function"] = "function"
@@ -67,19 +67,19 @@ class ToolChoice:
     """Whether there is exactly one call: the client has named the function."""
 
 
-def _arguments(text: object) -> dict[str, Any]:
-    """The arguments of a call as templates want them. Functions without parameters are called with an empty string."""
+def parse_arguments(text: object) -> dict[str, Any]:
+    """The arguments of a call as templates want them. Functions without parameters are called with an empty string.
+
+    Raises:
+        PydanticCustomError: Not a JSON object in a string.
+    """
+    why = "send back what the answer held"
     try:
-        value = json.loads(text or "{}") if isinstance(text, str) else None
-        check_depth(value)
-    except RecursionError as error:
-        message = f"arguments of a call in tool_calls are {TOO_DEEP}."
-        raise InvalidRequestError(message, param="messages", code="invalid_json") from error
-    except ValueError:
-        value = None
+        value = strict_json.loads(text or "{}") if isinstance(text, str) else None
+    except strict_json.JsonRefusedError as error:
+        value, why = None, str(error)
     if not isinstance(value, dict):
-        wanted = "must be a JSON object in a string. Send back what the answer held."
-        raise InvalidRequestError(f"arguments of a call in tool_calls {wanted}", param="messages")
+        raise PydanticCustomError("invalid_json", "must be a JSON object in a string: {why}", {"why": why})
     return value
 
 

@@ -287,11 +287,26 @@ def test_the_script_finds_manylora_and_hands_its_options_on(tmp_path: Path) -> N
     assert result.stdout.startswith("nvidia-smi ")
 
 
+def test_the_script_names_the_packages_that_are_missing(tmp_path: Path) -> None:
+    (tmp_path / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    (tmp_path / "python3").chmod(0o755)
+    result = subprocess.run(
+        [str(commands.ROOT / "scripts" / "gpu"), "first", "--out", str(tmp_path)],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert result.returncode == 2
+    assert "has no torch, numpy, safetensors, tokenizers, transformers, rich: install them" in result.stderr
+
+
 def test_verbs_need_no_package_of_the_server_s(tmp_path: Path) -> None:
     """A rented GPU comes with torch, Triton, transformers and PEFT, and perhaps without a network."""
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules.update(dict.fromkeys({SERVER_PACKAGES}))")
     program = ["env", f"PYTHONPATH={tmp_path}", sys.executable, "-P", "-m", "manylora.benchmarks.main", "gpu"]
-    for verb, only in (("check", "tests"), ("step", "decode, 1 rows, 1 adapters")):
+    for verb, only in (("check", "tests"), ("agree", "demo"), ("step", "decode, 1 rows, 1 adapters")):
         command = [*program, verb, "--tiny", "--out", str(tmp_path), "--only", only]
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         cases = json.loads((tmp_path / f"{verb}.json").read_text())["cases"]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 
+import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
@@ -75,6 +76,24 @@ def test_the_link_printed_at_start_signs_in_once(browser: Browser, server: Manyl
         watch.allowed = {401}
         page.goto(link)
         expect(page.get_by_role("alert")).to_contain_text("This link has been used, or is too old")
+
+
+def test_a_link_takes_no_open_session_away(watched: tuple[Page, Watch], server: ManyloraServer) -> None:
+    """Else who sends a link has others work in a session of the sender's."""
+    page, watch = watched
+    watch.allowed = {409}
+    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {server.tenants['harbour']}"}) as other:
+        link = f"{server.url}/#link={other.post('/v1/session/links').json()['link']}"
+    sign_in(page, server.tenants["atelier"])
+    page.goto("about:blank")
+    page.goto(link)
+    expect(page.get_by_text("You are signed in already, so the link was not used.")).to_be_visible()
+    expect(page.get_by_text("atelier", exact=True)).to_be_visible()
+    page.get_by_role("button", name="Sign out").click()
+    expect(page.get_by_label("Key", exact=True)).to_be_visible()
+    page.goto("about:blank")
+    page.goto(link)
+    expect(page.get_by_text("harbour", exact=True)).to_be_visible()
 
 
 @pytest.mark.parametrize("how", ["revoked", "signed out elsewhere"])

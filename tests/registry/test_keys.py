@@ -11,10 +11,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from manylora.data_folder import read_pepper
 from manylora.errors import AuthenticationError, CapacityError, InvalidRequestError, NotFoundError
 from manylora.registry.db.database import unavailable
 from manylora.registry.db.models import KeyRow, TenantRow
-from manylora.registry.keys import read_pepper
 from manylora.registry.limits import Limits
 from manylora.registry.records import SCOPES, Identity
 from manylora.registry.registry import Registry

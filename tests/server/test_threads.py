@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import text
+from structlog.testing import capture_logs
 
+from manylora.errors import CapacityError
 from manylora.registry.db.database import Database
 from manylora.server.limits.database_turns import database_turns
-from manylora.server.threads import Acting, FairThreads, acting
+from manylora.server.threads import Acting, FairThreads, acting, repeat
 from postgres_server import KINDS, database_of
 
 pytestmark = pytest.mark.anyio
@@ -139,3 +141,46 @@ async def test_a_tenants_write_waits_for_a_few_of_anothers(tmp_path: Path, datab
     assert order.index("quiet") <= 4
     assert Counter(order) == {"flood": 50, "quiet": 1}
     await database.close()
+
+
+async def test_reads_that_last_leave_connections_to_others(tmp_path: Path, database_url: str | None) -> None:
+    database = await Database.open(database_url, tmp_path)
+    database.share(database_turns())
+    reading, may_end = asyncio.Semaphore(0), asyncio.Event()
+
+    async def read(tenant: str, *, lasts: bool) -> None:
+        acting.set(Acting(tenant))
+        async with database.read() as session:
+            await session.execute(text("SELECT 1"))
+            assert await database.rows(text("SELECT 2"))  # a read within a read needs no place
+            reading.release()
+            if lasts:
+                await may_end.wait()
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        for _ in range(20):
+            group.create_task(read("flood", lasts=True))
+        for _ in range(4):
+            await reading.acquire()
+        await read("quiet", lasts=False)
+        async with database.write() as session:
+            await session.execute(text("SELECT 3"))
+        assert not may_end.is_set()
+        may_end.set()
+    await database.close()
+
+
+async def test_what_stays_wrong_is_logged_once_and_again_when_it_comes_back() -> None:
+    said = iter(["away", "away", "lost", "", "lost"])
+
+    async def step() -> None:
+        try:
+            message = next(said)
+        except StopIteration:
+            raise asyncio.CancelledError from None
+        if message:
+            raise CapacityError(message)
+
+    with capture_logs() as lines, pytest.raises(asyncio.CancelledError):
+        await repeat(step, 0.0, "not_done")
+    assert [line["error"] for line in lines] == ["away", "lost", "lost"]

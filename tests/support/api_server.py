@@ -32,6 +32,7 @@ from manylora.server.limits.gate import Gate
 from manylora.server.listen import ApiServer, bind, url_of
 from manylora.server.serve import metrics_of
 from manylora.server.services import Services, base_names
+from quick_renderer import QuickRenderer
 from quick_validator import QuickValidator
 from ready_registry import put_registry
 
@@ -222,6 +223,7 @@ async def api(
         engine=engine,
         ready=ready,
         tokenizer=demo_tokenizer(),
+        chats=QuickRenderer(demo_tokenizer()),
         tokenizer_settings={"eos_token": "</s>"},
         blobs=blobs,
         validator=QuickValidator(ready, blobs, base_names(config)),

@@ -17,6 +17,7 @@ from fake_engine import DEMO_MODEL
 from manylora.engine.text.tokenizer import Tokenizer
 from manylora.server.tools.formats import AnswerFormat, format_of, rows
 from manylora.server.tools.schemas import Tool, ToolFunction
+from quick_renderer import QuickRenderer
 
 HERMES = (
     "{{ bos_token }}{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}Answer as "
@@ -117,4 +118,6 @@ def tokenizer_folder(chat_template: str, special: tuple[str, ...] = (), **fields
 def use_tokenizer(api: Api, tokenizer: Tokenizer) -> None:
     """Serve the demo model with this tokenizer."""
     ready = replace(api.services.ready, max_model_len=4096)
-    api.services = api.app.state.services = replace(api.services, tokenizer=tokenizer, ready=ready)
+    api.services = api.app.state.services = replace(
+        api.services, tokenizer=tokenizer, chats=QuickRenderer(tokenizer), ready=ready
+    )

@@ -5,11 +5,11 @@ Scales of blocks may be quantised themselves, to 8 bits. `Quantisation.variant` 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 
 import torch
 
+from manylora import strict_json
 from manylora.engine.model.formats.stored import FLOATS, Part, StoredLinear
 
 MOST = 127
@@ -51,10 +51,10 @@ def code_weight(linear: StoredLinear) -> torch.Tensor:
     """See `Format`."""
     shape = [linear.out_features, linear.in_features]
     try:
-        state = json.loads(bytes(linear[_state(linear)].tolist()))
+        state = strict_json.loads(bytes(linear[_state(linear)].tolist()))
         size, kind = int(state["blocksize"]), state["quant_type"]
         nested_size, offset = int(state.get("nested_blocksize", 1)), float(state.get("nested_offset", 0.0))
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise linear.error(_state(linear), f"cannot be read: {error}") from error
     if state.get("shape") != shape or kind != linear.quantisation.variant or min(size, nested_size) < 1:
         raise linear.error(_state(linear), f"must be of {linear.quantisation.variant} and shape {shape}, got {state}")

@@ -1,6 +1,6 @@
-"""The `manylora` command for a parent process that it must not outlive.
+"""A program for a parent process that it must not outlive: the `manylora` command, or another module.
 
-    python -m manylora.cli.cluster.child CORES ARGUMENTS
+    python -m manylora.cli.cluster.child CORES MODULE ARGUMENTS
 
 CORES are the numbers of those that it may use, with commas between; empty for those of its parent. The parent holds the
 other end of standard input. When that closes, however the parent ended, this process gets a SIGTERM, which drains a
@@ -10,11 +10,10 @@ server.
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import sys
 import threading
-
-from manylora.cli import main
 
 
 def _watch_parent() -> None:
@@ -27,4 +26,4 @@ if __name__ == "__main__":
     if cores := sys.argv.pop(1):
         os.sched_setaffinity(0, map(int, cores.split(",")))
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
-    main()
+    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)

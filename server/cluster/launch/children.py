@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from manylora.errors import ManyloraError
+from manylora.server.server_process import PROGRAM, child_command
 
 _READY = re.compile(r"manylora: (?:listening|replicas run) on (\S+)")
 
@@ -35,7 +36,7 @@ class Child(subprocess.Popen[str]):
         cores: Sequence[int] = (),
     ) -> None:
         super().__init__(
-            [sys.executable, "-P", "-m", "manylora.cli.cluster.child", ",".join(map(str, cores)), *arguments],
+            child_command(PROGRAM, arguments, cores),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

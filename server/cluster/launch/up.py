@@ -19,10 +19,10 @@ from pathlib import Path
 import httpx
 
 from manylora.config import Config, environment, usable_cores
+from manylora.data_folder import kept_secret, prepare_folder
 from manylora.engine.start_checks import check_start, count_cuda_devices
 from manylora.errors import ConfigError
 from manylora.registry.db.database import Database
-from manylora.registry.keys import kept_secret, prepare_folder
 from manylora.server.auth.admin_key import VARIABLE, admin_key, given_pepper
 from manylora.server.cluster.launch.children import Child
 from manylora.server.listen import bind, url_of
@@ -39,6 +39,10 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
 """Seconds until a child that died is started again; they double with each death."""
 STEADY_S = 60.0
 """The delay is the first one again for a child that lived for so long."""
+LOOK_S = 5.0
+"""Seconds between two looks at whether a child answers, and longest wait for its answer."""
+SILENT_LOOKS = 6
+"""A child that answers none of so many looks in a row is killed, and started again: it was stopped, or hangs."""
 SLACK_S = 60.0
 """Seconds above `server.drain_s` after which a child that does not end is killed."""
 RAY_DEFAULTS = {
@@ -98,7 +102,7 @@ async def _run(groups: Sequence[Starts], drain_s: float, announce: Announce, url
     """Start all children, start those again that die, and at a signal end group after group."""
     asked, hurried, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
     starts = {name: start for group in groups for name, start in group.items()}
-    loop.set_default_executor(ThreadPoolExecutor(2 * len(starts)))
+    loop.set_default_executor(ThreadPoolExecutor(3 * len(starts)))
     running = {name: start() for name, start in starts.items()}
 
     def ask() -> None:
@@ -140,12 +144,30 @@ async def _announce_ready(url: str, announce: Announce) -> None:
 async def _keep(name: str, start: Callable[[], Child], running: dict[str, Child], announce: Announce) -> None:
     delay_s, started_s = FIRST_DELAY_S, time.monotonic()
     while True:
+        watching = asyncio.create_task(_kill_if_silent(name, running[name], announce))
         status = await asyncio.to_thread(running[name].wait)
+        await cancel_all([watching])
         delay_s = FIRST_DELAY_S if time.monotonic() - started_s > STEADY_S else delay_s
         announce(f"manylora: {name} ended with status {status} and starts again in {delay_s:g} s")
         await asyncio.sleep(delay_s)
         delay_s, started_s = min(2 * delay_s, LONGEST_DELAY_S), time.monotonic()
         running[name] = start()
+
+
+async def _kill_if_silent(name: str, child: Child, announce: Announce) -> None:
+    """Ask a child for its health until it does not answer for a while. Ray's own is not asked: it has no HTTP."""
+    url, num_silent = await asyncio.to_thread(child.wait_ready), 0
+    if not url.startswith("http"):
+        return
+    async with httpx.AsyncClient(trust_env=False, timeout=LOOK_S) as client:
+        while num_silent < SILENT_LOOKS:
+            await asyncio.sleep(LOOK_S)
+            num_silent += 1
+            with suppress(httpx.TransportError):
+                await client.get(f"{url}/health")
+                num_silent = 0
+    announce(f"manylora: {name} does not answer and is killed")
+    child.kill()
 
 
 def own_cores(number: int, replicas: int) -> Sequence[int]:

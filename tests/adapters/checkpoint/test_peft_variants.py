@@ -176,6 +176,7 @@ PATHS = [f"model.layers.{layer}.{module}" for layer in (0, 1, 10, 110) for modul
 PIECES = r"""
 q_proj _proj k layers . \. \d \w+ .* (q|k) [qk] [^q] ^model ^ $ \b \B \A \Z [0-3] (?i:Q_PROJ) (?i:[^A-M]+) (?i:[A-Z]+)
 (?-i:q) +? * ? {1,2} {3} | ( ) self_attn (?:a|) 1 0 \W \D \S \s (?P<x>v) (?s:.) [^\d] [\w.] (?x:q) (?#c) mlp X \x71
+^model.layers.1.self_attn.q_proj ^model.layers.10.mlp.up_proj ^q_proj ^self_attn.v_proj
 """
 
 

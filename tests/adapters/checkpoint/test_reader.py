@@ -150,7 +150,7 @@ def test_a_hostile_target_pattern_is_never_run(tmp_path: Path) -> None:
 def test_the_largest_legal_config_of_patterns_takes_little_work(tmp_path: Path) -> None:
     base = base_shape(hidden=8, intermediate=8, kv=8, num_layers=500)
     ranks = {(layer, module): 1 for layer in range(500) for module in range(7)}
-    pattern = {f"m{index}": 1 for index in range(1022)} | {"self_attn.q_proj": 1, "q_proj": 1}
+    pattern = {f"[a-m]+_{index}": 1 for index in range(64)} | {f"m{index}": 1 for index in range(960)}
     config = config_bytes(r=1, lora_alpha=1, rank_pattern=pattern, alpha_pattern=pattern)
     upload = Upload(config, weights_bytes(lora_tensors(base, ranks)))
     with counted_calls() as calls:
@@ -178,6 +178,17 @@ def test_a_config_without_alpha_has_pefts_and_its_owner_is_told(tmp_path: Path) 
     checkpoint = read(tmp_path, Upload(json.dumps(config).encode(), weights_bytes(q_and_v(BASE))))
     assert set(checkpoint.scalings.values()) == {1.0}
     assert "no lora_alpha" in str(checkpoint.report["warnings"])
+
+
+def test_a_pattern_may_name_every_module_from_the_beginning_but_not_by_thousands_of_regexes(tmp_path: Path) -> None:
+    ranks = {(layer, module): layer + 1 for layer in range(2) for module in range(7)}
+    weights = weights_bytes(lora_tensors(BASE, ranks))
+    paths = {f"^model.layers.{layer}.{MODULE_PATHS[module]}": rank for (layer, module), rank in ranks.items()}
+    config = config_bytes(rank_pattern=paths, alpha_pattern=paths | {f"^model.layers.{n}.x": 1 for n in range(1000)})
+    checkpoint = read(tmp_path, Upload(config, weights))
+    assert (checkpoint.ranks, set(checkpoint.scalings.values())) == (ranks, {1.0})
+    many = config_bytes(rank_pattern={f"x+{index}": 1 for index in range(65)})
+    assert refusal(tmp_path, weights, many).code == "config.pattern_unsupported"
 
 
 def test_without_a_base_widths_must_agree_between_layers(tmp_path: Path) -> None:

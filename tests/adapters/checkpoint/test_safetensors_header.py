@@ -24,8 +24,8 @@ from manylora.adapters.checkpoint.safetensors_header import (
     TensorEntry,
     check_header,
 )
-from manylora.adapters.checkpoint.strict_json import STRING, check_depth
 from manylora.errors import AdapterError, AdapterFormatError
+from manylora.strict_json import STRING, check_depth
 from refusals import is_presentable, outcome
 
 GOOD = q_and_v(base_shape())

@@ -19,6 +19,12 @@ ORDER: Schema = {
     "required": ["id"],
     "additionalProperties": False,
 }
+DERIVED: Schema = {
+    "$defs": {"base": {"type": "object", "properties": {"id": INT64}, "required": ["id"]}},
+    "allOf": [{"$ref": "#/$defs/base"}],
+    "properties": {"b": {"type": "integer"}},
+    "required": ["b"],
+}
 TREE: Schema = {
     "$defs": {
         "node": {
@@ -84,6 +90,7 @@ def takes(grammar: str, text: str) -> bool:
             [{"id": 1, "below": [{"id": 2**63, "below": []}]}],
         ),
         ({"allOf": [{"$ref": "#/$defs/id"}], "$defs": {"id": INT64}}, [2**63 - 1], [2**63]),
+        (DERIVED, [{"b": 1, "id": -(2**63)}, {"b": 1, "id": 0, "x": 1}], [{"b": 1, "id": 2**63}, {"b": 1}, {"id": 1}]),
     ],
 )
 def test_numbers_beyond_floats_are_held_to_exactly(schema: Schema, good: list[object], bad: list[object]) -> None:
@@ -162,6 +169,7 @@ ENDLESS = "leads back to itself"
         ({"multipleOf": 0.07}, "schema.multipleOf", "fraction"),
         ({"items": {"type": "integer", "maximum": 2**63, "multipleOf": 2}}, "schema.items", "2**53"),
         ({"items": {"allOf": [{"type": "integer"}, {"maximum": 2**63}]}}, "schema.items", "2**53"),
+        ({"allOf": [{"properties": {"a": INT64}}, {"type": "object", "properties": {"a": {}}}]}, "schema", "2**53"),
         ({"type": "integer", "minimum": 2**63, "maximum": 2**63 - 1}, "schema", "in its range"),
         ({"type": "string", "const": ODD}, "schema", "of its type"),
         ({"type": "object", "minProperties": 2}, "schema.minProperties", "required"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +143,17 @@ def test_the_shape_for_adapters_has_every_module_with_its_sizes() -> None:
     assert [sum(base.site_widths(index)) for index in range(len(SITES))] == [192, 64, 224, 64]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000, '"' + "x" * (1 << 20) + '"'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "[]", "{", "[" * 100_000, '"' + "x" * (1 << 20) + '"', '{"a": 1, "a": 1}', "\ufeff{}", "{}x"),
+        *(json.dumps({**LLAMA, "rms_norm_eps": value}) for value in (math.nan, math.inf, "\ud800")),
+        json.dumps(LLAMA).replace("1e-05", "1e999"),
+    ],
+)
 def test_a_broken_config_file_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"config\.json"):
+    with pytest.raises(ConfigError, match=r"config\.json|rms_norm_eps"):
         read_spec(tmp_path)
 
 

@@ -161,7 +161,21 @@ def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "index",
-    ['{"weight_map": {"a": "../model.safetensors"}}', '{"weight_map": {"a": "gone.safetensors"}}', "{}", "[1", "[]"],
+    [
+        *(
+            '{"weight_map": {"a": "../model.safetensors"}}',
+            '{"weight_map": {"a": "gone.safetensors"}}',
+            "{}",
+            "[1",
+            "[]",
+        ),
+        *(
+            '{"weight_map": {"a": "x", "a": "y"}}',
+            '{"weight_map": NaN}',
+            "[" * 5000,
+            '{"weight_map": {"a": "\\ud800"}}',
+        ),
+    ],
 )
 def test_a_broken_index_is_refused(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)

@@ -48,7 +48,7 @@ class ScriptedConnection:
     ready: ClassVar[EngineReady]
     pid = None
 
-    def __init__(self, _config: Config) -> None:
+    def __init__(self, _config: Config, _worker: object = None) -> None:
         self.exited = asyncio.get_running_loop().create_future()
         self._is_asked = asyncio.Event()
         self._there: list[FromEngine | None] = []
@@ -106,8 +106,8 @@ class MortalConnection(ScriptedConnection):
     answers: ClassVar[list[EngineReady]]
     started: ClassVar[list[ModelConfig]]
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
+    def __init__(self, config: Config, worker: object = None) -> None:
+        super().__init__(config, worker)
         self.started.append(config.model)
 
     async def start(self) -> Ready:

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import stat
+import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from manylora.config import Config, ModelConfig
+from manylora.engine.process import messages
+from manylora.engine.process.pulse import Pulse
 from manylora.engine.process.supervisor import MAX_SOCKET_PATH, SOCKET_NAME, EngineConnection, RestartPolicy
+from manylora.engine.process.worker_process import Worker
+from manylora.errors import EngineUnavailableError
 
 
 class Clock:
@@ -71,6 +77,26 @@ async def folder_of_a_connection() -> tuple[Path, int]:
     mode = stat.S_IMODE(folder.stat().st_mode)
     await connection.kill()
     return folder, mode
+
+
+def test_a_process_that_was_started_before_is_the_engine() -> None:
+    process = subprocess.Popen(["head", "-n1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    fd = Pulse.create()
+    worker = Worker(process, Pulse(fd), fd)
+
+    async def launch() -> int | None:
+        connection = EngineConnection(Config(model=ModelConfig(path="m")), worker)
+        with pytest.raises(EngineUnavailableError, match="ended while starting, with exit code 0"):
+            await connection.start()
+        await connection.kill()
+        return connection.pid
+
+    assert asyncio.run(launch()) == process.pid
+    os.close(fd)
+    assert process.stdout is not None
+    with process.stdout:
+        launched = messages.decode_launch(process.stdout.read())
+    assert (launched.config.model.path, launched.pulse_fd) == ("m", fd)
 
 
 def test_the_socket_lies_in_a_fresh_private_folder_that_is_removed() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -219,3 +221,12 @@ def test_beside_a_gpu_loading_threads_hand_the_interpreter_over_sooner(
     monkeypatch.setattr("sys.setswitchinterval", set_interval)
     worker._tune_interpreter(device)
     assert [call.args for call in set_interval.call_args_list] == ([] if interval_s is None else [(interval_s,)])
+
+
+def test_a_process_whose_server_ended_before_its_launch_ends_in_silence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(worker, "signal", Mock())
+    monkeypatch.setattr(sys, "stdin", Mock(buffer=io.BytesIO()))
+    assert worker.main() == 0
+    assert capsys.readouterr() == ("", "")

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from manylora.engine.request import RequestOutput, TokenLogprobs
 from manylora.engine.sampling_params import SamplingParams
-from manylora.engine.text.text_stream import Detokenizer, StopScanner, TextDelta, TextStream
+from manylora.engine.text.text_stream import Detokenizer, StopScanner, TextDelta, TextStream, prompt_offsets
 from manylora.engine.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[3] / "manylora" / "demo" / "manylora-demo"
@@ -150,6 +150,30 @@ def test_offsets_say_how_much_was_readable_before_each_token() -> None:
         assert offset == len(whole)
         whole += pieces.push(RequestOutput(request_id="x", token_ids=[token_id])).text
     assert whole == delta.text == "Hello, 叫 you"
+
+
+@pytest.mark.parametrize("text", ["a🎉b", "e\u0301 叫é", "🎉🎉", "日本 \ufffd!", "éa"])
+@pytest.mark.parametrize("is_byte_level", [True, False])
+def test_offsets_count_characters_where_tokens_are_parts_of_them(
+    text: str, is_byte_level: bool, sentencepiece: Tokenizer
+) -> None:
+    tokenizer = byte_level() if is_byte_level else sentencepiece
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    text = tokenizer.decode(token_ids)
+    num_bytes = [len(tokenizer.token_bytes(token_id)) for token_id in token_ids]
+    expected = [len(text.encode()[: sum(num_bytes[:index])].decode(errors="ignore")) for index in range(len(token_ids))]
+    output = RequestOutput(request_id="x", token_ids=token_ids, finish_reason="length")
+    assert TextStream(tokenizer, SamplingParams()).push(output).text_offsets == expected
+    assert prompt_offsets(tokenizer, token_ids, skip_special_tokens=True) == expected
+    assert tokenizer.text_offsets(text, add_special_tokens=False) == expected
+
+
+def test_a_whole_replacement_character_of_the_prompt_is_not_repeated() -> None:
+    prompt = byte_level().encode("a\ufffd", add_special_tokens=False)
+    after = byte_level().encode("b", add_special_tokens=False)
+    assert "".join(streamed(byte_level(), after, prompt)) == "b"
+    begun = byte_level().encode("🎉", add_special_tokens=False)
+    assert "".join(streamed(byte_level(), begun[2:], [*prompt, *begun[:2]])) == "🎉"
 
 
 @settings(max_examples=300, deadline=None)

@@ -30,7 +30,7 @@ def test_special_tokens_are_added_only_when_asked_for(tokenizer: Tokenizer) -> N
 
 def test_a_conversation_ends_where_the_assistant_speaks(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    assert tokenizer.render_chat(messages) == "<|start|><|user|>hi<|end|><|assistant|>"
+    assert tokenizer.chat_template.render(messages) == "<|start|><|user|>hi<|end|><|assistant|>"
     assert tokenizer.chat_prompt(messages) == tokenizer.encode(
         "<|start|><|user|>hi<|end|><|assistant|>", add_special_tokens=False
     )
@@ -38,7 +38,7 @@ def test_a_conversation_ends_where_the_assistant_speaks(tokenizer: Tokenizer) ->
 
 def test_messages_that_the_template_cannot_take_are_the_clients_mistake(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequestError, match="chat template") as refusal:
-        tokenizer.render_chat([{"role": "user", "content": None}])
+        tokenizer.chat_template.render([{"role": "user", "content": None}])
     assert refusal.value.param == "messages"
 
 
@@ -49,7 +49,7 @@ def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
     del config["chat_template"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer(tmp_path)
-    assert not tokenizer.has_chat_template
+    assert not tokenizer.chat_template.source
     with pytest.raises(InvalidRequestError) as refusal:
         tokenizer.chat_prompt([{"role": "user", "content": "hi"}])
     assert refusal.value.code == "no_chat_template"
@@ -82,6 +82,13 @@ def test_threads_may_share_it(tokenizer: Tokenizer) -> None:
 def test_end_of_sequence_tokens_come_as_one_or_several(tmp_path: Path, named: object, expected: set[int]) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
     assert read_eos_token_ids(tmp_path) == expected
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, '{"eos_token_id": ' + "1" * 5000 + "}", "\ufeff{}"])
+def test_a_broken_file_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"cannot read .*generation_config\.json"):
+        read_eos_token_ids(tmp_path)
 
 
 def test_the_tokenizers_own_end_of_sequence_token_counts(tmp_path: Path) -> None:

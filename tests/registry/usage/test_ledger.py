@@ -115,7 +115,7 @@ async def test_the_same_id_counts_once(ledger: UsageLedger, database: Database) 
 
 
 async def test_the_journal_is_not_emptied_into_a_database_that_was_deleted(
-    tmp_path: Path, clock: StandingClock
+    tmp_path: Path, clock: StandingClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     database = await Database.open(None, tmp_path)
     ledger = await _open(database, tmp_path, clock)
@@ -128,6 +128,7 @@ async def test_the_journal_is_not_emptied_into_a_database_that_was_deleted(
     with pytest.raises(CapacityError):
         ledger.check()
     await ledger.close()
+    assert len(caplog.records) == 1
     await database.close()
     restarted = await Database.open(None, tmp_path)
     await (await _open(restarted, tmp_path, clock)).close()

@@ -52,6 +52,22 @@ async def test_an_upload_is_there_for_the_next_request(acme: Client) -> None:
     assert shown.model_copy(update={"usage": None}) == body
 
 
+async def test_patterns_of_peft_and_ranks_that_no_module_has_are_taken(acme: Client) -> None:
+    patterns = {"rank_pattern": {r"^model\.layers\..*": 8}, "alpha_pattern": {"(q|k)_proj": 4, "v_proj": 16}}
+    for name, config in (
+        ("regex", config_bytes(r=200, **patterns)),
+        ("no-rank", config_bytes(r=None)),
+        ("mlx", sound_mlx(lora_parameters={"rank": 5000, "scale": 2.5, "dropout": 0.0}).config),
+    ):
+        weights = (sound_mlx() if name == "mlx" else sound()).weights
+        answer = await upload(acme, name, Upload(config, weights))
+        assert (answer.status_code, answer.json()["rank"]) == (201, 6 if name == "mlx" else 8), answer.text
+        assert (await ask(acme, model=name)).status_code == 200
+    answer = await upload(acme, "not-linear", Upload(config_bytes(rank_pattern={r"(q)\1": 8}), sound().weights))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "config.pattern_unsupported")
+    assert "reference back" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("written", "shown"),
     [("0.21.2", "0.21.2"), ("0.99.0.dev0@abc", "0.99.0.dev0@abc"), ("<b>", None), ("1" * 65, None), (None, None)],

@@ -16,9 +16,10 @@ from blob_io import store
 from fake_engine import demo_ready
 from manylora.adapters.blobs.local import LocalBlobs
 from manylora.adapters.checkpoint.reader import check_weights
-from manylora.errors import AdapterFormatError, AdapterIncompatibleError
+from manylora.errors import AdapterFormatError, AdapterIncompatibleError, CapacityError
 from manylora.server.adapters import validation
 from manylora.server.adapters.validation import AdapterValidator
+from manylora.server.sandbox import processes
 
 pytestmark = pytest.mark.anyio
 
@@ -50,7 +51,9 @@ async def test_the_child_gets_no_secret(
     validator: AdapterValidator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "python"
-    program.write_text(f"#!{sys.executable}\nimport json, os\nprint(json.dumps(dict(os.environ)))\n")
+    program.write_text(
+        f"#!{sys.executable}\nimport json, os\ninput()\nprint(json.dumps([json.loads(input())[0], dict(os.environ)]))\n"
+    )
     program.chmod(0o700)
     for name in ("MANYLORA_ADMIN_KEY", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "HARMLESS"):
         monkeypatch.setenv(name, "secret")
@@ -147,12 +150,12 @@ async def test_a_kept_process_holds_each_job_to_its_limits(
     program.write_text(
         f"#!{sys.executable}\n"
         "import sys\n"
-        "from manylora.server.adapters import validation_worker\n"
+        "from manylora.server.adapters.validation_worker import limits\n"
+        "from manylora.server.sandbox.worker import answer_each\n"
         "def answer(job):\n"
         "    while job.get('spin'): pass\n"
         "    return {}\n"
-        "validation_worker.answer = answer\n"
-        "validation_worker.serve()\n"
+        "answer_each(answer, limits)\n"
     )
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
@@ -172,6 +175,30 @@ async def test_a_kept_process_that_died_is_replaced(validator: AdapterValidator,
     await asyncio.sleep(0.1)  # until the event loop knows
     await validator.validate(sound().config, weights, "a" * 64, 1)
     await validator.close()
+
+
+async def test_a_stopped_process_is_replaced(
+    validator: AdapterValidator, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "LOOK_S", 0.01)
+    alone = await validator.validate(sound().config, weights, "a" * 64, 1)
+    (process,) = kept_processes()
+    process.suspend()
+    assert await validator.validate(sound().config, weights, "a" * 64, 1) == alone
+    assert not process.is_running()
+    await validator.close()
+
+
+async def test_processes_that_are_stopped_at_work_are_not_the_adapters_fault(
+    validator: AdapterValidator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "LOOK_S", 0.01)
+    program = tmp_path / "python"
+    program.write_text(f"#!{sys.executable}\nimport os\nif not os.fork(): os.kill(os.getpid(), 19)\nos.wait()\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(CapacityError, match="Try again in a moment"):
+        await validator.in_child({"cpu_s": 10})
 
 
 def kept_processes() -> list[psutil.Process]:

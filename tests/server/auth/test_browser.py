@@ -113,8 +113,22 @@ async def test_a_link_signs_in_once_and_nowhere_else(api: Api) -> None:
         assert (await client.get("/v1/me")).status_code == 401
         begun = await client.post("/v1/session")
         assert (begun.status_code, begun.json()["tenant"]) == (201, "acme")
+        client.cookies.clear()
         again = await client.post("/v1/session")
     assert (again.status_code, again.json()["error"]["code"]) == (401, "session.link_used")
+
+
+async def test_a_link_takes_no_open_session_away(api: Api) -> None:
+    async with api.client(await api.key("acme")) as client:
+        link = {"authorization": f"Bearer {(await client.post('/v1/session/links')).json()['link']}"}
+    client = await browser(api)
+    refused = await client.post("/v1/session", headers=link)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "session.open")
+    assert "set-cookie" not in refused.headers
+    assert (await client.get("/v1/me")).json()["role"] == "admin"
+    assert (await client.delete("/v1/session")).status_code == 204
+    begun = await client.post("/v1/session", headers=link)  # the cookie is there still
+    assert (begun.status_code, begun.json()["tenant"]) == (201, "acme")
 
 
 async def test_without_authentication_there_is_nothing_to_sign_in_to(tmp_path: Path) -> None:

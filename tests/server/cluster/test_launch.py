@@ -9,6 +9,7 @@ import socket
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -27,6 +28,23 @@ class FakeChild:
 
     def wait(self) -> int:
         return 3
+
+    def wait_ready(self) -> str:
+        return "ray-address"
+
+
+class SilentChild(FakeChild):
+    """Says that it listens at `url`, and lives until it is killed."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.killed: list[None] = []
+
+    def wait_ready(self) -> str:
+        return self.url
+
+    def kill(self) -> None:
+        self.killed.append(None)
 
 
 class Done(Exception):  # noqa: N818 - no error
@@ -58,6 +76,28 @@ def test_the_delays_grow_until_a_child_lives_for_long(
         asyncio.run(launch._keep("replica-0", FakeChild, running, lines.append))  # type: ignore[arg-type]
     assert slept == delays
     assert lines[1] == f"manylora: replica-0 ended with status 3 and starts again in {delays[1]:g} s"
+
+
+def test_a_child_that_does_not_answer_for_a_while_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers some looks, misses some, answers again, and is stopped then."""
+    answers = [True, False, False, True, True, False, True, False, False, False]
+    lines: list[str] = []
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(str(request.url))
+        if not answers[len(asked) - 1]:
+            raise httpx.ReadTimeout("stopped")
+        return httpx.Response(503)  # it drains
+
+    monkeypatch.setattr(launch, "LOOK_S", 0.0)
+    monkeypatch.setattr(launch, "SILENT_LOOKS", 3)
+    opened = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **_: opened)
+    child = SilentChild("http://127.0.0.1:1")
+    asyncio.run(launch._kill_if_silent("replica-0", child, lines.append))  # type: ignore[arg-type]
+    assert asked == ["http://127.0.0.1:1/health"] * len(answers)
+    assert (child.killed, lines) == ([None], ["manylora: replica-0 does not answer and is killed"])
 
 
 @pytest.fixture

@@ -144,8 +144,11 @@ async def test_a_schema_that_cannot_be_held_to_is_refused_at_its_place(hermes: A
         assert answer.status_code == 400, (shown, answer.text)
         error = answer.json()["error"]
         assert not RAW_WORDS.search(error["message"]), (shown, error)
+        if "context_length_exceeded" in error["message"]:  # tools stand in the prompt, which is looked at first
+            continue
         told = error.get("param") or error["message"]
-        assert place in told or error["message"].count("makes a grammar of"), (shown, error)
+        is_large = re.search("makes a grammar of|maximum context length", error["message"])
+        assert place in told or is_large, (shown, error)
     assert hermes.engine.requests == []
 
 

@@ -115,6 +115,58 @@ async def test_echo_with_logprobs_is_what_evaluation_harnesses_expect(acme: Clie
     assert choice.logprobs.text_offset == sorted(choice.logprobs.text_offset)
 
 
+EMOJI = "a🎉b"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("text", [EMOJI, "e\u0301 日本", "🎉", "x\ufffd"])
+@pytest.mark.parametrize("by_ids", [None, 0, 2])
+async def test_offsets_of_an_echo_point_into_the_text(
+    api: Api, acme: Client, text: str, by_ids: int | None, is_streamed: bool
+) -> None:
+    """A prompt as text, as its ids, or without its last ids, which may be a part of a character."""
+    tokenizer = demo_tokenizer()
+    api.engine.write = lambda _: EMOJI
+    ids = tokenizer.encode(text)
+    prompt: Any = text if by_ids is None else [ids[: len(ids) - by_ids]]
+    fields = {"prompt": prompt, "echo": True, "max_tokens": 20, "logprobs": 1, "n": 2, "stream": is_streamed}
+    answer = await complete(acme, **fields)
+    assert answer.status_code == 200, answer.text
+    choices = [choice for event in events(answer.text)[:-1] for choice in event["choices"]] if is_streamed else []
+    for index in (0, 1):
+        parts = [choice for choice in choices or answer.json()["choices"] if choice["index"] == index]
+        whole = "".join(part["text"] for part in parts)
+        offsets = [offset for part in parts for offset in part["logprobs"]["text_offset"]]
+        tokens = [token for part in parts for token in part["logprobs"]["tokens"]]
+        answered = tokenizer.encode(EMOJI, add_special_tokens=False)
+        assert whole == (text + EMOJI if by_ids is None else tokenizer.decode([*prompt[0], *answered]))
+        assert len(tokens) > len(ids) - (by_ids or 0)
+        assert offsets == sorted(offsets)
+        for token, offset in zip(tokens, offsets, strict=True):
+            assert offset <= len(whole)
+            if not token.startswith(("bytes:", "<|")):
+                assert whole[offset:].lstrip("\ufffd").startswith(token)  # what a part of a character leaves
+
+
+async def test_bytes_of_a_chats_tokens_add_up_to_its_text(api: Api, acme: Client) -> None:
+    api.engine.write = lambda _: "e\u0301 日本🎉 \ufffd"
+    asked = {"model": BASE, "messages": [{"role": "user", "content": "x"}], "logprobs": True}
+    (choice,) = (await acme.post("/v1/chat/completions", json=asked)).json()["choices"]
+    entries = choice["logprobs"]["content"]
+    written = b"".join(bytes(entry["bytes"]) for entry in entries if not entry["token"].startswith("<|"))
+    assert written.decode() == choice["message"]["content"] == "e\u0301 日本🎉 \ufffd"
+
+
+async def test_offsets_before_a_stop_string_that_is_cut_off_point_into_the_text(api: Api, acme: Client) -> None:
+    api.engine.write = lambda _: "yes 🎉🎉 no"
+    answer = await complete(acme, stop=["🎉🎉"], logprobs=0)
+    choice = answer.json()["choices"][0]
+    assert choice["text"] == "yes "
+    offsets = choice["logprobs"]["text_offset"]
+    assert offsets == sorted(offsets)
+    assert offsets[-1] == len("yes ")
+
+
 async def test_a_stop_string_ends_the_text_and_the_engine_request(api: Api, acme: Client) -> None:
     answer = await complete(acme, stop=[" plain"])
     choice = answer.json()["choices"][0]

@@ -22,7 +22,7 @@ from manylora.engine.request import Grammar
 from manylora.engine.text.tokenizer import Tokenizer
 from manylora.errors import CapacityError, InvalidRequestError
 from manylora.server.generation.grammar import checked_grammar
-from manylora.server.grammar_check import GrammarChecker, grammar_checker
+from manylora.server.sandbox.grammar_check import GrammarChecker, grammar_checker
 from tool_models import tokenizer_with, use_tokenizer
 
 pytestmark = pytest.mark.anyio
@@ -237,7 +237,7 @@ def test_checks_give_way_to_steps() -> None:
     assert checker.problem('start: "a"', "a", DEMO_MODEL, "t") is None
     own = psutil.Process()
     living = [each for each in own.children() if each.status() != psutil.STATUS_ZOMBIE]
-    children = [each for each in living if "manylora.server.grammar_check" in each.cmdline()]
+    children = [each for each in living if "manylora.server.sandbox.grammar_check" in each.cmdline()]
     assert {int(each.nice()) for each in children} == {min(int(own.nice()) + 10, 19)}
     checker.close()
 

@@ -228,8 +228,8 @@ async def test_what_changes_nothing_passes(api: Api, acme: Client) -> None:
         ({"role": "user", "content": "4", "tool_calls": [CALL]}, "messages", "belong to messages of role assistant"),
         (
             {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "[1]"}}]},
-            "messages",
-            "arguments of a call in tool_calls must be a JSON object in a string",
+            "messages.0.tool_calls.0.function.arguments",
+            "must be a JSON object in a string",
         ),
         ({"role": "user", "content": None}, "messages", "content is null, which only an assistant's message may have"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages", "parts of type text only, got image_url"),

@@ -33,7 +33,7 @@ async def test_the_page_is_public_and_complete(api: Api) -> None:
         for cls in vars(module).values()
         if isinstance(cls, type) and issubclass(cls, Body)
     }
-    bases = {"Body", "GenerationBody", "ToolsBody", "VersionBody"}
+    bases = {"Body", "StoredBody", "GenerationBody", "ToolsBody", "VersionBody"}
     assert {name for name in bodies if name.endswith("Body")} - bases <= referred
     assert page["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
 

@@ -118,8 +118,10 @@ async def test_tokens_are_counted_and_not_billed(api: Api, client: anthropic.Asy
     [
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "got image"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "got document"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]}, "got redacted_thinking"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]}, "thinking or tool_use, got"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]},
+            "tool_use or redacted_thinking, got",
+        ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
         ({"messages": "hi"}, "messages must be a list"),
         ({"messages": []}, "messages"),

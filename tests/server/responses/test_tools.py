@@ -134,7 +134,10 @@ async def test_tools_may_be_kept_from_the_model(hermes: Api, acme: Client) -> No
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WHERE_IS], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"reasoning": {"effort": "endless"}}, "reasoning.effort"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "where_is", "arguments": "{"}]}, "input"),
+        (
+            {"input": [{"type": "function_call", "call_id": "a", "name": "where_is", "arguments": "{"}]},
+            "input.0.function_call.arguments",
+        ),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "a b", "arguments": "{}"}]}, "input.name"),
     ],
 )

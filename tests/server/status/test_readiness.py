@@ -130,6 +130,7 @@ async def test_an_upload_that_cannot_be_stored_is_refused_unread_and_generation_
             folder.rename(folder.with_name("away"))
         refused = await upload(client, "pirate")
         assert (refused.json()["error"]["code"], read) == (code, [])
+        assert refused.headers["connection"] == "close"  # its body was not read
         await api.ask("acme")
         assert await is_ready(api)
     if harm == "deleted":

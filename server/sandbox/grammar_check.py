@@ -1,7 +1,7 @@
 """Checks grammars in a child process, because no limit of llguidance bounds what some schemas take to read.
 
-The child, `python -I -m manylora.server.grammar_check`, does what the engine will do: it compiles a grammar for the
-model's tokenizer, and computes the first mask. The system ends it once a grammar has used its share of CPU time or
+The child, `python -I -m manylora.server.sandbox.grammar_check`, does what the engine will do: it compiles a grammar for
+the model's tokenizer, and computes the first mask. The system ends it once a grammar has used its share of CPU time or
 memory, and the next check starts another. A line with the checkpoint's folder and a grammar comes on its stdin, a line
 with what is wrong with it, or null, goes to its stdout, both in JSON.
 """
@@ -124,7 +124,7 @@ def grammar_checker() -> GrammarChecker:
 def _start() -> subprocess.Popen[bytes]:
     """A child without this process's environment, which may hold secrets; it ends when its standard input does."""
     return subprocess.Popen(
-        [sys.executable, "-I", "-m", "manylora.server.grammar_check"],
+        [sys.executable, "-I", "-m", "manylora.server.sandbox.grammar_check"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -1,6 +1,7 @@
-"""JSON from strangers: bounded depth, no duplicate keys, no number that takes long to read.
+"""JSON from strangers: what two readers could take differently, or what takes long to read, is refused.
 
-Knows nothing of what the document means; its callers give each refusal their own code.
+Knows nothing of what the document means; its callers give each refusal their own code. `loads` refuses all of that
+itself. `parse` leaves numbers out of range and lone surrogates to its callers, which name the field.
 """
 
 from __future__ import annotations
@@ -9,11 +10,24 @@ import json
 import math
 import re
 from collections import Counter
+from typing import Any
 
+import orjson
+
+MAX_DEPTH = 128
+"""Most arrays and objects within one another: what writes JSON again fails at some hundreds."""
 MAX_INT = 1 << 53
 """Largest integer that every JSON reader keeps exactly."""
 MAX_SHOWN = 96
 """Characters of a value that a message quotes."""
+_REASONS = {
+    "surrogate": "a lone surrogate",
+    "UTF-8": "bytes that are not UTF-8, or a byte order mark",
+    "infinity": "a number out of range",
+    "end of data": "an early end",
+    "control character": "a control character in a string",
+}
+"""Why orjson refuses, by its words."""
 _BEYOND = 10**20
 _LONGEST_INT = 20
 _LONGEST_FLOAT = 400
@@ -45,6 +59,37 @@ def check_depth(raw: bytes, max_depth: int) -> None:
         depth += 1 if bracket[0] in b"[{" else -1
         if depth > max_depth:
             raise TooDeepError(f"nested more than {max_depth} levels deep")
+
+
+def loads(raw: bytes | str) -> Any:  # noqa: ANN401 - whatever the document holds
+    """Parse JSON in UTF-8 without a byte order mark.
+
+    Refused are duplicate keys, NaN and Infinity, numbers beyond a float's range, lone surrogates, more than `MAX_DEPTH`
+    levels, and what stands after the document. Integers keep all their digits.
+
+    Raises:
+        JsonRefusedError: It is not such a document (or TooDeepError, DuplicateKeyError).
+    """
+    try:
+        found = orjson.loads(raw)  # strict about Unicode and numbers, but silent about duplicate keys
+        _check_levels(found)
+        return json.loads(raw, object_pairs_hook=_unique)
+    except RecursionError:
+        raise TooDeepError(f"nested more than {MAX_DEPTH} levels deep") from None
+    except orjson.JSONDecodeError as error:
+        if "depth" in error.msg:
+            raise TooDeepError(f"nested more than {MAX_DEPTH} levels deep") from None
+        reason = next((ours for theirs, ours in _REASONS.items() if theirs in error.msg), "unexpected text")
+        raise JsonRefusedError(f"{reason} at character {error.pos}") from None
+
+
+def _check_levels(value: object) -> None:
+    level, depth = [value], 0
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise TooDeepError(f"nested more than {MAX_DEPTH} levels deep")
+        level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
 
 
 def parse(raw: bytes, max_depth: int) -> object:

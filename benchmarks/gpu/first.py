@@ -1,0 +1,219 @@
+"""The most that a quarter of an hour on a GPU can tell: pieces of the verbs in the order of their worth.
+
+A piece is started only if it fits the time that is left, and runs in a process of its own: one that hangs, crashes or
+loses the device costs no more than the case that it was in. What a case found is in the file of its verb at once. The
+next call runs what is missing; a case that was cut off because the time was up is run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manylora.benchmarks.gpu.case_log import DONE, FAILED, UNFINISHED, Figures, is_failure, line, settle
+from manylora.benchmarks.gpu.predictions import PREDICTIONS
+from manylora.config import environment
+
+LOG = "first.log"
+TABLE = "first.md"
+HANGS = 2.5
+"""A piece that takes so many times as long as expected hangs."""
+TINY_S = 20.0
+"""Expected of each piece on toy sizes, on a slow CPU."""
+CLOSING_S = 5.0
+"""Kept for the table, and for the end of a process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some cases of a verb that share what they need."""
+
+    verb: str
+    only: str
+    """A pattern of their names."""
+    seconds: float
+    """Expected on an H100 or H200, start and compilation of kernels included."""
+
+    def names(self, cases: Sequence[str]) -> list[str]:
+        """The names of its cases, among all of its verb."""
+        return [name for name in cases if re.search(self.only, name)]
+
+
+PIECES = (
+    Piece("agree", "", 70),
+    Piece("step", r"decode, 32 rows, (0|32) adapters", 100),
+    Piece("kernels", r"LoRA, (32 rows, (32|1) of rank 16|mixed)", 40),
+    Piece("memory", "copies", 20),
+    Piece("profile", r" 0 adapters", 50),
+    Piece("kernels", r"attention, 32 rows, context (1,024|64)|top-p sampling", 40),
+    Piece("step", r"decode, 32 rows, 1 adapters|decode, (1|8|64) rows, 0", 80),
+    Piece("step", "prompt of 2048", 60),
+    Piece("check", "nvidia-smi|tests", 300),
+    Piece("kernels", "constants of (decode|LoRA)", 120),
+)
+"""In the order of their worth."""
+
+
+@dataclass(eq=False)
+class FirstLook:
+    """One call: what is left to do, and what was found, now or before.
+
+    Args:
+        out: Folder of the results.
+        options: Of every verb.
+        cases: The names of the cases of each verb.
+        expected_s: Of a piece, on this device.
+        seconds: For all of it.
+        pieces: To run, the first of them first.
+        command: Starts a verb, but for its name and options.
+    """
+
+    out: Path
+    options: Sequence[str]
+    cases: Mapping[str, Sequence[str]]
+    expected_s: Callable[[Piece], float]
+    seconds: float
+    pieces: Sequence[Piece]
+    command: Sequence[str] = (sys.executable, "-P", "-m", "manylora.benchmarks.main", "gpu")
+    failures: dict[Piece, str] = field(default_factory=dict)
+    """Why processes ended that found nothing."""
+
+    def run(self) -> int:
+        """Run the pieces that fit; returns the exit status."""
+        self._end_s = time.monotonic() + self.seconds - CLOSING_S
+        for verb in {piece.verb for piece in self.pieces}:
+            settle(self._file(verb), None)  # it was cut off with the process that ran this
+        try:
+            with _sigterm_as_interrupt():
+                for piece in self.pieces:
+                    self._finish(piece)
+        except KeyboardInterrupt:
+            print("ended early: run it again to go on", flush=True)
+        table = self.table()
+        (self.out / TABLE).write_text(table)
+        print(table, flush=True)
+        found = [found for piece in self.pieces for found in self.found(piece).values()]
+        if self.failures or any(map(is_failure, found)):
+            return FAILED
+        return UNFINISHED if any(map(self._missing, self.pieces)) else DONE
+
+    def found(self, piece: Piece) -> dict[str, Figures]:
+        """What the cases of a piece found so far."""
+        path = self._file(piece.verb)
+        kept: dict[str, Figures] = json.loads(path.read_text())["cases"] if path.exists() else {}
+        return {name: kept[name] for name in piece.names(self.cases[piece.verb]) if name in kept}
+
+    def table(self) -> str:
+        """All cases, beside what was predicted of them."""
+        rows = ["| verb | case | measured | predicted | ratio |", "|---|---|---|---|---|"]
+        for piece in self.pieces:
+            found, reason = self.found(piece), self.failures.get(piece, "not run: no time was left")
+            for name in piece.names(self.cases[piece.verb]):
+                cells = row(piece.verb, name, found[name]) if name in found else [reason, "", ""]
+                rows.append("| " + " | ".join([piece.verb, name, *cells]).replace("\n", " ") + " |")
+        return "\n".join(rows) + "\n"
+
+    def _file(self, verb: str) -> Path:
+        return self.out / f"{verb}.json"
+
+    def _missing(self, piece: Piece) -> int:
+        return len(piece.names(self.cases[piece.verb])) - len(self.found(piece))
+
+    def _finish(self, piece: Piece) -> None:
+        """Run a piece until all its cases were tried; a process that dies is followed by one for the other cases."""
+        while missing := self._missing(piece):
+            left_s = self._end_s - time.monotonic()
+            expected_s = self.expected_s(piece) * missing / len(piece.names(self.cases[piece.verb]))
+            if left_s < expected_s:
+                return
+            before = self.found(piece)
+            why = self._process(piece, min(left_s, HANGS * expected_s), is_last=left_s <= HANGS * expected_s)
+            after = self.found(piece)
+            for name in [name for name in after if name not in before]:
+                print(f"{piece.verb:8} {line(name, after[name])}", flush=True)
+            if self._missing(piece) == missing:
+                if why:
+                    self.failures[piece] = why
+                return
+
+    def _process(self, piece: Piece, limit_s: float, *, is_last: bool) -> str:
+        """Run a process for a piece; returns why it ended, which is empty where the time was up or all is well.
+
+        Args:
+            piece: To run.
+            limit_s: Seconds after which it is killed.
+            is_last: Whether the time is up then: the case that it is in is no failure.
+        """
+        arguments = [piece.verb, "--only", piece.only, "--out", str(self.out), "--seconds", str(limit_s)]
+        path = self.out / LOG
+        with path.open("a") as log:
+            start = log.tell()
+            process = subprocess.Popen(
+                [*self.command, *arguments, *self.options],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # it is ended with all that it starts
+                env=interpreting() if "--tiny" in self.options and piece.verb == "agree" else None,
+            )
+            error: str | None = None
+            try:
+                status = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                why = "" if is_last else f"did not end within {limit_s:.0f} s"
+                error = why or None
+            else:
+                last = " | ".join(path.read_bytes()[start:].decode(errors="replace").splitlines()[-3:])
+                why = error = "" if status in (DONE, UNFINISHED) else f"ended with status {status}: {last}"
+            finally:
+                _end(process)
+                settle(self._file(piece.verb), error)
+        return why
+
+
+def row(verb: str, name: str, found: Figures) -> list[str]:
+    """The cells of a case: measured, predicted, and measured as a multiple of the nearest predicted figure."""
+    if "measured" not in found:
+        return [str(found.get("error") or found.get("absent") or found.get("note", "")).splitlines()[0][:160], "", ""]
+    measured, unit = found["measured"], found.get("unit", "")
+    shown = f"{measured:,.4g} {unit}"
+    if is_failure(found) and "goal" in found:
+        shown += f", missed {found['goal']:,.4g}"
+    if (verb, name) not in PREDICTIONS:
+        return [shown, "", ""]
+    low, high = PREDICTIONS[verb, name].bounds(found)
+    return [shown, f"{low:,.4g} to {high:,.4g}", f"{measured / min(max(measured, low), high):.2f}"]
+
+
+def interpreting() -> dict[str, str]:
+    """The environment of a process in which Triton's kernels run in its interpreter."""
+    return {**environment(), "TRITON_INTERPRET": "1"}
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    """Kill a process with all that it started; one that waits in the driver is left behind."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(CLOSING_S)

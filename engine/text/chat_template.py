@@ -1,0 +1,108 @@
+"""The chat template of a checkpoint: a program that writes a conversation as the model reads it, run by `transformers`.
+
+A template is code of a folder that somebody downloaded. It cannot leave Jinja's sandbox, but it may take any time and
+memory: a server renders in a process that has limits of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from manylora.errors import InvalidRequestError
+
+MAX_CHARACTERS = 1 << 23
+"""Most that a template may write."""
+_MAX_REASON = 300
+UNUSABLE = "chat_template_unusable"
+_USE_COMPLETIONS = "Use /v1/completions with the prompt as the model expects it."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTemplate:
+    """A chat template.
+
+    Args:
+        source: In Jinja; of several templates each by its name. Empty where the model has none.
+        variables: What the template knows beside the conversation: the special tokens.
+    """
+
+    source: str | dict[str, str]
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The template; of several, all of them."""
+        return self.source if isinstance(self.source, str) else "\n".join(self.source.values())
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """A conversation as the template writes it.
+
+        Args:
+            messages: As the template expects them.
+            tools: What may be called; none of it is shown where it is empty.
+            template_kwargs: Further variables of the template.
+            add_generation_prompt: Whether to end where the assistant begins to speak.
+            continue_final_message: Whether to end inside the last message.
+
+        Raises:
+            InvalidRequestError: There is no template, it is broken, or it refuses these messages.
+            MemoryError: It needs more than there is.
+        """
+        from jinja2 import TemplateError, TemplateSyntaxError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            rendered: Any = render_jinja_template(
+                conversations=[[_without_none(message) for message in messages]],
+                tools=[dict(tool) for tool in tools] or None,
+                chat_template=self._chosen(has_tools=bool(tools)),
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **{**self.variables, **template_kwargs},
+            )
+        except (MemoryError, InvalidRequestError):
+            raise
+        except TemplateSyntaxError as error:
+            raise unusable(f"is not valid Jinja at line {error.lineno}") from error
+        except Exception as error:  # a template may fail by anything
+            own = " ".join(str(error).split())[:_MAX_REASON] if type(error) is TemplateError else ""
+            reason = f' It says: "{own}"' if own else ""
+            message = "The model's chat template does not take these messages: check their roles, order and content."
+            raise InvalidRequestError(message + reason, param="messages") from error
+        text: str = rendered[0][0]
+        if len(text) > MAX_CHARACTERS:
+            raise unusable(f"writes more than {MAX_CHARACTERS} characters for these messages")
+        return text
+
+    def _chosen(self, *, has_tools: bool) -> str:
+        if not self.source:
+            message = f"This model has no chat template. {_USE_COMPLETIONS}"
+            raise InvalidRequestError(message, code="no_chat_template", param="messages")
+        if isinstance(self.source, str):
+            return self.source
+        for name in ("tool_use", "default")[not has_tools :]:
+            if name in self.source:
+                return self.source[name]
+        raise unusable("is one of several, none of which is named default")
+
+
+def unusable(reason: str) -> InvalidRequestError:
+    """The refusal of a chat by the model's fault."""
+    message = f"This model's chat template {reason}. {_USE_COMPLETIONS}"
+    return InvalidRequestError(message, code=UNUSABLE, param="messages")
+
+
+def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as transformers shows it to templates."""
+    return {name: value for name, value in message.items() if value is not None}

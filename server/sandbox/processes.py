@@ -1,0 +1,164 @@
+"""Processes that answer jobs under limits, as `worker.py` does, seen from the server. Thread: the event loop's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from pathlib import Path
+from typing import Any
+
+from manylora.config import environment
+
+MAX_ANSWER_BYTES = 1 << 24
+LOOK_S = 1.0
+"""Seconds between two looks at whether a process was stopped."""
+_LIMITS = frozenset({signal.SIGPROF, signal.SIGXCPU, signal.SIGABRT, signal.SIGSEGV})
+"""Signals by which the system ends what passes a limit of CPU time, memory or stack."""
+_HIDDEN = ("MANYLORA_", "AWS_", "PG")
+"""Prefixes of variables that hold secrets, or may."""
+
+
+class LimitReachedError(Exception):
+    """A job took more CPU time, memory or time than it may."""
+
+
+class NoAnswerError(Exception):
+    """A job was not answered for another reason."""
+
+
+class ProcessLostError(NoAnswerError):
+    """A process was ended, or stopped, from outside."""
+
+
+class SandboxedProcesses:
+    """Processes of one program; as many as there were jobs at once.
+
+    Args:
+        module: The program, run by `python -m`.
+        setup: What each process is told first, as JSON types.
+    """
+
+    def __init__(self, module: str, setup: object = None) -> None:
+        self._module = module
+        self._setup = json.dumps(setup).encode() + b"\n"
+        self._idle: list[Process] = []
+        self._numbers = itertools.count()
+
+    async def ask(self, job: object, wall_s: float) -> Any:  # noqa: ANN401 - JSON
+        """The answer to a job. A process that was ended or stopped from outside is replaced once.
+
+        Args:
+            job: Of JSON types.
+            wall_s: Seconds that it may take.
+
+        Raises:
+            LimitReachedError: It reached a limit.
+            NoAnswerError: It failed, or two processes were lost.
+        """
+        try:
+            return await self._ask(job, wall_s)
+        except ProcessLostError:
+            await self.close()  # what ended one may have ended the others
+            return await self._ask(job, wall_s)
+
+    async def close(self) -> None:
+        """End the processes."""
+        while self._idle:
+            await _end(self._idle.pop())
+
+    async def _ask(self, job: object, wall_s: float) -> Any:  # noqa: ANN401 - JSON
+        process = await self._idle_or_new()
+        is_sound = False
+        watching = asyncio.create_task(_end_when_stopped(process))
+        try:
+            async with asyncio.timeout(wall_s):
+                found = await _exchange(process, next(self._numbers), job)
+            is_sound = True
+        except TimeoutError as error:
+            raise LimitReachedError(f"no answer within {wall_s} s") from error
+        finally:
+            watching.cancel()
+            if is_sound:
+                self._idle.append(process)
+            else:
+                await _end(process)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def _idle_or_new(self) -> Process:
+        self._idle = [process for process in self._idle if process.returncode is None]
+        if self._idle:
+            return self._idle.pop()
+        env = {name: value for name, value in environment().items() if not name.startswith(_HIDDEN)}
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", self._module),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=DEVNULL,
+            env={**env, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,
+            limit=MAX_ANSWER_BYTES,
+        )
+        _pipes(process)[0].write(self._setup)
+        return process
+
+
+async def _exchange(process: Process, number: int, job: object) -> Any:  # noqa: ANN401 - JSON, or why there is none
+    """Send a job; returns its answer, or the error that the process reports of it.
+
+    Raises:
+        ProcessLostError: The process ended, or something else ended what worked on the job.
+    """
+    stdin, stdout = _pipes(process)
+    try:
+        stdin.write(json.dumps([number, job]).encode() + b"\n")
+        while line := await stdout.readline():
+            with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError):  # a part of an answer
+                answered, answer = json.loads(line)
+                if answered == number:
+                    return answer
+                if answered is None and answer in _LIMITS:
+                    return LimitReachedError(f"ended by signal {answer}")
+                if answered is None and answer == 0:
+                    return NoAnswerError("the program failed")
+                break
+    except (ConnectionError, ValueError, TypeError) as error:
+        raise ProcessLostError("it ended, or its answer is too long") from error
+    raise ProcessLostError("it ended")
+
+
+def _pipes(process: Process) -> tuple[asyncio.StreamWriter, asyncio.StreamReader]:
+    if process.stdin is None or process.stdout is None:
+        raise ValueError("a process of a sandbox has pipes")
+    return process.stdin, process.stdout
+
+
+async def _end_when_stopped(process: Process) -> None:
+    """Wait until the process or its fork is stopped, which nobody tells, and kill both."""
+    while not _is_stopped(process.pid):  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(LOOK_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+        stats = [Path(f"/proc/{each}/stat").read_text(encoding="utf-8") for each in (pid, *children)]
+    except OSError:  # one of them has ended
+        return False
+    return any(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
+async def _end(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    _pipes(process)[0].close()
+    await process.communicate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,7 +19,7 @@ MAX_LENGTH_PENALTY = 10.0
 
 def _check(ok: bool, param: str, expected: str, got: object) -> None:
     if not ok:
-        raise InvalidRequestError(f"{param} must be {expected}, got {got!r}.", param=param)
+        raise InvalidRequestError(f"{param} must be {expected}, got {json.dumps(got)}.", param=param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from manylora.engine import request as engine_request
 from manylora.errors import ManyloraError
 from manylora.server.http.bodies import is_anthropic
 from manylora.server.http.unknown_routes import hint, unknown_route
+from manylora.server.http.wrong_value import wrong_value
 
 JsonBody = dict[str, dict[str, object]]
 log = structlog.get_logger("manylora.server")
@@ -151,7 +152,14 @@ def _by_code(base: type[ManyloraError], error: engine_request.RequestError) -> M
 
 
 def _body(message: str, kind: str, param: str | None, code: str) -> JsonBody:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": _on_one_line(message), "type": kind, "param": param, "code": code}}
+
+
+def _on_one_line(message: str) -> str:
+    """A message that may quote any text of a client's: what is no printable character is escaped."""
+    if message.isprintable():
+        return message
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in message)
 
 
 def _response(status: int, body: JsonBody, headers: dict[str, str], path: str) -> Response:
@@ -195,7 +203,7 @@ def _matches(request: Request, changes: dict[str, str]) -> set[Match]:
 async def _on_validation_error(request: Request, error: RequestValidationError) -> Response:
     first = error.errors()[0]
     name = str(first["loc"][-1])
-    told: ManyloraError = errors.InvalidRequestError(f"{name}: {first['msg']}.", param=name)
+    told: ManyloraError = errors.InvalidRequestError(f"{name}: {wrong_value(first)}.", param=name)
     if first["type"] == "extra_forbidden":
         told = errors.UnsupportedParameterError(f"{name} is not a parameter of this route.", param=name)
     return error_response(told, request.url.path)

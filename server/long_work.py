@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -102,6 +103,13 @@ async def _run_to_its_end(threads: ThreadPoolExecutor, function: Callable[[], Re
     except asyncio.CancelledError:
         await asyncio.wait([running])
         raise
+
+
+def keep_interpreter_moving() -> None:
+    """Set up the interpreter, once all is loaded, so that no thread keeps the others from it for long."""
+    sys.setswitchinterval(SWITCH_S)
+    gc.freeze()  # a full collection would look at all that the libraries made, for 0.3 s
+    gc.set_threshold(10_000, 20)  # else they are a twelfth of the time under load, and seconds of a body of many lists
 
 
 def give_memory_back() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import socket
@@ -51,7 +50,7 @@ from manylora.server.listen import (
     url_of,
 )
 from manylora.server.logs import configure_logs
-from manylora.server.long_work import SWITCH_S
+from manylora.server.long_work import keep_interpreter_moving
 from manylora.server.pins import sync_pins
 from manylora.server.sandbox.chat_renderer import ChatRenderer
 from manylora.server.services import Services, base_names
@@ -120,9 +119,7 @@ async def _serve_until(config: Config, announce: Announce, worker: Worker | None
                 stack, metrics_app(partial(metrics_response, services)), config.server.host, config.server.metrics_port
             )
         shutdown.server = server
-        sys.setswitchinterval(SWITCH_S)
-        gc.freeze()  # a full collection would look at all that the libraries made, for 0.3 s
-        gc.set_threshold(10_000, 20)  # else collections are a twelfth of the time under load
+        keep_interpreter_moving()
         sign_in = await sign_in_fragment(services.registry, key.secret) if config.server.auth == "on" else ""
         _announce(announce, config, key, listener, sign_in)
         await server.serve([listener])

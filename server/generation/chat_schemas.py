@@ -12,6 +12,7 @@ from manylora.server.generation import unsupported_params
 from manylora.server.generation.schemas import GenerationBody, GenerationView
 from manylora.server.generation.vllm_fields import PromptView, TokenIdsView
 from manylora.server.http.bodies import Body, StoredBody, View
+from manylora.server.http.wrong_value import shown
 from manylora.server.tools.schemas import MAX_TOOLS, TOOL_CHOICE_SCHEMA, Call, Tool, ToolChoice, parse_tool_choice
 
 MAX_MESSAGES = 4096
@@ -100,9 +101,10 @@ def _content(value: object) -> str:
     if isinstance(value, list) and value:
         texts = []
         for part in value:
-            kind = str(part.get("type") if isinstance(part, dict) else None)
-            if kind not in _TEXTS:
-                message = f"Manylora takes message parts of type text only, got {kind[:40]}."
+            kind = part.get("type") if isinstance(part, dict) else None
+            if not isinstance(kind, str) or kind not in _TEXTS:
+                told = kind[:40] if isinstance(kind, str) else shown(part)
+                message = f"Manylora takes message parts of type text only, got {told}."
                 raise UnsupportedParameterError(message, param="messages")
             if type(part.get(_TEXTS[kind])) is not str:
                 raise InvalidRequestError("A text part holds type and text, a string.", param="messages")

@@ -19,6 +19,7 @@ from manylora.errors import InvalidRequestError, ManyloraError, RequestError, Un
 from manylora.server.generation.choices import Choice, ChoiceStep
 from manylora.server.generation.meter import Meter
 from manylora.server.generation.openai_format import JsonObject, Part
+from manylora.server.http.wrong_value import shown
 from manylora.server.tools.reading import CallPiece
 
 TEXT_ONLY = "The model reads and writes text only, and Manylora runs no tools."
@@ -58,7 +59,7 @@ def kind_of(value: object, known: Collection[str], param: str, default: str = ""
     Raises:
         UnsupportedParameterError: Another one. It is told by its name.
     """
-    kind = str(value.get("type") or default) if isinstance(value, dict) else type(value).__name__
+    kind = str(value.get("type") or default) if isinstance(value, dict) else shown(value)
     if kind not in known:
         message = f"{param} takes the type {' or '.join(known)}, got {kind[:40]}."
         raise UnsupportedParameterError(f"{message} {TEXT_ONLY}", param=param)
@@ -93,7 +94,8 @@ def text_of(value: object, kinds: Mapping[str, str], param: str, between: str = 
         return value
     if not isinstance(value, list):
         raise InvalidRequestError(f"{param} must be a string or a list of parts.", param=param)
-    texts = [part.get(kinds[kind_of(part, kinds, param)]) for part in value]
+    kinds_given = [kind_of(part, kinds, param) for part in value]
+    texts = [part.get(kinds[kind]) for part, kind in zip(value, kinds_given, strict=True)]
     if not all(isinstance(text, str) for text in texts):
         raise InvalidRequestError(f"Each part of {param} must have its text.", param=param)
     return between.join(texts)

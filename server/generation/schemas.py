@@ -12,6 +12,7 @@ from manylora.server.generation import unsupported_params
 from manylora.server.generation.structured_output import GrammarFields
 from manylora.server.generation.vllm_fields import PromptView, TokenIdsView, VllmFields
 from manylora.server.http.bodies import INT64, Body, Token, View
+from manylora.server.http.wrong_value import shown
 
 
 class UsageDetails(View):
@@ -108,7 +109,9 @@ def _stops(value: object) -> list[str]:
 def _stopping(value: object) -> object:
     if value is True or value is False or value == "never":
         return value
-    raise InvalidRequestError(f'early_stopping must be true, false or "never", got {value!r}.', param="early_stopping")
+    raise InvalidRequestError(
+        f'early_stopping must be true, false or "never", got {shown(value)}.', param="early_stopping"
+    )
 
 
 def _biases(value: object) -> dict[int, float]:
@@ -231,7 +234,7 @@ class GenerationBody(SamplingFields, VllmFields, GrammarFields):
             # Greedy decoding and "all tokens", as vLLM's clients write them.
             if value != default and (name, value) not in (("temperature", 0), ("top_k", -1)):
                 goes = "cannot be used" if self.use_beam_search else "can only be used"
-                message = f"{name} {goes} with use_beam_search: true; expected {default}, got {value}."
+                message = f"{name} {goes} with use_beam_search: true; expected {shown(default)}, got {shown(value)}."
                 raise InvalidRequestError(message, param=name)
 
     @property

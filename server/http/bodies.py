@@ -158,7 +158,7 @@ def _describe_what_is_let_pass(schema: dict[str, Any], model: type[Any]) -> None
 
 def _fail_fast(schema: Any) -> None:  # noqa: ANN401 - a core schema, whose parts are of many types
     if isinstance(schema, dict):
-        if schema.get("type") in ("list", "set", "frozenset", "tuple"):
+        if schema.get("type") in ("list", "set", "frozenset", "tuple", "dict"):
             schema["fail_fast"] = True
         for part in schema.values():
             _fail_fast(part)
@@ -187,7 +187,7 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Lists are refused at their first wrong item: of a million wrong ones, only the first is told."""
+        """Lists and objects are refused at their first wrong item: of a million wrong ones, only the first is told."""
         schema = handler(source)
         _fail_fast(schema)
         return schema

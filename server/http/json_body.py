@@ -12,6 +12,7 @@ from manylora import strict_json
 from manylora.errors import InvalidRequestError, UnsupportedParameterError
 from manylora.server.http.bodies import Body
 from manylora.server.http.body import Pace, held_body, read_chunks
+from manylora.server.http.wrong_value import wrong_value
 from manylora.server.services import services_of
 
 _ESCAPED_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
@@ -89,10 +90,8 @@ def _explain(error: ValidationError) -> InvalidRequestError | UnsupportedParamet
         return UnsupportedParameterError(f"{param} is not a parameter of this route.", param=param)
     if first["type"] == "missing":
         return InvalidRequestError(f"{param} is required.", param=param, code="missing_required_parameter")
-    # pydantic's own words for it name our class
-    message = "Input should be an object" if first["type"] == "model_type" else first["msg"]
     code = "invalid_json" if first["type"] == "invalid_json" else "invalid_value"
-    return InvalidRequestError(f"{param}: {message}.", param=param or None, code=code)
+    return InvalidRequestError(f"{param or 'The body'}: {wrong_value(first)}.", param=param or None, code=code)
 
 
 def _invalid(message: str) -> InvalidRequestError:

@@ -142,6 +142,30 @@ async def test_every_route_that_generates_or_tokenizes_counts_and_no_other(api: 
     assert (await used(client))["requests_per_minute"] == 8
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a b " * 100}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a b " * 100}]}),
+        ("/detokenize", {"tokens": [5] * 200}),
+        ("/v1/messages/count_tokens", {"model": BASE, "messages": [{"role": "user", "content": "a b " * 100}]}),
+    ],
+)
+async def test_tokens_that_are_not_billed_count_in_the_minute_and_not_in_the_month(
+    api: Api, clocks: Clocks, path: str, body: dict[str, Any]
+) -> None:
+    client = await limited(api, tokens_per_minute=150, tokens_per_month=100)
+    assert (await client.post(path, json=body)).status_code == 200
+    counted = await used(client)
+    assert counted["tokens_per_minute"] >= 200
+    assert counted["tokens_per_month"] == 0
+    refused = await client.post(path, json=body)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "61")
+    assert refusal(await complete(client)) == RATE
+    clocks.seconds += 61
+    assert (await client.post(path, json=body)).status_code == 200
+
+
 async def test_tokens_are_reserved_first_and_become_what_was_used(api: Api, clocks: Clocks) -> None:
     client = await limited(api, tokens_per_minute=100)
     answer = await complete(client, prompt=[PROMPT, PROMPT], n=2, max_tokens=3)

@@ -13,6 +13,8 @@ _Clause = tuple[Place, frozenset[Place]]
 """A place that has a value where all these have one."""
 _TYPE: Place = ("",)
 """Ends the place of a clause about a schema's type; no part of a schema has such a place."""
+_ONE_MORE: Place = ("minProperties",)
+"""Ends the place of clauses about a member beyond the required ones."""
 _WHOLE = frozenset({"object", "array"})
 
 
@@ -65,15 +67,21 @@ def _clauses(schema: Any, place: Place) -> Iterator[_Clause]:  # noqa: ANN401 - 
             for index in range(len(schema.get(name, ()))):
                 needs.add((*place, name))
                 yield (*place, name), frozenset({(*place, name, str(index))})
-        types = _types(schema)
-        if types <= _WHOLE:
+        if (types := _types(schema)) <= _WHOLE:
             needs.add(place + _TYPE)
-            for kind in types:
-                members = _required(schema) if kind == "object" else _first_items(schema)
-                yield place + _TYPE, frozenset((*place, *member) for member in members)
+            yield from _of_types(schema, place, types)
     yield place, frozenset(needs)
     for part, each in parts_of(schema):
         yield from _clauses(each, (*place, *part))
+
+
+def _of_types(schema: Mapping[str, Any], place: Place, types: set[str]) -> Iterator[_Clause]:
+    """When a schema has finite values of these types."""
+    for kind in types:
+        members = _required(schema) if kind == "object" else _first_items(schema)
+        yield place + _TYPE, frozenset((*place, *member) for member in members)
+    if "object" in types:
+        yield from (((*place, *_ONE_MORE), frozenset((*place, *each) for each in part)) for part in _more(schema))
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
@@ -81,8 +89,18 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
     return {given} if isinstance(given, str) else set(given)
 
 
+def _more(schema: Mapping[str, Any]) -> Iterator[tuple[Place, ...]]:
+    """What a member beyond the required ones may be: the place of its schema, or nothing where it may be anything."""
+    named = schema.get("properties", {})
+    yield from ((("properties", name),) for name in named if name not in schema.get("required", ()))
+    yield from ((("patternProperties", name),) for name in schema.get("patternProperties", {}))
+    yield (("additionalProperties",),) if "additionalProperties" in schema else ()
+
+
 def _required(schema: Mapping[str, Any]) -> Iterator[Place]:
     """Places of the members that every object has."""
+    if schema.get("minProperties", 0) > len(set(schema.get("required", ()))):
+        yield _ONE_MORE
     for name in schema.get("required", ()):
         if name in schema.get("properties", {}):
             yield "properties", name
@@ -123,7 +141,9 @@ def _cause(clauses: Iterable[_Clause], finite: set[Place], param: str) -> Invali
     for place, needs in clauses:
         needs_of.setdefault(place, needs)
     path: list[Place] = [()]
-    while path[-1] in needs_of and path[-1] not in path[:-1]:
+    seen: set[Place] = set()
+    while path[-1] in needs_of and path[-1] not in seen:
+        seen.add(path[-1])
         path.append(min(needs_of[path[-1]] - finite))
     if path[-1] not in needs_of:
         return refusal("No answer fits a schema that is false.", _written(path[-1], param))

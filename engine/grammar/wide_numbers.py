@@ -1,19 +1,24 @@
-"""Grammar of JSON schemas with numbers beyond what a float tells apart, which llguidance would round.
+"""Grammar of JSON schemas with values that llguidance would change.
 
-What holds such a number is written as rules of Lark, down to the number, and everything beside it stays a schema. The
-text is the one that llguidance would allow: properties in their order, separators as `json.dumps` has them.
+It rounds numbers beyond what a float tells apart, and drops control characters from `const` and `enum`. What holds such
+a value is written as rules of Lark, down to the value, and everything beside it stays a schema. The text is the one
+that llguidance would allow: properties in their order, separators as `json.dumps` has them.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from manylora.engine.grammar.schema_reader import TYPES, Place, parts_of, place_of, refusal
+from manylora.errors import InvalidRequestError
 
+MAX_GRAMMAR_BYTES = 256 * 1024
+"""A larger grammar is refused; it is not written to its end, for a schema could say much in few words."""
 LARGEST_EXACT = 2**53 - 1
 """Up to here, a float and its neighbours are told apart."""
 _SAFE = 10**15
@@ -32,6 +37,8 @@ _NUMBERS = (*_LOWER, *_UPPER, "const", "enum")
 _ALONE = frozenset({"$ref", "anyOf", "oneOf", "allOf"})
 _SHARED = ("$defs", "definitions")
 _UNTOLD = frozenset({*_SHARED, "$schema", "$id"})
+_DROPPED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Characters for which there is no escape but `\\u`."""
 _NAME = r'"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"'
 
 
@@ -49,13 +56,22 @@ class WideNumbers:
         self._root = root
         self._param = param
         self._rules = rules
-        self._plain = plain
+        self._write_plain = plain
+        self._num_written = 0
+        """Characters of expressions that hold no other."""
         self._of_places: dict[Place, str] = {}
         """Rules of what `$ref` names."""
+        self._unwritten: list[Place] = []
+        """Places whose rules have names, and no text yet."""
 
     def expression(self) -> str | None:
         """An expression for the whole schema; None where llguidance needs no help."""
-        return self._value(self._root, ()) if () in self._wide_places else None
+        if () not in self._wide_places:
+            return None
+        found = self._value(self._root, ())
+        for target in self._unwritten:  # which grows meanwhile
+            self._rules[self._of_places[target]] = self._value(self._schemas[target], target)
+        return found
 
     @cached_property
     def _schemas(self) -> dict[Place, Any]:
@@ -92,8 +108,23 @@ class WideNumbers:
         return found
 
     def _refuse(self, what: str, place: Place) -> Exception:
-        message = f"{what}, as it holds a number beyond 2**53. Write it in another way, or use smaller numbers."
+        message = f"{what}, as it holds a number beyond 2**53 or a control character. Write it in another way."
         return refusal(message, ".".join((self._param, *place)))
+
+    def _plain(self, schema: Any) -> str:  # noqa: ANN401 - JSON
+        return self._counted(self._write_plain(schema))
+
+    def _counted(self, text: str) -> str:
+        """An expression that holds no other.
+
+        Raises:
+            InvalidRequestError: All of them together are too long.
+        """
+        self._num_written += len(text)
+        if self._num_written > MAX_GRAMMAR_BYTES:
+            message = f"{self._param} makes a grammar of more than {MAX_GRAMMAR_BYTES} bytes. Use fewer parts and $ref."
+            raise InvalidRequestError(message, param=self._param, code="grammar_too_large")
+        return text
 
     def _value(self, schema: Any, place: Place) -> str:  # noqa: ANN401 - JSON
         """An expression for a value that fits a schema."""
@@ -101,7 +132,7 @@ class WideNumbers:
             return self._leaf(schema, place)
         keywords = schema.keys() - _UNTOLD
         if "allOf" in keywords and (len(keywords) > 1 or len(schema["allOf"]) > 1):
-            return self._joined_objects(schema, place)
+            return self._joined_objects(place)
         if keywords & _ALONE:
             if len(keywords) > 1:
                 names = ", ".join(sorted(keywords))
@@ -125,8 +156,8 @@ class WideNumbers:
 
     def _named(self, target: Place) -> str:
         if target not in self._of_places:
-            self._of_places[target] = name = self._new_name()
-            self._rules[name] = self._value(self._schemas[target], target)
+            self._of_places[target] = self._new_name()
+            self._unwritten.append(target)
         return self._of_places[target]
 
     def _new_name(self) -> str:
@@ -178,7 +209,7 @@ class WideNumbers:
         fitting = [value for value in values if _kind(value) & set(kinds)]
         if not fitting:
             raise refusal("No value in it is of its type.", ".".join((self._param, *place)))
-        return _any_of([_quoted(_written(value)) for value in fitting])
+        return self._counted(_any_of([_quoted(_written(value)) for value in fitting]))
 
     def _of_type(self, kind: str, schema: Mapping[str, Any], place: Place) -> str:
         own = {name: value for name, value in schema.items() if name in _OF_TYPE.get(kind, ())}
@@ -208,7 +239,7 @@ class WideNumbers:
             below = "" if low is not None and low >= -_SAFE else _whole_numbers(low, _least(high, -_SAFE))
             above = "" if high is not None and high <= _SAFE else _whole_numbers(_most(low, _SAFE), high)
             patterns = [below, above]
-        options = [f"/{pattern}/" for pattern in patterns if pattern]
+        options = [self._counted(f"/{pattern}/") for pattern in patterns if pattern]
         if kind == "number" and (low is None or low <= _SAFE) and (high is None or high >= -_SAFE):
             near = {name: value for name, value in own.items() if abs(value) <= _SAFE}
             near.setdefault("minimum", -_SAFE)
@@ -225,12 +256,12 @@ class WideNumbers:
         further = own.get("additionalProperties", True), (*place, "additionalProperties")
         return self._members(members, own.get("required", ()), further)
 
-    def _joined_objects(self, schema: Mapping[str, Any], place: Place) -> str:
+    def _joined_objects(self, place: Place) -> str:
         """An object that several schemas describe, each by properties of its own."""
         members: dict[str, tuple[Any, Place]] = {}
         required: list[str] = []
         kinds = set()
-        for each, part in self._joined(schema, place):
+        for each, part in self._joined(place):
             own = {name: (value, (*part, "properties", name)) for name, value in each.get("properties", {}).items()}
             keywords = each.keys() - _UNTOLD - {"allOf", "type", "properties", "required"}
             keywords -= {"additionalProperties"} if each.get("additionalProperties") is True else set()
@@ -247,17 +278,23 @@ class WideNumbers:
             place,
         )
 
-    def _joined(self, schema: Any, place: Place) -> Iterator[tuple[Mapping[str, Any], Place]]:  # noqa: ANN401 - JSON
-        """A schema and those that it joins with, by `allOf` and by what its `$ref` names."""
-        if not isinstance(schema, dict):
-            yield {"type": "boolean"}, place
-        elif "$ref" in schema and not schema.keys() - _UNTOLD - {"$ref"}:
-            target = place_of(schema["$ref"])
-            yield from self._joined(self._schemas[target], target)
-        else:
-            yield schema, place
-            for index, each in enumerate(schema.get("allOf", ())):
-                yield from self._joined(each, (*place, "allOf", str(index)))
+    def _joined(self, place: Place) -> Iterator[tuple[Mapping[str, Any], Place]]:
+        """A schema and those that it joins with, each once, by `allOf` and by what its `$ref` names."""
+        seen: set[Place] = set()
+        pending = [place]
+        while pending:
+            place = pending.pop()
+            if place in seen:
+                continue
+            seen.add(place)
+            schema = self._schemas[place]
+            if not isinstance(schema, dict):
+                yield {"type": "boolean"}, place
+            elif "$ref" in schema and not schema.keys() - _UNTOLD - {"$ref"}:
+                pending.append(place_of(schema["$ref"]))
+            else:
+                yield schema, place
+                pending += ((*place, "allOf", str(index)) for index in reversed(range(len(schema.get("allOf", ())))))
 
     def _members(
         self, members: Mapping[str, tuple[Any, Place]], required: Sequence[str], further: tuple[Any, Place]
@@ -330,7 +367,9 @@ def _is_object(schema: object) -> bool:
 
 
 def _is_wide(value: object) -> bool:
-    """True if a value is or holds a number that a float may not tell from its neighbours."""
+    """True if a value is or holds a number that a float may not tell from its neighbours, or a control character."""
+    if isinstance(value, str):
+        return _DROPPED.search(value) is not None
     if isinstance(value, dict | list):
         return any(map(_is_wide, value.values() if isinstance(value, dict) else value))
     return type(value) in (int, float) and abs(value) > LARGEST_EXACT  # type: ignore[arg-type]
@@ -360,7 +399,7 @@ def _whole(value: object) -> object:
 
 def _quoted(text: str) -> str:
     """A string of a Lark grammar."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def _any_of(options: Sequence[str]) -> str:

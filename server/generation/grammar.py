@@ -9,11 +9,11 @@ from typing import Any
 from manylora.engine.grammar.json_schema import json_grammar
 from manylora.engine.grammar.problems import TOO_COMPLEX, grammar_problem, schema_problem
 from manylora.engine.grammar.schema_reader import parts_of
+from manylora.engine.grammar.wide_numbers import MAX_GRAMMAR_BYTES
 from manylora.engine.request import Grammar
 from manylora.errors import InvalidRequestError
 from manylora.server.sandbox.grammar_check import GrammarChecker, grammar_checker
 
-MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SEARCHED = 64
 """Parts of a schema that are tried for the place of what is wrong."""
 Part = tuple[object, str]

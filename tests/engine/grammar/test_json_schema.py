@@ -36,6 +36,7 @@ TREE: Schema = {
     },
     "$ref": "#/$defs/node",
 }
+ENDLESS = "leads back to itself"
 NEEDS_A: Schema = {"type": "object", "required": ["a"]}
 
 
@@ -90,13 +91,61 @@ def takes(grammar: str, text: str) -> bool:
             [{"id": 1, "below": [{"id": 2**63, "below": []}]}],
         ),
         ({"allOf": [{"$ref": "#/$defs/id"}], "$defs": {"id": INT64}}, [2**63 - 1], [2**63]),
+        ({"const": "a\0b"}, ["a\0b"], ["ab", "a b"]),
+        ({"enum": ["\x1f\x7f", {"k\x01": ["\x0b"]}, 1]}, ["\x1f\x7f", {"k\x01": ["\x0b"]}, 1], ["", {"k\x01": [""]}]),
         (DERIVED, [{"b": 1, "id": -(2**63)}, {"b": 1, "id": 0, "x": 1}], [{"b": 1, "id": 2**63}, {"b": 1}, {"id": 1}]),
     ],
 )
-def test_numbers_beyond_floats_are_held_to_exactly(schema: Schema, good: list[object], bad: list[object]) -> None:
+def test_values_that_a_library_would_change_are_held_to_exactly(
+    schema: Schema, good: list[object], bad: list[object]
+) -> None:
     for grammar in (json_grammar(schema), with_schemas_read(f"start: %json {json.dumps(schema)}")):
-        assert [value for value in good if not takes(grammar, json.dumps(value))] == []
-        assert [value for value in bad if takes(grammar, json.dumps(value))] == []
+        assert [value for value in good if not takes(grammar, json.dumps(value, ensure_ascii=False))] == []
+        assert [value for value in bad if takes(grammar, json.dumps(value, ensure_ascii=False))] == []
+
+
+def chain(link: Schema, end: object, length: int) -> Schema:
+    """Definitions of which each is `link`, which leads to the next one by `$ref` to `#/$defs/next`."""
+    text = json.dumps(link)
+    links = {f"d{index}": json.loads(text.replace("next", f"d{index + 1}")) for index in range(length)}
+    return {**links, f"d{length}": end}
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        {"$ref": "#/$defs/next"},
+        {"anyOf": [{"$ref": "#/$defs/next"}]},
+        {"allOf": [{"$ref": "#/$defs/next"}]},
+        {"type": "array", "items": {"$ref": "#/$defs/next"}, "maxItems": 1},
+    ],
+)
+def test_a_long_way_to_a_wide_number_is_followed(link: Schema) -> None:
+    assert str(ODD) in json_grammar({"$defs": chain(link, {"const": ODD}, 1500), "$ref": "#/$defs/d0"})
+
+
+def test_a_schema_that_joins_the_same_again_and_again_is_read_once() -> None:
+    again = {"allOf": [{"$ref": "#/$defs/next"}, {"$ref": "#/$defs/next"}]}
+    shared = {"$defs": chain(again, {"type": "object"}, 60)}
+    grammar = json_grammar({**shared, "allOf": [{"$ref": "#/$defs/d0"}, {"properties": {"a": {"const": ODD}}}]})
+    assert takes(grammar, json.dumps({"a": ODD, "b": 1}))
+
+
+def test_a_long_way_back_is_followed_once() -> None:
+    link = {"type": "object", "properties": {"x": {"$ref": "#/$defs/next"}}, "required": ["x"]}
+    schema = {"$defs": chain(link, {"$ref": "#/$defs/d0"}, 9000), "$ref": "#/$defs/d0"}
+    with pytest.raises(InvalidRequestError, match=ENDLESS) as refused:
+        json_grammar(schema)  # for half a minute, if each place is looked for among all before it
+    assert refused.value.param == "schema.$defs.d9000"
+
+
+def test_a_grammar_that_is_much_longer_than_its_schema_is_not_written() -> None:
+    link = {"type": "object", "properties": {"x": {"$ref": "#/$defs/next"}}}
+    leaves = {f"p{index}": {"$ref": "#/$defs/d0"} for index in range(600)}
+    schema = {"$defs": chain(link, {}, 600), "type": "object", "properties": {"w": {"const": ODD}, **leaves}}
+    with pytest.raises(InvalidRequestError, match="schema makes a grammar of more than 262144 bytes") as refused:
+        json_grammar(schema)
+    assert refused.value.code == "grammar_too_large"
 
 
 def test_every_range_of_whole_numbers_is_exact() -> None:
@@ -137,7 +186,7 @@ def test_a_further_property_cannot_repeat_the_name_of_another() -> None:
     assert not takes(grammar, '{"a": 1, "\\u0061": "x"}')
 
 
-ENDLESS = "leads back to itself"
+ONE_MORE: Schema = {"type": "object", "minProperties": 1, "additionalProperties": {"$ref": "#"}}
 
 
 @pytest.mark.parametrize(
@@ -150,6 +199,12 @@ ENDLESS = "leads back to itself"
         ({"anyOf": [{"$ref": "#"}, {"$ref": "#/anyOf/0"}]}, "schema.anyOf.0", ENDLESS),
         ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "schema.items", ENDLESS),
         ({"allOf": [{"$ref": "#"}], "type": "object"}, "schema.allOf.0", ENDLESS),
+        (ONE_MORE, "schema.additionalProperties", ENDLESS),
+        (
+            {**ONE_MORE, "additionalProperties": False, "properties": {"a": {"$ref": "#"}}},
+            "schema.properties.a",
+            ENDLESS,
+        ),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, None, ENDLESS),
         ({"type": "array", "prefixItems": [{}, {"$ref": "#"}], "minItems": 2}, "schema.prefixItems.1", ENDLESS),
         ({**NEEDS_A, "properties": {"a": False}}, "schema.properties.a", "false"),
@@ -188,6 +243,7 @@ def test_what_cannot_be_held_to_is_refused_at_its_place(schema: Schema, place: s
         ({"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"$ref": "#/$defs/x"}}}, {"b": 1}, {"a": 1}),
         ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, None, 1),
         ({"type": "array", "items": {"$ref": "#"}}, [[], [[]]], [1]),
+        ({"type": "object", "additionalProperties": {"anyOf": [ONE_MORE, {"$ref": "#"}]}}, {}, {"a": 1}),
         ({"anyOf": [{**NEEDS_A, "properties": {"a": {"$ref": "#"}}}, {"type": "null"}]}, {"a": {"a": None}}, {"a": 1}),
         ({"type": "array", "items": {"type": "array", "items": {"$ref": "#/items"}, "minItems": 1}}, [], [[1]]),
     ],

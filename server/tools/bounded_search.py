@@ -1,4 +1,4 @@
-"""Regular expressions of a `response_template`, bounded in time: like a chat template, it is code of a downloaded folder.
+"""Regular expressions of a `response_template`, bounded in time: they are code of a downloaded folder.
 
 They run in the event loop, at each piece of an answer, and no check of an expression tells how long it will take. So
 all searches for one answer share a budget of computing time, which a sound template never comes near.

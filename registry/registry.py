@@ -94,8 +94,8 @@ class Registry:
             monotonic: Seconds that never jump, for the ages of answers and of usage in the journal.
 
         Raises:
-            ConfigError: The URL is not understood, the folder cannot be written, another process has it, a newer Manylora
-                wrote the database, or the pepper of its keys is missing.
+            ConfigError: The URL is not understood, the folder cannot be written, another process has it, a newer
+                Manylora wrote the database, or the pepper of its keys is missing.
         """
         await asyncio.to_thread(prepare_folder, data_dir)
         database = await Database.open(database_url, data_dir)

@@ -168,7 +168,7 @@ async def test_keys_without_their_pepper_are_told_at_the_start(
     await (await Registry.open(url, elsewhere)).close()  # a database without keys
     (elsewhere / "pepper").unlink()
     key, _ = await registry.keys.create_key("acme")
-    with pytest.raises(ConfigError, match="pepper is missing.* Restore it from a backup, or set MANYLORA_PEPPER"):
+    with pytest.raises(ConfigError, match=r"pepper is missing.* Restore it from a backup, or set MANYLORA_PEPPER"):
         await Registry.open(url, elsewhere)
     assert not (elsewhere / "pepper").exists()
     await registry.keys.revoke_key(key.id)
@@ -179,7 +179,7 @@ async def test_keys_without_their_pepper_are_told_at_the_start(
 @pytest.mark.parametrize("content", [b"", b"ab" * 15, b"xyz" * 20, b"\xff" * 40])
 def test_a_damaged_pepper_is_told(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "pepper").write_bytes(content)
-    with pytest.raises(ConfigError, match="pepper is damaged: .* Restore it"):
+    with pytest.raises(ConfigError, match=r"pepper is damaged: .* Restore it"):
         read_pepper(tmp_path, None, has_keys=False)
 
 

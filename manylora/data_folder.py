@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryFile
 
 from manylora.errors import ConfigError
+
+MIN_PEPPER_BYTES = 16
 
 
 def prepare_folder(folder: Path) -> None:
@@ -26,11 +29,37 @@ def prepare_folder(folder: Path) -> None:
         raise ConfigError(message, param="server.data_dir") from error
 
 
-def read_pepper(data_dir: Path, pepper: str | None) -> bytes:
-    """The pepper that was given, or the one in `data_dir`, made when missing."""
+def read_pepper(data_dir: Path, pepper: str | None, *, has_keys: bool) -> bytes:
+    """The pepper that was given, or the one in `data_dir`, made when missing.
+
+    Args:
+        data_dir: The data folder.
+        pepper: The value of MANYLORA_PEPPER.
+        has_keys: Whether there are keys already: none of them would work with a new pepper.
+
+    Raises:
+        ConfigError: There are keys and no pepper, or the file cannot be read or made or holds none.
+    """
     if pepper is not None:
         return pepper.encode()
-    return bytes.fromhex(kept_secret(data_dir / "pepper", secrets.token_hex(32)))
+    path = data_dir / "pepper"
+    if has_keys and not path.exists():
+        raise ConfigError(
+            f"{path} is missing, and no key in the database works without it. Restore it from a backup, or set "
+            "MANYLORA_PEPPER if keys were made with that. To make all keys invalid on purpose: "
+            f"(umask 077; openssl rand -hex 32 > {shlex.quote(str(path))}).",
+            param="server.data_dir",
+        )
+    try:
+        found = bytes.fromhex(kept_secret(path, secrets.token_hex(32)))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read or made: {error.strerror}.", param="server.data_dir") from error
+    except ValueError:
+        found = b""
+    if len(found) < MIN_PEPPER_BYTES:
+        message = f"{path} is damaged: it must be at least {2 * MIN_PEPPER_BYTES} hex digits. Restore it from a backup."
+        raise ConfigError(message, param="server.data_dir")
+    return found
 
 
 def kept_secret(path: Path, fresh: str) -> str:

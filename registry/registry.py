@@ -19,7 +19,7 @@ from manylora.registry.batches import Batches, Files
 from manylora.registry.cache import Changes, ReadThroughCache
 from manylora.registry.db.clock import Clock, utc_now
 from manylora.registry.db.database import Database
-from manylora.registry.db.models import AuditRow
+from manylora.registry.db.models import AuditRow, KeyRow
 from manylora.registry.grants import Grants
 from manylora.registry.keys import KeyRing, Keys
 from manylora.registry.limits import Limits
@@ -94,14 +94,15 @@ class Registry:
             monotonic: Seconds that never jump, for the ages of answers and of usage in the journal.
 
         Raises:
-            ConfigError: The URL is not understood, the folder cannot be written, another process has it, or a newer
-                Manylora wrote the database.
+            ConfigError: The URL is not understood, the folder cannot be written, another process has it, a newer
+                Manylora wrote the database, or the pepper of its keys is missing.
         """
         await asyncio.to_thread(prepare_folder, data_dir)
-        secret = await asyncio.to_thread(read_pepper, data_dir, pepper)
         database = await Database.open(database_url, data_dir)
 
         try:
+            has_keys = bool(await database.rows(select(KeyRow.id).where(KeyRow.revoked_at.is_(None)).limit(1)))
+            secret = await asyncio.to_thread(read_pepper, data_dir, pepper, has_keys=has_keys)
             ledger = UsageLedger(database, await Journal.open(data_dir / "usage"), clock=clock, monotonic=monotonic)
             await ledger.start(grace_s)
         except BaseException:

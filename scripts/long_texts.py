@@ -38,7 +38,7 @@ from manylora.errors import ManyloraError
 
 MEGABYTE = 1_000_000
 MOST_LATER_MS, HEALTH_MS, LEFT_MIB = 100.0, 50.0, 100.0
-"""What is promised."""
+"""Promised bounds."""
 MEMORY_S = 60.0
 LEAST_S = 1.0
 START_S = 2.0
@@ -101,7 +101,7 @@ async def _beside(
     seconds: float,
     load: Callable[[], contextlib.AbstractAsyncContextManager[list[tuple[int, float]]]],
 ) -> dict[str, Any]:
-    """What the quiet tenant and /health see for some seconds beside a load."""
+    """Times that the quiet tenant and /health see for some seconds beside a load."""
     async with load() as answers:
         end = time.monotonic() + seconds
         ttfts, healths = await asyncio.gather(

@@ -27,22 +27,36 @@ EQUALS = {
 """Settings of pip by name, and the variables that stand for them in uv's environment."""
 COMMA_SEPARATED = {"UV_FIND_LINKS"}
 WITHOUT_EFFECT = {
-    *(
-        "break-system-packages",
-        "cache-dir",
-        "compile",
-        "config-file",
-        "debug",
-        "default-timeout",
-        "disable-pip-version-check",
-    ),
-    *("exists-action", "log", "no-cache-dir", "no-color", "no-compile", "no-input", "no-python-version-warning"),
-    *("no-warn-conflicts", "no-warn-script-location", "prefer-binary", "progress-bar", "quiet", "require-virtualenv"),
-    *("resume-retries", "retries", "root-user-action", "timeout", "user", "verbose"),
+    "break-system-packages",
+    "cache-dir",
+    "compile",
+    "config-file",
+    "debug",
+    "default-timeout",
+    "disable-pip-version-check",
+    "exists-action",
+    "log",
+    "no-cache-dir",
+    "no-color",
+    "no-compile",
+    "no-input",
+    "no-python-version-warning",
+    "no-warn-conflicts",
+    "no-warn-script-location",
+    "prefer-binary",
+    "progress-bar",
+    "quiet",
+    "require-virtualenv",
+    "resume-retries",
+    "retries",
+    "root-user-action",
+    "timeout",
+    "user",
+    "verbose",
 }
 """Settings that do not change what an installation into .venv ends with."""
 SECTIONS = ("global", "install", ":env:")
-"""Of pip's settings; the later ones win."""
+"""Sections of pip's settings; the later ones win."""
 
 
 def read_settings(lines: Iterable[str]) -> dict[str, str]:

@@ -38,7 +38,7 @@ class Hop:
 
 
 def is_probe(request: Request) -> bool:
-    """Whether a gateway asks, without the body, if the caller's limits let a request like this one in."""
+    """True if a gateway asks, without the body, whether the caller's limits let such a request in."""
     return getattr(request.state, "is_probe", False) is True
 
 

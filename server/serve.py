@@ -58,7 +58,7 @@ from manylora.server.status.metrics import Metrics
 from manylora.server.status.routes import metrics_response
 from manylora.server.status.vllm_names import VllmNames
 from manylora.server.threads import cancel_all
-from manylora.server.tools.formats import check_format_name
+from manylora.server.tools.formats import check_format_name, format_of
 from manylora.server.usage.price_file import read_prices
 
 log = structlog.get_logger("manylora.server")
@@ -168,6 +168,7 @@ async def open_services(
     engine = EngineClient(config, announce=announce, worker=worker)
     stack.push_async_callback(engine.close)
     ready, (tokenizer, tokenizer_settings) = await _start(engine, config.model.path)
+    format_of(tokenizer, config.model.tool_format)
     chats = ChatRenderer(tokenizer)
     stack.push_async_callback(chats.close)
     if (fault := await chats.try_template()) is not None:

@@ -1,4 +1,4 @@
-"""What a config says of ranks and scalings, and the `LoraSpec` that it makes with the modules of a file.
+"""Ranks and scalings of a config, and the `LoraSpec` that they make with the modules of a file.
 
 Ranks in the file decide: what the config says of modules that the file does not hold has no effect.
 """
@@ -29,7 +29,7 @@ class LoraFields:
     alpha_keys: ModulePatterns = field(default_factory=lambda: ModulePatterns({}), compare=False)
     """The keys of `alpha_pattern`."""
     scale: float | None = None
-    """What `B @ A` is multiplied with whatever the rank is, as MLX has it; None where alpha says it."""
+    """Factor of `B @ A` that does not depend on the rank, as in MLX; None where alpha gives it."""
 
     def rank_of(self, path: str) -> tuple[int | None, str]:
         """Rank of a module by its path, and the field that gives it."""
@@ -44,7 +44,7 @@ class LoraFields:
         return self.alpha if key is None else self.alpha_pattern[key]
 
     def spec(self, ranks: Mapping[str, int]) -> LoraSpec:
-        """What is kept of the config: patterns as they are written, or by whole paths where they need a regex.
+        """The spec that is stored: patterns as they are written, or by whole paths where they need a regex.
 
         Args:
             ranks: Rank by path of all modules that the file holds; counts where the config gives none.

@@ -59,7 +59,7 @@ class UnsupportedKeyError(ValueError):
 
 Matcher = Callable[[str], bool]
 Token = tuple[Any, Any]
-"""What Python's parser makes of a part of an expression: its kind, and what belongs to it."""
+"""A part of an expression as Python's parser gives it: its kind, and its operands."""
 
 
 class ModulePatterns:
@@ -76,7 +76,7 @@ class ModulePatterns:
 
     @property
     def are_literal(self) -> bool:
-        """Whether each key is a path or the end of one, letter by letter."""
+        """True if each key is a path or the end of one, letter by letter."""
         return not self._regexes and not any(key.startswith("^") for key in self._places)
 
     def first(self, path: str) -> str | None:

@@ -40,7 +40,7 @@ MAX_DEPTH = 16
 MAX_STRING_LENGTH = 4096
 MAX_PATTERN_KEYS = 1024
 MAX_REGEXES = 64
-"""Of the keys of a pattern."""
+"""Keys of a pattern that are regular expressions."""
 MAX_SCALING = 64.0
 MIN_SCALING = 1e-8
 DEFAULT_ALPHA = 8

@@ -199,7 +199,7 @@ def _open_plain(file: Path | int) -> BufferedReader:
 def _check_tensors(
     make_spec: MakeSpec, tensors: Sequence[TensorEntry], base: BaseShape | None, findings: Findings
 ) -> Checkpoint | None:
-    """What the tensors are; None where something is wrong with them, or there is no spec to measure them by."""
+    """The modules that the tensors make up; None if a tensor is wrong, or there is no spec to measure them by."""
     seen = findings.seen
     placed = _place(tensors, base, findings)
     pairs = _pair(placed, findings)
@@ -239,7 +239,7 @@ def _check_tensors(
 
 
 def _spec_of(fields: LoraFields, pairs: Pairs, max_rank: int, findings: Findings) -> LoraSpec:
-    """What is kept of the config, with these modules; what cannot be served with them is noted."""
+    """The spec of the config with these modules; notes what cannot be served."""
     ranks = {}
     for lora_a, _ in pairs.values():
         rank = ranks[lora_a.path] = lora_a.entry.shape[lora_a.name.rank_axis]

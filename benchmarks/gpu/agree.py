@@ -1,4 +1,4 @@
-"""Whether the device computes what torch operators compute on a CPU, and gives the demo's recorded answers.
+"""Compares the device with torch operators on a CPU, and with the demo's recorded answers.
 
 Needs no package for tests, and a minute. On toy sizes Triton's kernels run in its interpreter.
 """
@@ -28,7 +28,7 @@ LAYERS = 2
 ROWS = 8
 RANKS = (8, 16, 32, 64)
 SPREAD = 2.0
-"""Of queries, keys and values: attention looks at few tokens, as that of a model does."""
+"""Scale of queries, keys and values: attention looks at few tokens, as that of a model does."""
 
 
 def cases(setup: Setup) -> Cases:

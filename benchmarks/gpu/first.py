@@ -28,7 +28,7 @@ from manylora.config import environment
 LOG = "first.log"
 TABLE = "first.md"
 HANGS = 2.5
-"""A piece that takes so many times as long as expected hangs."""
+"""A piece that takes this many times its expected duration hangs."""
 TINY_S = 20.0
 """Expected of each piece on toy sizes, on a slow CPU."""
 CLOSING_S = 5.0
@@ -109,7 +109,7 @@ class FirstLook:
         return UNFINISHED if any(map(self._missing, self.pieces)) else DONE
 
     def found(self, piece: Piece) -> dict[str, Figures]:
-        """What the cases of a piece found so far."""
+        """Results of a piece's cases so far."""
         path = self._file(piece.verb)
         kept: dict[str, Figures] = json.loads(path.read_text())["cases"] if path.exists() else {}
         return {name: kept[name] for name in piece.names(self.cases[piece.verb]) if name in kept}

@@ -102,7 +102,7 @@ def _mixed(setup: Setup) -> Figures:
 
 @torch.inference_mode()
 def result(work: Work) -> torch.Tensor:
-    """What an operation returns, one tensor behind the other, or adds to zeros."""
+    """The result of an operation, one tensor behind the other, or what it adds to zeros."""
     if work.out is None:
         found = work.run(0)
         return torch.cat([torch.as_tensor(part).flatten() for part in (found if isinstance(found, tuple) else [found])])

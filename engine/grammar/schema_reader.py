@@ -19,7 +19,7 @@ MAX_SCHEMA_DEPTH = 64
 MAX_VALUE_DEPTH = 64
 """Lists and objects within one another in `const` and `enum`."""
 MAX_REMAINDERS = 10_000
-"""Of all `multipleOf` of a schema together; with more, it takes seconds to compile."""
+"""Largest product of all `multipleOf` of a schema; beyond it, compiling takes seconds."""
 MAX_EXPONENT = 30
 LARGEST_BOUND = 10**320
 MAX_COUNT = 2**53
@@ -194,7 +194,7 @@ def num_remainders(value: object) -> int:
 
 
 def _is_exact_decimal(value: object) -> bool:
-    """Whether a number is exact where llguidance makes it whole, which it does by floats: 0.07 is not."""
+    """True if a number stays exact where llguidance makes it whole by floats: 0.07 does not."""
     scaled, decimals = float(str(value)), 0
     while scaled % 1:
         scaled *= 10

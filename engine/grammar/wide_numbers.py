@@ -329,7 +329,7 @@ class WideNumbers:
             items = [more]
         items = items if most >= len(items) else items[: int(most)]
         if least > most or (least > len(items) and not more):
-            raise refusal("No array has so many items.", ".".join((self._param, *place)))
+            raise refusal("An array cannot have this number of items.", ".".join((self._param, *place)))
         body = ""
         if more and most > len(items):
             bounds = (max(least - len(items), 0), "" if math.isinf(most) else int(most) - len(items))
@@ -367,7 +367,7 @@ def _is_object(schema: object) -> bool:
 
 
 def _is_wide(value: object) -> bool:
-    """Whether a value is or holds a number that a float may not tell from its neighbours, or a control character."""
+    """True if a value is or holds a number that a float may not tell from its neighbours, or a control character."""
     if isinstance(value, str):
         return _DROPPED.search(value) is not None
     if isinstance(value, dict | list):

@@ -28,7 +28,7 @@ from manylora.memory.geometry import PageGeometry, page_geometry
 
 CONFIG_FILE = "config.json"
 SPEC_FILES = (CONFIG_FILE, RECIPE_FILE, INDEX_FILE)
-"""What `read_spec` reads, besides the weights where they are there."""
+"""Files that `read_spec` reads, besides the weights if they are there."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", RECIPE_FILE)
 HUB_DUPLICATES = ("consolidated*", "*/*")

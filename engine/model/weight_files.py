@@ -17,9 +17,9 @@ INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 """Tensors of a checkpoint that are not of a layer."""
 MAX_HEADER_BYTES = 100 << 20
-"""Of a safetensors file, as that library bounds it."""
+"""Largest header of a safetensors file, as that library bounds it."""
 COMPARED_BYTES = 1 << 22
-"""What is compared at once."""
+"""Bytes that are compared at once."""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -47,7 +47,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def holds_own_head(folder: Path) -> bool:
-    """Whether a checkpoint has a head that is no equal copy of the embedding; without its weights, what the index says.
+    """True if a checkpoint has a head that differs from the embedding; without weights, if the index names a head.
 
     Raises:
         ConfigError: A file cannot be read.

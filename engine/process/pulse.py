@@ -18,13 +18,13 @@ LOOK_S = 0.5
 """Seconds between two beats, and between two looks. Time is counted in looks: a client that stood still itself, or a
 machine that slept, finds out nothing about the engine in that time."""
 SILENT_S = 6.0
-"""An engine without a beat for as long, that is at rest, has stopped."""
+"""An engine at rest without a beat for this time has stopped."""
 SILENT_START_S = 30.0
-"""The same until it is ready, since nothing beats before Python has imported the engine."""
+"""`SILENT_S` of an engine that starts: nothing beats before Python has imported it."""
 STUCK_S = 60.0
 """Shortest time without a turn of the loop after which a step counts as one that does not end."""
 STUCK_STEPS = 20.0
-"""The same in steps of most tokens, for machines where these take long."""
+"""`STUCK_S` in durations of the longest step, for slow machines."""
 
 STARVED_CPU_S = 0.05
 """A process that could run, and had less processor time than this between two looks, is kept from it by others."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
@@ -26,6 +27,18 @@ NFC_SHRINKS = 4
 MAX_SWELLING = 4
 _DROPPING = ("Removed", "Whitespace", "Bert", "CharDelimiterSplit")
 """Words in the description of pre-tokenizers that leave out parts of a text."""
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Refuse a text at which the library panics, as its regular expressions do after many steps."""
+    try:
+        yield
+    except BaseException as error:  # a panic of Rust is no Exception, and its class cannot be imported
+        if type(error).__name__ != "PanicException":
+            raise
+        message = "This model's tokenizer gives up on this text: one of its regular expressions takes too long for it."
+        raise InvalidRequestError(message, code="tokenizer_unusable") from None
 
 
 class Tokenizer:
@@ -93,19 +106,30 @@ class Tokenizer:
         return self.special_tokens | {text: ids[text] for text in ids if text.startswith("<") and text.endswith(">")}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the model's own start token if wanted."""
-        if len(text) < LONG:
-            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-        else:
-            encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        """Token ids of a text, with the model's own start token if wanted.
+
+        Raises:
+            InvalidRequestError: A regular expression of the tokenizer takes too long for this text.
+        """
+        with _own_errors():
+            if len(text) < LONG:
+                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            else:
+                encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         token_ids: list[int] = encoding.ids
         return token_ids
 
     def text_offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Where in a text each of its tokens begins; of those that share a character, where this begins."""
+        """Where in a text each of its tokens begins; of those that share a character, where this begins.
+
+        Raises:
+            InvalidRequestError: As `encode`.
+        """
         encode = self._backend.encode_batch  # which holds no lock meanwhile
         offsets, end = [0], 0
-        for start, stop in encode([text], add_special_tokens=add_special_tokens)[0].offsets:
+        with _own_errors():
+            encoding = encode([text], add_special_tokens=add_special_tokens)[0]
+        for start, stop in encoding.offsets:
             is_added = start == stop == 0
             offsets.append(max(offsets[-1], end if is_added else min(start, end)))
             end = max(end, stop)
@@ -135,12 +159,17 @@ class Tokenizer:
         return longest * (NFC_SHRINKS if normalizer != "None" else 1)
 
     def swells(self, text: str) -> bool:
-        """Whether normalizing makes a long text more than `MAX_SWELLING` times as long, as NFKC does with some."""
+        """True if normalizing multiplies the length of a long text by more than `MAX_SWELLING`, as NFKC can.
+
+        Raises:
+            InvalidRequestError: As `encode`.
+        """
         normalizer = self._backend.normalizer
         if len(text) < LONG or str(normalizer) in ("None", "NFC()"):
             return False
         parts = (text[start : start + LONG] for start in range(0, len(text), LONG))  # each holds the lock meanwhile
-        return sum(len(normalizer.normalize_str(part)) for part in parts) > MAX_SWELLING * len(text)
+        with _own_errors():
+            return sum(len(normalizer.normalize_str(part)) for part in parts) > MAX_SWELLING * len(text)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant speaks.

@@ -65,7 +65,7 @@ def compiled_library(flags: tuple[str, ...], folder: Path | None = None) -> Path
 
 
 def was_compiled(flags: tuple[str, ...]) -> bool:
-    """Whether the user's cache folder has the library that is compiled with these flags."""
+    """True if the user's cache folder has the library that is compiled with these flags."""
     try:
         return _target(compiler_command(), flags, None).exists()
     except NativeUnavailableError:  # there is no compiler, for example
@@ -182,7 +182,7 @@ def _key(compiler: list[str], flags: tuple[str, ...]) -> str:
 
 
 def _cpu() -> str:
-    """What the CPU can do, which decides what `-march=native` means."""
+    """The CPU's features, on which the meaning of `-march=native` depends."""
     wanted = ("model name", "flags", "Features", "CPU part")
     lines = {line for line in _cpuinfo().splitlines() if line.startswith(wanted)}
     return platform.machine() + "\n".join(sorted(lines))

@@ -39,19 +39,19 @@ _CLOCKS = {
 
 
 _is_reading = ContextVar("is_reading", default=False)
-"""Whether the task has a reader's place; what it reads besides needs none, else readers could wait for each other."""
+"""True while the task has a reader's place: reads within a read need none, or readers could wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """How those who share this process take turns at the database."""
+    """The turns that tenants of this process take at the database."""
 
     writer: Callable[[], AbstractAsyncContextManager[None]]
     """The place of the only writer."""
     reader: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
     """A place of one that reads; there are fewer of them than connections."""
     threads: Callable[[int, str], ThreadPoolExecutor] = ThreadPoolExecutor
-    """Makes so many threads of a name, which run short reads."""
+    """Makes a pool of a number of threads, with a name; they run short reads."""
 
 
 def in_order() -> Turns:
@@ -78,7 +78,7 @@ class Database:
         """The schema's revision before the upgrade (None: the database was empty), and after it."""
         self._engine = engine
         self._file = file
-        """Of SQLite."""
+        """The file of SQLite, which may be lost; None with PostgreSQL."""
         self._reader = reader
         """For SQLite: runs single statements in a thread, which is faster."""
         self._turns = in_order()

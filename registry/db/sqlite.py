@@ -110,7 +110,7 @@ class DatabaseFile:
 
 
 def _of_existing(url: URL) -> URL:
-    """The same file, which is not made if it is not there: an empty one would stand in for one that was deleted."""
+    """The URL of the file, which is not made if it is missing: an empty one would stand in for a deleted one."""
     named = url.set(database=f"file:{quote(os.path.abspath(url.database or ''))}")
     return named.update_query_dict({"mode": "rw", "uri": "true"})
 

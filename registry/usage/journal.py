@@ -347,7 +347,7 @@ def _lock(folder: Path) -> int:
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """Whether the open file is the one that this path names."""
+    """True if the open file is the one that this path names."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:

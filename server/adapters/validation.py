@@ -52,7 +52,7 @@ class AdapterValidator:
         self._blobs = blobs
         self._processes = SandboxedProcesses("manylora.server.adapters.validation_worker")
         self.places = FairSemaphore(CHILDREN, spare=CHILDREN)
-        """Of uploads that are validated."""
+        """Places of uploads that are being validated."""
         self._pages: dict[str, int] = {}
         self._pages_by_header: dict[tuple[str, int], int] = {}
 

@@ -20,7 +20,7 @@ from manylora.server.threads import in_thread
 MAX_ERRORS = 50
 """Most errors reported for a batch that fails its check."""
 Work = Callable[[Callable[[], bool], int], Awaitable[bool]]
-"""Runs a function that reads so many bytes, as `LongWork.run` does."""
+"""Runs a function that reads a given number of bytes, as `LongWork.run` does."""
 
 
 class Line(Body):
@@ -84,7 +84,7 @@ async def check_input(
 
 @dataclass(slots=True)
 class _InputCheck:
-    """What was found in the lines so far."""
+    """Findings in the lines so far."""
 
     endpoint: str
     max_lines: int
@@ -136,7 +136,7 @@ async def read_lines(blobs: BlobStore, sha256: str, max_bytes: int) -> AsyncGene
 
 
 async def _read_groups(blobs: BlobStore, sha256: str, max_bytes: int) -> AsyncGenerator[list[tuple[int, bytes]], None]:
-    """What `read_lines` yields, as many as end in one piece of the file at once."""
+    """The lines that `read_lines` yields, in groups: those that end in one piece of the file."""
     pieces = read_pieces(blobs, sha256)
     groups = _groups(pieces, max_bytes)
     try:

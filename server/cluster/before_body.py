@@ -1,7 +1,7 @@
-"""What a gateway refuses before it reads a body, which it must have to choose a replica.
+"""Refusals of a gateway before it reads a body, which it must have to choose a replica.
 
-A caller may have as many requests on their way as its limit `concurrent_requests` says: those that no replica has
-answered yet, for replicas count the others. Before a long body is read, a replica says whether the caller's limits let
+Requests of a caller that no replica has answered yet count against its limit `concurrent_requests` here; replicas
+count the others. Before a long body is read, a replica says whether the caller's limits let
 a request in at all, in the words that the client then gets.
 """
 

@@ -61,7 +61,7 @@ class _Search:
         self._num_left = MAX_SEARCHED
 
     def problem(self, lark: str) -> str | None:
-        """What llguidance says is wrong with a whole grammar; None if it is one."""
+        """The fault that llguidance finds in a whole grammar; None if it is sound."""
         return self._checker.problem(lark, Grammar.of(lark).digest, self._folder, self._tenant)
 
     def cause(self, parts: Sequence[Part]) -> tuple[str, str, bool] | None:
@@ -83,7 +83,7 @@ class _Search:
         return None
 
     def _alone(self, schema: object, root: object, path: str) -> str | None:
-        """What is wrong with a part of a schema; None also where nothing can be said of it without the whole."""
+        """The fault of a part of a schema; None also if the part cannot be judged without the whole."""
         self._num_left -= 1
         if self._num_left < 0 or not isinstance(schema, dict) or not isinstance(root, dict):
             return None

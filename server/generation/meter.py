@@ -60,11 +60,11 @@ class Origin:
     """For a line of a batch: its ledger id. Such a request does not pass the gate."""
 
     async def work(self, function: Callable[[], ResultT], num_bytes: int) -> ResultT:
-        """Run a function that reads so many bytes of the request; see `LongWork.run`."""
+        """Run a function that reads `num_bytes` bytes of the request; see `LongWork.run`."""
         return await self.services.long_work.run(function, num_bytes, self.caller.tenant_id, self.caller.weight)
 
     async def tokenize(self, function: Callable[[], ResultT], num_characters: int) -> ResultT:
-        """Run a function that tokenizes so many characters of the request."""
+        """Run a function that tokenizes `num_characters` characters of the request."""
         return await self.work(function, BYTES_PER_CHARACTER * num_characters)
 
 

@@ -53,11 +53,11 @@ Prompts = list[tuple[Prompt, SamplingParams]]
 
 
 class AskedGrammar(NamedTuple):
-    """What answers are to be held to, before it was checked."""
+    """The grammar that answers are to be held to, not yet checked."""
 
     lark: str
     param: str
-    """What it was made of."""
+    """Field of the body that asks for it."""
     parts: list[Part]
 
 

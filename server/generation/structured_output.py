@@ -128,7 +128,7 @@ class GrammarFields(Body):
         return "structured_outputs" if self.structured_outputs is not None else "response_format"
 
     def grammar_parts(self) -> list[Part]:
-        """What the client sent of it, with its place."""
+        """Schemas, patterns and grammars that the client sent, each with its place."""
         if self.structured_outputs is not None:
             schema = self.structured_outputs.json_schema
             return [(self.structured_outputs.rule() if schema is None else schema, self.structured_outputs.place)]

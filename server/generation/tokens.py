@@ -132,7 +132,7 @@ async def _check_model(services: Services, caller: Caller, model: str | None) ->
 
 
 def _tokenized(services: Services, body: TokenizeBody, text: str) -> tuple[int, bytes]:
-    """How many tokens there are, and the answer, which takes as long to write as they take to find."""
+    """The number of tokens, and the answer in JSON, which takes as long to write as to tokenize."""
     tokenizer, is_chat = services.tokenizer, body.messages is not None
     check_text(text, services)
     begins = not is_chat if body.add_special_tokens is None else body.add_special_tokens

@@ -45,9 +45,9 @@ SHARED: Neutral = {
     "truncation": ("disabled",),
     "background": (False,),
 }
-"""Of every API."""
+"""Fields that every API takes and ignores."""
 COMPLETIONS: Neutral = {**SHARED, "suffix": ("",), "prompt_embeds": ()}
 CHAT: Neutral = {**SHARED, **TOKENIZE, "documents": ()}
 MESSAGE: Neutral = {"function_call": (), "audio": (), "images": ([],), "prefix": (False,)}
-"""What changes a message in a way that is not served; whatever else clients keep with one is ignored."""
+"""Fields that change a message in a way that is not served; other fields that clients keep with one are ignored."""
 MESSAGE_HINTS = {"prefix": "Manylora does not support prefix. Send continue_final_message: true with the request."}

@@ -26,11 +26,11 @@ from manylora.errors import (
 MOST_BYTES = 256 << 20
 """Bytes of all bodies in memory."""
 MOST_BODIES = 4
-"""So many of the largest bodies there is room for in any case."""
+"""Number of the largest bodies for which there is always room."""
 FREE_FACTOR = 2
-"""A tenant may have so many times as many bytes as are free."""
+"""Bytes that a tenant may have, as a multiple of the free ones."""
 STREAM_BYTES = 4 << 20
-"""What a body counts for that goes to a file in pieces, whatever its size."""
+"""Bytes that a body counts for that goes to a file in pieces, whatever its size."""
 AGAIN_S = 1.0
 """Retry-After in seconds: there is room when other requests have been read."""
 
@@ -179,7 +179,7 @@ class HeldBody:
         self._num_bytes = 0
 
     def keep(self, num_bytes: int) -> None:
-        """Have room for so many bytes in all; raises like `BodyBudget.take`."""
+        """Have room for a number of bytes in all; raises like `BodyBudget.take`."""
         if num_bytes <= self._num_bytes:
             return
         if not self._num_bytes:

@@ -17,7 +17,7 @@ log = structlog.get_logger("manylora.server")
 MOST_DESCRIPTORS = 1 << 20
 """More are not asked for: some systems allow a billion."""
 KEPT, KEPT_SHARE, MOST_KEPT = 64, 16, 512
-"""Descriptors that connections leave to others: so many, and a part of all, up to the last figure."""
+"""Descriptors that connections leave to other files: a base, plus a part of all, up to a maximum."""
 LEAST_CONNECTIONS = 8
 MOST_STRANGERS = 4096
 """Connections without a valid key, for their memory."""
@@ -26,7 +26,7 @@ WARN_S = 60.0
 
 
 class Connection(Protocol):
-    """What can be asked to close."""
+    """A transport that can be asked to close."""
 
     def give_way(self) -> None:
         """Close at once."""
@@ -99,7 +99,7 @@ def raise_descriptor_limit() -> None:
 
 
 def most_connections(descriptors_each: int = 1) -> int:
-    """How many connections leave enough descriptors to what else needs them, by what is open now.
+    """Number of connections that leave enough descriptors to other files, by what is open now.
 
     Args:
         descriptors_each: What each of them takes.

@@ -35,7 +35,7 @@ _EXPECTED = {
         "a time like 2026-01-31T12:00:00Z",
     ),
 }
-"""What is expected, by pydantic's type of error; names in braces are of its context."""
+"""The expected value by pydantic's type of error; names in braces are of its context."""
 
 
 def wrong_value(error: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ LEAST_S = 1e-6
 
 @dataclass(slots=True, eq=False)
 class _Served:
-    """What one tenant was given, and who of it waits."""
+    """A tenant's time in places, and its waiting requests."""
 
     weight: float
     counter: float
@@ -34,7 +34,7 @@ class _Served:
 
     @property
     def is_active(self) -> bool:
-        """Whether the tenant holds a place or waits for one."""
+        """True while the tenant holds a place or waits for one."""
         return bool(self.held or self.waiting)
 
 

@@ -18,7 +18,7 @@ from manylora.server.http.bodies import Body, StoredBody, View
 BETWEEN = "\n\n"
 """Stands between two blocks of text."""
 _REDACTED = "redacted_thinking"
-"""What a model of Anthropic's thought, readable for nobody else."""
+"""A thought of a model of Anthropic's, encrypted."""
 _BLOCKS = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "tool_use", _REDACTED),

@@ -46,7 +46,7 @@ def _checked_arguments(text: str) -> str:
 
 
 class MessageItem(StoredBody):
-    """What somebody said."""
+    """A message of one of the speakers."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]

@@ -35,7 +35,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: Tokenizer, cpu_s: float = CPU_S) -> None:
         self._tokenizer = tokenizer
         self.setup = {"template": asdict(tokenizer.chat_template), "cpu_s": cpu_s}
-        """What the processes are told first."""
+        """The first message to each process."""
         self._processes = SandboxedProcesses("manylora.server.sandbox.chat_worker", self.setup)
         self._places = FairSemaphore(CHILDREN, spare=CHILDREN)
         self._fault: str | None = None
@@ -75,7 +75,7 @@ class ChatRenderer:
         return str(found["text"])
 
     async def answer(self, job: dict[str, Any]) -> dict[str, Any]:
-        """What `chat_worker` answers."""
+        """The answer of `chat_worker`."""
         try:
             return dict(await self._processes.ask(job, WALL_S))
         except LimitReachedError as error:

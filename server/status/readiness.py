@@ -10,8 +10,12 @@ from manylora.errors import CapacityError, EngineUnavailableError
 from manylora.server.services import Services
 
 REASONS = (
-    *("server.draining", "engine_starting", "storage.full", "storage.unavailable"),
-    *("db.lost", "db.unavailable"),
+    "server.draining",
+    "engine_starting",
+    "storage.full",
+    "storage.unavailable",
+    "db.lost",
+    "db.unavailable",
 )
 """Codes of the errors of `check_ready`."""
 
@@ -38,7 +42,7 @@ async def why_not_ready(services: Services) -> str | None:
 
 
 def can_generate(services: Services) -> bool:
-    """Whether an answer can be computed and recorded, as far as is known without asking the database."""
+    """True if an answer can be computed and recorded, as far as is known without asking the database."""
     try:
         services.registry.usage.check()
     except CapacityError:

@@ -17,11 +17,14 @@ from typing import Any
 
 from manylora.engine.text.tokenizer import Tokenizer
 from manylora.errors import ConfigError
+from manylora.server.tools.bounded_search import SearchBudget, check_tags
 
 FOLDER = Path(__file__).with_name("formats")
 REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
 """Names that response templates have for it."""
 CALLS_FIELD = "tool_calls"
+OWN = "response_template"
+"""The name of a format that a base's tokenizer brings itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,6 +75,11 @@ class AnswerFormat:
         }
         return load_response_template({**self.template, "fields": fields}), shown
 
+    def bounded(self, budget: SearchBudget, *, with_calls: bool) -> Any:  # noqa: ANN401
+        """The template for one answer: the expressions of a downloaded one are bounded, those of a row are known."""
+        template, _ = self.compiled(with_calls=with_calls)
+        return budget.bound(template) if self.name == OWN else template
+
 
 @cache
 def rows() -> dict[str, dict[str, Any]]:
@@ -101,6 +109,26 @@ def check_format_name(named: str | None) -> None:
         raise ConfigError(message, param="model.tool_format")
 
 
+def check_template(template: Any) -> None:  # noqa: ANN401 - of a downloaded folder
+    """Refuse a `response_template` that answers cannot be read by.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    try:
+        load_response_template(template)
+        for name, field in template["fields"].items():
+            check_tags(name, field)
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        message = (
+            f"The response_template of this model's tokenizer cannot be used: {error}. Correct it in "
+            "tokenizer_config.json, or name a format of docs/tools.md by model.tool_format."
+        )
+        raise ConfigError(message, param="model.path") from error
+
+
 @lru_cache(maxsize=8)
 def format_of(tokenizer: Tokenizer, named: str | None = None) -> AnswerFormat | None:
     """The format of a base; None where nothing is known of it.
@@ -108,13 +136,17 @@ def format_of(tokenizer: Tokenizer, named: str | None = None) -> AnswerFormat | 
     Args:
         tokenizer: Of the base.
         named: The setting `model.tool_format`.
+
+    Raises:
+        ConfigError: The base's own `response_template` cannot be used.
     """
     name = named or next(iter(matching_rows(tokenizer.chat_template.text)), None)
     own = tokenizer.response_template
     if named is not None or own is None:
         return None if name is None else _made(name, rows()[name], tokenizer)
     row = rows().get(name or "", {})
-    return _made("response_template", {**row, "response_template": own}, tokenizer)
+    check_template(own)
+    return _made(OWN, {**row, "response_template": own}, tokenizer)
 
 
 def _made(name: str, row: Mapping[str, Any], tokenizer: Tokenizer) -> AnswerFormat:

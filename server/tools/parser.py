@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
+from manylora.server.tools.bounded_search import SearchBudget
+
 CALL = {"function": {"name": "{name}", "arguments": "{content}"}}
 """The `transform` of fields whose text is the arguments."""
 
@@ -20,6 +22,10 @@ class AnswerParser(ResponseParser):
     _json: _JsonText | None = None
     """In a region of JSON."""
     _opened_at = 0
+
+    def __init__(self, template: Any, prefix: str, tools: list[Any], budget: SearchBudget) -> None:  # noqa: ANN401
+        self._budget = budget
+        super().__init__(template, prefix=prefix, tools=tools)
 
     @property
     def pending(self) -> str:
@@ -51,6 +57,9 @@ class AnswerParser(ResponseParser):
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:
         name, was_open = self._current, self._opened
+        field = self._spec.fields[name] if name is not None else None
+        if field is not None and field.content == "xml-inline":
+            self._budget.try_tags(self._body, field.content_args)
         try:
             super()._close_current(events)
         except (ValueError, KeyError, RecursionError):

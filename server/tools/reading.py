@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from manylora.errors import InvalidRequestError
+from manylora.server.tools.bounded_search import SearchBudget
 from manylora.server.tools.formats import CALLS_FIELD, REASONING_FIELDS, AnswerFormat
 from manylora.server.tools.parameters import typed_tool
 from manylora.server.tools.schemas import Tool
@@ -75,7 +76,7 @@ def plan_answer(answer: AnswerFormat, tools: Sequence[Tool], rendered: str, *, s
     Raises:
         InvalidRequestError: The prompt has begun a call, which nobody can go on with.
     """
-    template, _ = answer.compiled(with_calls=bool(tools))
+    template = answer.bounded(SearchBudget(), with_calls=bool(tools))
     prefix = template.truncate_past_last_anchor(rendered)
     # Without its anchor the template would take the history for a part of the answer.
     prefix = "" if len(prefix) == len(rendered) else prefix
@@ -111,8 +112,9 @@ class AnswerReader:
 
         self._plan = plan
         self._names = {tool.function.name for tool in plan.tools}
-        template, _ = plan.format.compiled(with_calls=bool(plan.tools))
-        self._parser = AnswerParser(template, prefix=plan.prefix, tools=plan.typed_tools)
+        budget = SearchBudget()
+        template = plan.format.bounded(budget, with_calls=bool(plan.tools))
+        self._parser = AnswerParser(template, plan.prefix, plan.typed_tools, budget)
         self._region: str | None = None
         self._is_streamed = False
         """Whether the text of the open call is its arguments."""

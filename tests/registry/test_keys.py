@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from manylora.data_folder import read_pepper
-from manylora.errors import AuthenticationError, CapacityError, InvalidRequestError, NotFoundError
+from manylora.errors import AuthenticationError, CapacityError, ConfigError, InvalidRequestError, NotFoundError
 from manylora.registry.db.database import unavailable
 from manylora.registry.db.models import KeyRow, TenantRow
 from manylora.registry.limits import Limits
@@ -161,16 +161,44 @@ async def test_keys_work_after_a_restart_and_not_with_another_pepper(tmp_path: P
     await registry.close()
 
 
+async def test_keys_without_their_pepper_are_told_at_the_start(
+    registry: Registry, tmp_path: Path, database_url: str | None
+) -> None:
+    url, elsewhere = database_url or f"sqlite:///{tmp_path}/registry.sqlite", tmp_path / "other"
+    await (await Registry.open(url, elsewhere)).close()  # a database without keys
+    (elsewhere / "pepper").unlink()
+    key, _ = await registry.keys.create_key("acme")
+    with pytest.raises(ConfigError, match=r"pepper is missing.* Restore it from a backup, or set MANYLORA_PEPPER"):
+        await Registry.open(url, elsewhere)
+    assert not (elsewhere / "pepper").exists()
+    await registry.keys.revoke_key(key.id)
+    await (await Registry.open(url, elsewhere)).close()
+    assert len(bytes.fromhex((elsewhere / "pepper").read_text())) == 32
+
+
+@pytest.mark.parametrize("content", [b"", b"ab" * 15, b"xyz" * 20, b"\xff" * 40])
+def test_a_damaged_pepper_is_told(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "pepper").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"pepper is damaged: .* Restore it"):
+        read_pepper(tmp_path, None, has_keys=False)
+
+
+def test_a_pepper_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    (tmp_path / "pepper").mkdir()
+    with pytest.raises(ConfigError, match="pepper cannot be read or made: Is a directory"):
+        read_pepper(tmp_path, None, has_keys=False)
+
+
 def test_the_pepper_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as threads:
-        (pepper,) = set(threads.map(lambda _: read_pepper(tmp_path, None), range(8)))
+        (pepper,) = set(threads.map(lambda _: read_pepper(tmp_path, None, has_keys=False), range(8)))
     assert len(pepper) == 32
     assert stat.S_IMODE((tmp_path / "pepper").stat().st_mode) == 0o600
     assert [path.name for path in tmp_path.iterdir()] == ["pepper"]
 
 
 def test_a_pepper_that_is_given_is_not_written(tmp_path: Path) -> None:
-    assert read_pepper(tmp_path, "given") == b"given"
+    assert read_pepper(tmp_path, "given", has_keys=True) == b"given"
     assert list(tmp_path.iterdir()) == []
 
 

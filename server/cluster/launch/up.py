@@ -42,7 +42,7 @@ STEADY_S = 60.0
 LOOK_S = 5.0
 """Seconds between two looks at whether a child answers, and longest wait for its answer."""
 SILENT_LOOKS = 6
-"""A child that answers none of so many looks in a row is killed, and started again: it was stopped, or hangs."""
+"""A child that fails this number of looks in a row was stopped or hangs; it is killed and started again."""
 SLACK_S = 60.0
 """Seconds above `server.drain_s` after which a child that does not end is killed."""
 RAY_DEFAULTS = {

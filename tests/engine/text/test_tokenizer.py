@@ -161,6 +161,21 @@ def test_a_normal_form_shrinks_no_text_further_than_is_reckoned_with(tmp_path: P
             assert sum(longest[part] for part in parts) <= NFC_SHRINKS * len(letter.encode())
 
 
+@pytest.mark.parametrize("length", [60, LONG + 1])
+@pytest.mark.parametrize("part", ["pre_tokenizer", "normalizer"])
+def test_a_regular_expression_that_gives_up_refuses_the_text(tmp_path: Path, part: str, length: int) -> None:
+    slow = {"pattern": {"Regex": "(a|aa)+!"}}
+    split = {"type": "Split", "behavior": "Isolated", "invert": False, **slow}
+    found = changed(
+        tmp_path, **{part: split if part == "pre_tokenizer" else {"type": "Replace", "content": "", **slow}}
+    )
+    assert found.encode("once, a!")
+    for reads in (found.encode, found.text_offsets):
+        with pytest.raises(InvalidRequestError, match="gives up on this text") as refusal:
+            reads("a" * length)
+        assert refusal.value.code == "tokenizer_unusable"
+
+
 def test_a_text_that_grows_beyond_measure_is_noticed(tmp_path: Path, tokenizer: Tokenizer) -> None:
     compatible = changed(tmp_path, normalizer={"type": "NFKC"})
     assert compatible.swells("\ufdfa" * LONG)

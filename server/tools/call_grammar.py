@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from manylora.engine.grammar.schema_reader import refusal
 from manylora.server.tools.formats import AnswerFormat
 from manylora.server.tools.parameters import ANY_TEXT, ArgumentGrammar, JsonRule, escaped, without
 from manylora.server.tools.schemas import Tool, ToolChoice
@@ -132,7 +133,10 @@ class CallGrammar:
         strings, param = self.format.calls or {}, f"tools.{index}.function.parameters"
         schema: dict[str, Any] = {}
         if is_strict and tool.function.parameters:
-            schema = {"type": "object", **tool.function.parameters}
+            kinds = tool.function.parameters.get("type", "object")
+            if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+                raise refusal("The arguments of a call are an object, so the type must be object.", f"{param}.type")
+            schema = {**tool.function.parameters, "type": "object"}
             if schema.get("properties"):
                 schema.setdefault("additionalProperties", False)
         rule = self.json_rule(schema or {"type": "object"}, param, self._rules)  # with all checks, for any notation

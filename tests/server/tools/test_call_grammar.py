@@ -144,6 +144,21 @@ def test_a_schema_that_cannot_be_held_to_is_refused_by_its_place() -> None:
     grammar("hermes", tools=[loose], choice=REQUIRED)
 
 
+@pytest.mark.parametrize("kind", ["string", ["array", "null"], ["object", "null"]])
+def test_arguments_are_an_object_whatever_else_a_schema_allows(kind: Any) -> None:
+    odd = tool("odd", strict=True)
+    parameters = {"type": kind, "properties": {"a": {"type": "integer"}}}
+    odd = Tool(type="function", function=odd.function.model_copy(update={"parameters": parameters}))
+    if "object" in kind:
+        matcher = grammar("hermes", tools=[odd], choice=REQUIRED)
+        assert takes("hermes", matcher, written("hermes", [("odd", {"a": 1})]))
+        assert not takes("hermes", matcher, written("hermes", [("odd", {"a": 1})]).replace('{"a": 1}', "null"))
+        return
+    with pytest.raises(InvalidRequestError) as refusal:
+        grammar("hermes", tools=[odd], choice=REQUIRED)
+    assert refusal.value.param == "tools.0.function.parameters.type"
+
+
 @pytest.mark.parametrize("choice", [AUTO, REQUIRED], ids=["auto", "required"])
 def test_values_in_tags_hold_no_mark_that_would_end_them(choice: ToolChoice) -> None:
     tools = [tool("f", strict=choice is REQUIRED, a={"type": "string"})]

@@ -89,11 +89,11 @@ class LongWork:
 
 
 class _Lane:
-    """Threads for work of about one length."""
+    """Threads for work of about one length; twice as many while one tenant has more than its share."""
 
     def __init__(self, places: int, name: str) -> None:
-        self.threads = ThreadPoolExecutor(places, name)
-        self.places = FairSemaphore(places)
+        self.threads = ThreadPoolExecutor(2 * places, name)
+        self.places = FairSemaphore(places, spare=places)
 
 
 async def _run_to_its_end(threads: ThreadPoolExecutor, function: Callable[[], ResultT]) -> ResultT:

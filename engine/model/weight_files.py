@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from manylora import strict_json
 from manylora.engine.model.config_fields import shown
@@ -96,15 +98,17 @@ def _tensors(file: Path) -> dict[str, _Tensor]:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             header = strict_json.loads(opened.read(min(length, MAX_HEADER_BYTES)))
-        return {
-            name: _Tensor(
-                file, fields["dtype"], tuple(fields["shape"]), *(8 + length + at for at in fields["data_offsets"])
-            )
-            for name, fields in header.items()
-            if name != "__metadata__"
-        }
+        return {name: _tensor(file, 8 + length, fields) for name, fields in header.items() if name != "__metadata__"}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.path: cannot read {file}: {error}", param="model.path") from error
+
+
+def _tensor(file: Path, first_byte: int, fields: Mapping[str, Any]) -> _Tensor:
+    start, end = (first_byte + at for at in fields["data_offsets"])
+    size = file.stat().st_size
+    if not (type(start) is type(end) is int and first_byte <= start <= end <= size):
+        raise ValueError(f"data_offsets: expected two places in the file, got {shown(fields['data_offsets'])}")
+    return _Tensor(file, fields["dtype"], tuple(fields["shape"]), start, end)
 
 
 def _are_equal(first: _Tensor, second: _Tensor) -> bool:

@@ -27,7 +27,7 @@ from manylora.server.sandbox.processes import LimitReachedError, NoAnswerError, 
 from manylora.server.threads import acting
 
 CHILDREN = 2
-"""Uploads that are validated at once."""
+"""Uploads that are validated at once; twice as many while one tenant has more than its share."""
 CPU_S = 30
 """CPU seconds of a validation, and as many more per GiB of weights."""
 WALL_FACTOR = 4
@@ -51,7 +51,7 @@ class AdapterValidator:
         self._base_names = base_names
         self._blobs = blobs
         self._processes = SandboxedProcesses("manylora.server.adapters.validation_worker")
-        self.places = FairSemaphore(CHILDREN)
+        self.places = FairSemaphore(CHILDREN, spare=CHILDREN)
         """Places of uploads that are being validated."""
         self._pages: dict[str, int] = {}
         self._pages_by_header: dict[tuple[str, int], int] = {}

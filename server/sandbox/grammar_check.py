@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
 from functools import cache, lru_cache
 from pathlib import Path
@@ -27,6 +28,7 @@ from manylora.engine.grammar.matcher import PARSER_LIMITS, GrammarTokens, compil
 from manylora.engine.grammar.problems import TOO_COMPLEX
 from manylora.engine.text.tokenizer import read_eos_token_ids
 from manylora.errors import CapacityError, ManyloraError
+from manylora.server.sandbox.processes import LOOK_S, is_stopped
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -87,8 +89,8 @@ class GrammarChecker:
         stdin, stdout = child.stdin, child.stdout
         if stdin is None or stdout is None:
             raise RuntimeError("the child was started without pipes")
-        alarm = threading.Timer(WALL_S, child.kill)
-        alarm.start()
+        is_over = threading.Event()
+        threading.Thread(target=_kill_if_hung, args=(child, is_over), name="grammar-check", daemon=True).start()
         try:
             stdin.write(json.dumps([str(folder.absolute()), text]).encode() + b"\n")
             stdin.flush()
@@ -100,7 +102,7 @@ class GrammarChecker:
             child.wait()  # it ended before it was asked
             return None
         finally:
-            alarm.cancel()
+            is_over.set()
             if child.poll() is not None:
                 self.close()
 
@@ -130,6 +132,15 @@ def _start() -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         env={"RAYON_NUM_THREADS": "1"},  # each thread takes address space
     )
+
+
+def _kill_if_hung(child: subprocess.Popen[bytes], is_over: threading.Event) -> None:
+    """Kill a child that was stopped, or takes too long, before its check is over."""
+    end_s = time.monotonic() + WALL_S
+    while not is_over.wait(LOOK_S):
+        if time.monotonic() > end_s or is_stopped(child.pid):
+            child.kill()
+            return
 
 
 @lru_cache(maxsize=1)

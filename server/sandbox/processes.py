@@ -142,13 +142,14 @@ def _pipes(process: Process) -> tuple[asyncio.StreamWriter, asyncio.StreamReader
 
 async def _end_when_stopped(process: Process) -> None:
     """Wait until the process or its fork is stopped, which nobody tells, and kill both."""
-    while not _is_stopped(process.pid):  # noqa: ASYNC110 - nobody tells
+    while not is_stopped(process.pid):  # noqa: ASYNC110 - nobody tells
         await asyncio.sleep(LOOK_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _is_stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
+    """Whether a process or one of its children was stopped, which only a signal ends."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
         stats = [Path(f"/proc/{each}/stat").read_text(encoding="utf-8") for each in (pid, *children)]

@@ -25,17 +25,14 @@ async def test_longer_work_is_done_in_a_thread(num_bytes: int) -> None:
     assert await LongWork(2).run(threading.current_thread, num_bytes, "t") is not threading.main_thread()
 
 
-async def test_long_work_of_one_tenant_keeps_another_waiting_for_one_piece_at_most() -> None:
-    work, order = LongWork(2), list[str]()
-    first = threading.Event()
-    tasks: list[asyncio.Task[object]] = [asyncio.create_task(work.run(first.wait, LONG, "flood"))]
+@pytest.mark.parametrize("num_bytes", [INLINE_BYTES + 1, LONG])
+async def test_work_of_one_tenant_keeps_no_other_waiting(num_bytes: int) -> None:
+    work, end = LongWork(2), threading.Event()
+    flood = [asyncio.create_task(work.run(partial(end.wait, 60), num_bytes, "flood")) for _ in range(6)]
     await asyncio.sleep(0)
-    names = [*["flood"] * 5, "quiet"]
-    tasks += [asyncio.create_task(work.run(partial(order.append, name), LONG, name)) for name in names]
-    await asyncio.sleep(0)
-    first.set()
-    await asyncio.gather(*tasks)
-    assert order.index("quiet") == 0
+    assert await work.run(lambda: "done", num_bytes, "quiet") == "done"
+    end.set()
+    await asyncio.gather(*flood)
 
 
 async def test_medium_work_does_not_wait_for_long_work() -> None:

@@ -138,6 +138,19 @@ def test_an_index_tells_of_a_head_where_the_weights_are_not_there(tmp_path: Path
     assert read_spec(folder).is_tied
 
 
+@pytest.mark.parametrize("offsets", [[10**9, 2**70], [-9, -1], [0.5, 5.5], [4, 0], [0], ["0", "8"], None])
+def test_a_tensor_outside_its_file_is_one_line(tmp_path: Path, offsets: object) -> None:
+    folder = make_model(tmp_path, "qwen2", tied=True)
+    path = folder / "model.safetensors"
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(path.read_bytes()[8 : 8 + length])
+    header["model.embed_tokens.weight"]["data_offsets"] = offsets
+    changed = json.dumps({**header, "lm_head.weight": header["model.embed_tokens.weight"]}).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + path.read_bytes()[8 + length :])
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_spec(folder)
+
+
 def test_a_quantised_checkpoint_keeps_its_own_head(tmp_path: Path) -> None:
     source = with_own_head(make_model(tmp_path / "source", "qwen2", tied=True))
     quantise(source, tmp_path / "made", "int8")

@@ -22,6 +22,7 @@ from manylora.engine.request import Grammar
 from manylora.engine.text.tokenizer import Tokenizer
 from manylora.errors import CapacityError, InvalidRequestError
 from manylora.server.generation.grammar import checked_grammar
+from manylora.server.sandbox import grammar_check
 from manylora.server.sandbox.grammar_check import GrammarChecker, grammar_checker
 from tool_models import tokenizer_with, use_tokenizer
 
@@ -281,4 +282,14 @@ def test_a_child_that_was_killed_says_nothing_of_the_grammar(child: list[str]) -
         checker.problem("text", "digest", DEMO_MODEL, "t")
     child[1] = "input()\nprint('null')"
     assert checker.problem("text", "digest", DEMO_MODEL, "t") is None
+    checker.close()
+
+
+def test_a_check_goes_on_when_its_child_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "WALL_S", 600.0)
+    checker, others = GrammarChecker(), set(psutil.Process().children())
+    assert checker.problem('start: "a"', "a", DEMO_MODEL, "t") is None
+    (stopped,) = set(psutil.Process().children()) - others
+    stopped.suspend()
+    assert checker.problem('start: "b"', "b", DEMO_MODEL, "t") is None
     checker.close()

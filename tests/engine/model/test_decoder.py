@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from manylora.engine.model.spec import read_spec
 from manylora.memory.geometry import PageGeometry
 from step_driver import StepDriver
-from tiny_models import load_reference, make_model, prompt, reference_logits, with_own_head
+from tiny_models import load_reference, make_model, prompt, reference_logits, with_head_alone, with_own_head
 
 TOLERANCE = 1e-4
 LLAMA3 = {
@@ -72,6 +73,17 @@ def test_a_head_beside_a_tied_embedding_is_used_as_transformers_does(name: str, 
     own = StepDriver(folder).logits_alone(tokens)
     assert_same(own, reference_logits(load_reference(folder), tokens))
     assert (own - tied).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "llama-tied-sharded"])
+def test_a_tied_head_without_the_embedding_is_both_as_transformers_has_it(name: str, tmp_path: Path) -> None:
+    architecture, fields = VARIANTS[name]
+    tokens, folder = prompt(17), make_model(tmp_path, architecture, **fields)
+    tied = StepDriver(folder).logits_alone(tokens)
+    with_head_alone(folder)
+    assert read_spec(folder).is_tied
+    assert torch.equal(StepDriver(folder).logits_alone(tokens), tied)
+    assert_same(tied, reference_logits(load_reference(folder), tokens))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-window", "qwen3"])

@@ -167,3 +167,19 @@ def test_each_route_counts_against_limits_or_takes_turns() -> None:
 
 def _is_admitted(dependant: Dependant) -> bool:
     return isinstance(dependant.call, Admitted) or any(map(_is_admitted, dependant.dependencies))
+
+
+async def test_a_refusal_has_a_time_to_come_back_and_concerns_one_tenant(
+    api: Api, rival: Client, slow: SlowUsage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(management_turns, "MOST_OPEN", 20)
+    acme = await api.tenant("acme")
+    asking = ask_often(rival, 27)
+    await eventually(lambda: sum(each.done() for each in asking) == 7, within_s=8)
+    refused = [each.result() for each in asking if each.done()]
+    answers = {(each.status_code, each.json()["error"]["code"], each.headers["retry-after"]) for each in refused}
+    assert answers == {(429, CODE, "1")}
+    assert f'manylora_refused_total{{code="{CODE}",tenant="rival"}} 7.0' in await api.metrics()
+    assert (await acme.get("/v1/adapters")).status_code == 200
+    slow.may_end.set()
+    assert await statuses(asking) == {200: 20, 429: 7}

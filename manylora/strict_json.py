@@ -114,7 +114,8 @@ def parse(raw: bytes, max_depth: int) -> object:
     except UnicodeDecodeError:
         raise JsonRefusedError("not UTF-8") from None
     except json.JSONDecodeError as error:
-        raise JsonRefusedError(f"{error.msg} at character {error.pos}") from None
+        reason = "an early end" if error.pos >= len(error.doc.rstrip()) else "unexpected text"
+        raise JsonRefusedError(f"{reason} at character {error.pos}") from None
 
 
 def shown(value: object) -> str:

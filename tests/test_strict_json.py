@@ -49,3 +49,11 @@ def test_everything_else_is_read_exactly() -> None:
 
 def test_a_reader_that_names_fields_gets_numbers_out_of_range() -> None:
     assert parse(b'{"a": 1e999, "b": ' + b"9" * 5000 + b"}", 16) == {"a": float("inf"), "b": 10**20}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1,", '{"a" 1}', "{} {}", "[1 2]", '"\\x"', '"\n"', "\ufeff{}", '{"a": nul}']
+)
+def test_a_refusal_is_in_our_words(text: str) -> None:
+    with pytest.raises(JsonRefusedError, match=r"^(an early end|unexpected text) at character \d+$"):
+        parse(text.encode(), 16)

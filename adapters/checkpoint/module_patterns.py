@@ -118,7 +118,7 @@ def matcher(key: str) -> Matcher | None:
             warnings.simplefilter("ignore")
             parsed = sre_parser.parse(rf"(.*\.)?({key})$")
     except (re.error, OverflowError) as error:
-        raise InvalidKeyError(f"no regular expression of Python: {error}") from None
+        raise InvalidKeyError(f"no regular expression of Python: {getattr(error, 'msg', error)}") from None
     schema = core_schema.str_schema(pattern=f"^(?:{_written(parsed, False)})", regex_engine="rust-regex")
     try:
         return SchemaValidator(schema).isinstance_python

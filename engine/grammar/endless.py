@@ -53,7 +53,7 @@ def _true_places(clauses: list[_Clause]) -> set[Place]:
 
 
 def _clauses(schema: Any, place: Place) -> Iterator[_Clause]:  # noqa: ANN401 - JSON
-    """When a schema and its parts have finite values."""
+    """Clauses about finite values of a schema and of its parts."""
     if schema is True:
         yield place, frozenset()
     if not isinstance(schema, dict):
@@ -76,7 +76,7 @@ def _clauses(schema: Any, place: Place) -> Iterator[_Clause]:  # noqa: ANN401 - 
 
 
 def _of_types(schema: Mapping[str, Any], place: Place, types: set[str]) -> Iterator[_Clause]:
-    """When a schema has finite values of these types."""
+    """Clauses about finite values of these types."""
     for kind in types:
         members = _required(schema) if kind == "object" else _first_items(schema)
         yield place + _TYPE, frozenset((*place, *member) for member in members)
@@ -90,7 +90,7 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _more(schema: Mapping[str, Any]) -> Iterator[tuple[Place, ...]]:
-    """What a member beyond the required ones may be: the place of its schema, or nothing where it may be anything."""
+    """Schemas for a member beyond the required ones, by their places; nothing if it may be any value."""
     named = schema.get("properties", {})
     yield from ((("properties", name),) for name in named if name not in schema.get("required", ()))
     yield from ((("patternProperties", name),) for name in schema.get("patternProperties", {}))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any
 
@@ -134,7 +134,7 @@ class WideNumbers:
         if "allOf" in keywords and (len(keywords) > 1 or len(schema["allOf"]) > 1):
             return self._joined_objects(place)
         if keywords & _ALONE:
-            if len(keywords) > 1:
+            if len(keywords) > 1 and not self._repeats_type(schema, place, keywords):
                 names = ", ".join(sorted(keywords))
                 raise self._refuse(f"Answers cannot be held to all of {names} at once here", place)
             return self._alone(schema, place)
@@ -142,6 +142,21 @@ class WideNumbers:
             return self._one_of_values(schema, place, keywords)
         kinds = self._kinds(schema)
         return _any_of([self._of_type(kind, schema, place) for kind in kinds])
+
+    def _repeats_type(self, schema: Mapping[str, Any], place: Place, keywords: Set[str]) -> bool:
+        """True if what stands beside `anyOf` or `oneOf` is a type that each of its schemas has too."""
+        name = next(iter(keywords - {"type"}))
+        if len(keywords) > 2 or "type" not in keywords or name not in ("anyOf", "oneOf"):
+            return False
+        options = [self._named_by((*place, name, str(index))) for index in range(len(schema[name]))]
+        return all(each is False or (_is_object(each) and each.get("type") == schema["type"]) for each in options)
+
+    def _named_by(self, place: Place) -> Any:  # noqa: ANN401 - JSON
+        """A schema, or what its `$ref` names."""
+        schema = self._schemas[place]
+        while _is_object(schema) and schema.keys() - _UNTOLD == {"$ref"}:  # which leads to no circle: it has an end
+            schema = self._schemas[place_of(schema["$ref"])]
+        return schema
 
     def _alone(self, schema: Mapping[str, Any], place: Place) -> str:
         if "$ref" in schema:
@@ -201,7 +216,7 @@ class WideNumbers:
         given = schema.get("type", [kind for kind in TYPES if kind != "integer"])
         return [given] if isinstance(given, str) else list(dict.fromkeys(given))
 
-    def _one_of_values(self, schema: Mapping[str, Any], place: Place, keywords: frozenset[str] | set[str]) -> str:
+    def _one_of_values(self, schema: Mapping[str, Any], place: Place, keywords: Set[str]) -> str:
         if not keywords <= {"const", "enum", "type"} or len(keywords & {"const", "enum"}) > 1:
             raise self._refuse(f"Answers cannot be held to all of {', '.join(sorted(keywords))} at once here", place)
         values = [schema["const"]] if "const" in schema else schema["enum"]

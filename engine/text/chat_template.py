@@ -6,6 +6,7 @@ memory: a server renders in a process that has limits of both.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from manylora.errors import InvalidRequestError
 MAX_CHARACTERS = 1 << 23
 """Most that a template may write."""
 _MAX_REASON = 300
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 UNUSABLE = "chat_template_unusable"
 _USE_COMPLETIONS = "Use /v1/completions with the prompt as the model expects it."
 
@@ -83,6 +85,8 @@ class ChatTemplate:
         text: str = rendered[0][0]
         if len(text) > MAX_CHARACTERS:
             raise unusable(f"writes more than {MAX_CHARACTERS} characters for these messages")
+        if _HALF_CHARACTER.search(text):
+            raise unusable("writes halves of characters, which are no text")
         return text
 
     def _chosen(self, *, has_tools: bool) -> str:

@@ -28,7 +28,6 @@ from manylora.engine.grammar.matcher import PARSER_LIMITS, GrammarTokens, compil
 from manylora.engine.grammar.problems import TOO_COMPLEX
 from manylora.engine.text.tokenizer import read_eos_token_ids
 from manylora.errors import CapacityError, ManyloraError
-from manylora.server.sandbox.processes import LOOK_S, is_stopped
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -136,6 +135,8 @@ def _start() -> subprocess.Popen[bytes]:
 
 def _kill_if_hung(child: subprocess.Popen[bytes], is_over: threading.Event) -> None:
     """Kill a child that was stopped, or takes too long, before its check is over."""
+    from manylora.server.sandbox.processes import LOOK_S, is_stopped
+
     end_s = time.monotonic() + WALL_S
     while not is_over.wait(LOOK_S):
         if time.monotonic() > end_s or is_stopped(child.pid):

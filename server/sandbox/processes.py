@@ -149,7 +149,7 @@ async def _end_when_stopped(process: Process) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process or one of its children was stopped, which only a signal ends."""
+    """True if a process or one of its children was stopped, which only a signal ends."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
         stats = [Path(f"/proc/{each}/stat").read_text(encoding="utf-8") for each in (pid, *children)]

@@ -256,3 +256,9 @@ def test_literal_patterns_choose_what_peft_chooses(keys: list[str], layer: int, 
     path = f"model.layers.{layer}.{module}"
     expected = literal.get(get_pattern_key(list(literal), path), 99)
     assert LoraSpec(rank=99, alpha=1, rank_pattern=literal).module_rank(path) == expected
+
+
+def test_a_wrong_key_is_refused_without_places_in_the_expression_that_is_made_of_it() -> None:
+    with pytest.raises(InvalidKeyError) as refused:
+        matcher("(q")
+    assert "position" not in str(refused.value)

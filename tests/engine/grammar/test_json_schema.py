@@ -25,6 +25,14 @@ DERIVED: Schema = {
     "properties": {"b": {"type": "integer"}},
     "required": ["b"],
 }
+EITHER: Schema = {
+    "$defs": {
+        "a": {"$ref": "#/$defs/b"},
+        "b": {"type": "object", "properties": {"id": INT64}, "required": ["id"], "additionalProperties": False},
+    },
+    "type": "object",
+    "anyOf": [{"$ref": "#/$defs/a"}, {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"]}],
+}
 TREE: Schema = {
     "$defs": {
         "node": {
@@ -92,6 +100,7 @@ def takes(grammar: str, text: str) -> bool:
         ),
         ({"allOf": [{"$ref": "#/$defs/id"}], "$defs": {"id": INT64}}, [2**63 - 1], [2**63]),
         ({"const": "a\0b"}, ["a\0b"], ["ab", "a b"]),
+        (EITHER, [{"id": 2**63 - 1}, {"b": None}], [{"id": 2**63}, {}, 1]),
         ({"enum": ["\x1f\x7f", {"k\x01": ["\x0b"]}, 1]}, ["\x1f\x7f", {"k\x01": ["\x0b"]}, 1], ["", {"k\x01": [""]}]),
         (DERIVED, [{"b": 1, "id": -(2**63)}, {"b": 1, "id": 0, "x": 1}], [{"b": 1, "id": 2**63}, {"b": 1}, {"id": 1}]),
     ],
@@ -227,6 +236,8 @@ ONE_MORE: Schema = {"type": "object", "minProperties": 1, "additionalProperties"
         ({"allOf": [{"properties": {"a": INT64}}, {"type": "object", "properties": {"a": {}}}]}, "schema", "2**53"),
         ({"type": "integer", "minimum": 2**63, "maximum": 2**63 - 1}, "schema", "in its range"),
         ({"type": "string", "const": ODD}, "schema", "of its type"),
+        ({"anyOf": [INT64], "minimum": 0}, "schema", "2**53"),
+        ({"minimum": 0, "oneOf": [INT64]}, "schema", "2**53"),
         ({"type": "object", "minProperties": 2}, "schema.minProperties", "required"),
     ],
 )

@@ -134,6 +134,7 @@ async def test_the_processes_end_with_the_renderer() -> None:
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
+        (r"{{ '\ud800' }}", "writes halves of characters"),
         ("{% for %}", "is not valid Jinja at line 1"),
         ("a\n{{ x", "is not valid Jinja at line 2"),
         ("{{ 10 ** (10 ** 10) }}", "takes too much computing"),
@@ -158,7 +159,7 @@ async def test_other_templates_are_no_fault(template: str | None) -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"messages": [*GREETING, {"role": "assistant", "content": "é🎉\x00\n\ud83d"}, *GREETING]},
+        {"messages": [*GREETING, {"role": "assistant", "content": "é🎉\x00\n"}, *GREETING]},
         {"messages": [*GREETING, {"role": "assistant", "content": "So "}], "continue_final_message": True},
         {"messages": [{"role": "user", "content": None, "reasoning": "r"}], "template_kwargs": {"x": [1, 1e300]}},
         {"messages": GREETING, "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},

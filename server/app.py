@@ -5,17 +5,20 @@ from __future__ import annotations
 from functools import cache, partial
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.middleware import Middleware
 
 from manylora.server import errors
 from manylora.server.adapters import push as routes_push
 from manylora.server.adapters import routes as routes_adapters
 from manylora.server.auth import browser as routes_session
 from manylora.server.batches import routes as routes_batches
-from manylora.server.boundary import outer_layers
+from manylora.server.boundary import OPEN_WHILE_DRAINING, outer_layers
 from manylora.server.generation import models, tokens
 from manylora.server.generation import routes as routes_generation
 from manylora.server.http.dashboard import add_dashboard
 from manylora.server.http.openapi import openapi_page
+from manylora.server.limits.management_turns import ManagementTurns
 from manylora.server.messages import routes as routes_messages
 from manylora.server.responses import routes as routes_responses
 from manylora.server.services import Services
@@ -24,11 +27,16 @@ from manylora.server.tenants import routes as routes_tenants
 from manylora.server.usage import routes as routes_usage
 from manylora.server.vllm import routes as routes_vllm
 
-ROUTERS = (
+LIMITED_ROUTERS = (
     routes_generation.router,
     routes_responses.router,
     routes_messages.router,
     routes_messages.count_router,
+    tokens.router,
+)
+"""Routes that count against the limits of their caller."""
+ROUTERS = (
+    *LIMITED_ROUTERS,
     routes_batches.router,
     models.router,
     routes_adapters.router,
@@ -38,7 +46,6 @@ ROUTERS = (
     routes_tenants.audit_router,
     routes_session.router,
     routes_usage.router,
-    tokens.router,
     routes_status.router,
     routes_vllm.router,
     routes_status.health_router,
@@ -46,14 +53,18 @@ ROUTERS = (
 
 
 def create_app(services: Services) -> FastAPI:
-    """The API: CORS outermost, then request ids and the last catch, then authentication, then the routes."""
+    """The API: CORS outermost, then request ids and the last catch, authentication, turns, and the routes."""
+    turns = Middleware(ManagementTurns, exempt=_exempt(), refused=services.metrics.refused)
     app = FastAPI(
         title="Manylora",
         summary="Many LoRA adapters over one base model.",
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        middleware=outer_layers(services.config.server, services.registry, services.drain, services.metrics.answered),
+        middleware=[
+            *outer_layers(services.config.server, services.registry, services.drain, services.metrics.answered),
+            turns,
+        ],
         # Not by include_router: it takes every route apart a second time, which the first requests would wait for.
         routes=[route for router in ROUTERS for route in router.routes],
     )
@@ -62,3 +73,9 @@ def create_app(services: Services) -> FastAPI:
     errors.install(app)
     app.openapi = cache(partial(openapi_page, app))  # type: ignore[method-assign]
     return app
+
+
+def _exempt() -> frozenset[str]:
+    """Paths without turns: they have limits of their own, or tell how the server is."""
+    limited = {route.path for router in LIMITED_ROUTERS for route in router.routes if isinstance(route, APIRoute)}
+    return OPEN_WHILE_DRAINING | limited

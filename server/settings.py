@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from manylora.config import Config, GatewayConfig
 from manylora.errors import ConfigError
+from manylora.server.http.wrong_value import wrong_value
 
 SECTIONS: dict[str, type[Any]] = get_type_hints(Config)
 PREFIX = "MANYLORA_"
@@ -181,4 +182,4 @@ def _explain(section: str, error: ValidationError) -> ConfigError:
     if first["type"] == "missing":
         hint = "give --model or --set model.path=..." if setting == "model.path" else f"set {environment_name(setting)}"
         return ConfigError(f"{setting} is required: {hint}.", param=setting)
-    return ConfigError(f"{setting}: {first['msg']}, got {first['input']!r}.", param=setting)
+    return ConfigError(f"{setting}: {wrong_value(first)}.", param=setting)

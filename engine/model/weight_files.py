@@ -47,7 +47,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def holds_own_head(folder: Path) -> bool:
-    """True if a checkpoint has a head that differs from the embedding; without weights, if the index names a head.
+    """True if a checkpoint has a head that differs from the embedding; without weights, if the index names both.
+
+    A head alone is the embedding too, as transformers has it.
 
     Raises:
         ConfigError: A file cannot be read.
@@ -55,7 +57,7 @@ def holds_own_head(folder: Path) -> bool:
     index = folder / INDEX_FILE
     if not (folder / SINGLE_FILE).is_file() and index.is_file():
         places = _places(index)
-        if not any(_is_of_head(name) for name in places):
+        if EMBEDDING not in places or not any(_is_of_head(name) for name in places):
             return False
         files = {folder / name for name in places.values() if Path(name).name == name}
     else:
@@ -65,7 +67,7 @@ def holds_own_head(folder: Path) -> bool:
     tensors = {name: tensor for file in files for name, tensor in _tensors(file).items()}
     if tensors.keys() >= {EMBEDDING, HEAD} and _are_equal(tensors[EMBEDDING], tensors[HEAD]):
         return False
-    return any(_is_of_head(name) for name in tensors)
+    return EMBEDDING in tensors and any(_is_of_head(name) for name in tensors)
 
 
 def _is_of_head(name: str) -> bool:

@@ -74,7 +74,7 @@ def load_decoder(
     with ExitStack() as stack:
         checkpoint = _Checkpoint(stack, weight_files(folder), spec, dtype, device, weights)
         checkpoint.check()
-        embedding = checkpoint.tensor(EMBEDDING)
+        embedding = checkpoint.embedding()
         head = embedding if spec.is_tied else checkpoint.weight(HEAD, "bf16" if weights == "bf16" else HEAD_FORMAT)
         return Decoder(
             spec=spec,
@@ -130,6 +130,8 @@ class _Checkpoint:
         """Refuse what does not fit the spec by name."""
         spec = self._spec
         expected = {name: Part(FLOATS, (shape,)) for name, shape in expected_tensors(spec).items()}
+        if self._has_head_alone:
+            expected[HEAD] = expected.pop(EMBEDDING)
         if spec.quantisation is not None and spec.quantisation.layout in FORMATS:
             self._expect_quantised(spec.quantisation, expected)
         missing = sorted(expected.keys() - self._files.keys())
@@ -172,6 +174,14 @@ class _Checkpoint:
                 f"model.path: {name} must be a {kind} tensor of shape {shapes or '[any]'}, got {dtype} {list(shape)}",
                 param="model.path",
             )
+
+    @property
+    def _has_head_alone(self) -> bool:
+        """True if the embedding of a tied checkpoint is stored under the head's name."""
+        return self._spec.is_tied and EMBEDDING not in self._files and HEAD in self._files
+
+    def embedding(self) -> torch.Tensor:
+        return self.tensor(HEAD if self._has_head_alone else EMBEDDING)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         tensor: torch.Tensor = self._files[name].get_tensor(name)

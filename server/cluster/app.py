@@ -16,7 +16,6 @@ from manylora.config import GatewayConfig
 from manylora.registry.registry import Registry
 from manylora.server.auth.callers import require_admin
 from manylora.server.boundary import outer_layers
-from manylora.server.cluster.forwarding import no_replica
 from manylora.server.cluster.gateway import Gateway
 from manylora.server.cluster.links import Links
 from manylora.server.cluster.metrics import GatewayMetrics
@@ -76,10 +75,7 @@ class OwnRoutes:
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, _: Request) -> Response:
-        self._gateway.drain.check(or_near=True)
-        self._gateway.registry.database.check_file()
-        if not any(report.state == "ready" for report in self._gateway.links.reports.values()):
-            raise no_replica()
+        self._gateway.check_ready()
         return JSONResponse({"status": "ready"})
 
     async def _show_metrics(self, request: Request) -> Response:

@@ -66,6 +66,8 @@ _SAID_BY_ALL = re.compile(rb'"code":"(adapter_(load_failed|blob_missing|blob_cor
 _NOT_RECORDED = re.compile(rb'"code":"storage\.(full|unavailable)"')
 """In the answer of a replica that cannot record usage. It may have computed for the request, and may yet find a record
 that it could not write."""
+REASONS = ("server.draining", "storage.full", "storage.unavailable", "db.lost", "no_replica")
+"""Codes of the errors of `Gateway.check_ready`."""
 GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", RESPONSES, MESSAGES})
 
 
@@ -123,6 +125,17 @@ class Gateway:
         self.before_body = BeforeBody(links, self._forwarding)
         self._pace = Pace()
 
+    def check_ready(self) -> None:
+        """Return if requests are passed on.
+
+        Raises:
+            CapacityError: They are not, and why; its code is one of `REASONS`.
+        """
+        self.drain.check(or_near=True)
+        self.registry.usage.check()
+        if not any(report.state == "ready" for report in self.links.reports.values()):
+            raise no_replica()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with what a replica answers."""
         if scope["path"].startswith("/internal/"):  # the gateway's token would open it
@@ -135,6 +148,7 @@ class Gateway:
                 await self._forwarding.pass_on(Request(scope, receive), exchange, send)
 
     async def _generate(self, request: Request, exchange: Exchange, send: Send) -> None:
+        self.registry.usage.check()  # what a replica loses is billed here
         tenant = await self._tenant(request)
         self.before_body.count(request, tenant.id, tenant.limits)
         if (refusal := await self.before_body.refusal(request, exchange)) is not None:

@@ -10,7 +10,8 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 import manylora
-from manylora.server.cluster.gateway import Gateway
+from manylora.errors import CapacityError
+from manylora.server.cluster.gateway import REASONS, Gateway
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -37,6 +38,12 @@ class GatewayMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """What is read when Prometheus asks."""
+        about = "1 for the reason why this gateway refuses requests, else 0."
+        not_ready = GaugeMetricFamily("manylora_not_ready", about, labels=["role", "reason"])
+        found = self._why_not_ready()
+        for reason in REASONS:
+            not_ready.add_metric(["gateway", reason], reason == found)
+        yield not_ready
         about = "Requests sent to another replica than the first."
         yield CounterMetricFamily("manylora_gateway_retries", about, self._gateway.num_retried)
         about = "Answers that ended early because their replica was lost."
@@ -58,6 +65,13 @@ class GatewayMetrics(Collector):
             ready.add_metric([server.name, server.url], is_ready)
             backlog.add_metric([server.name], report.backlog_s if report else 0.0)
         yield from (ready, backlog)
+
+    def _why_not_ready(self) -> str | None:
+        try:
+            self._gateway.check_ready()
+        except CapacityError as error:
+            return error.code
+        return None
 
     async def page(self) -> Response:
         """For Prometheus."""

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -48,6 +48,16 @@ class Pace:
     clock: Callable[[], float] = time.monotonic
 
 
+class Turn(Protocol):
+    """A request's place among others. `request.state.turn` has it where there is one."""
+
+    def leave(self) -> None:
+        """Give the place back, if it is held."""
+
+    async def take(self) -> None:
+        """Wait for a place."""
+
+
 async def read_chunks(
     request: Request,
     limit: int,
@@ -55,7 +65,7 @@ async def read_chunks(
     code: str = "payload_too_large",
     keep: Callable[[int], None] = lambda _: None,
 ) -> AsyncIterator[bytes]:
-    """Yield the body piece by piece.
+    """Yield the body piece by piece. The request has no place among others while the client sends.
 
     Args:
         request: The request; nothing of its body was read before.
@@ -73,6 +83,9 @@ async def read_chunks(
     """
     _check_headers(request, limit, code)
     keep(content_length(request) or 0)
+    turn: Turn | None = getattr(request.state, "turn", None)
+    if turn is not None:
+        turn.leave()
     started, received, more = pace.clock(), 0, True
     while more:
         try:
@@ -92,6 +105,8 @@ async def read_chunks(
             raise TimeoutExceededError(f"The body came at less than {pace.bytes_per_s:g} bytes per second.")
         if chunk:
             yield chunk
+    if turn is not None:
+        await turn.take()
 
 
 def content_length(request: Request) -> int | None:

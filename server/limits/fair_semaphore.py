@@ -68,6 +68,14 @@ class FairSemaphore:
     @asynccontextmanager
     async def place(self, tenant: str, weight: float = 1.0) -> AsyncIterator[None]:
         """Hold a place; waits for the tenant's turn while there is none free."""
+        give_back = await self.take(tenant, weight)
+        try:
+            yield
+        finally:
+            give_back()
+
+    async def take(self, tenant: str, weight: float = 1.0) -> Callable[[], None]:
+        """Take a place in the tenant's turn; returns what gives it back, to be called once."""
         served = self._enter(tenant, weight)
         waiter: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         served.waiting.append(waiter)
@@ -81,10 +89,7 @@ class FairSemaphore:
                 served.waiting.remove(waiter)
             raise
         began_s = self._clock()
-        try:
-            yield
-        finally:
-            self._leave(served, counted_s, max(self._clock() - began_s, LEAST_S))
+        return lambda: self._leave(served, counted_s, max(self._clock() - began_s, LEAST_S))
 
     def _enter(self, tenant: str, weight: float) -> _Served:
         if tenant not in self._tenants and len(self._tenants) >= MAX_IDLE:

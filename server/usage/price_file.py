@@ -23,6 +23,7 @@ from pydantic import BaseModel, Field, ValidationError
 from manylora.errors import ConfigError
 from manylora.registry.names import is_name
 from manylora.registry.usage.prices import UNITS, Price, PriceTable
+from manylora.server.http.wrong_value import wrong_value
 from manylora.server.settings import parse_yaml
 
 SETTING = "registry.price_file"
@@ -30,6 +31,7 @@ PER_TOKEN = UNITS // 10**6
 MAX_PRICE = 10**6
 MAX_ENTRIES = 500
 """Each adds a case to the statements that sum up usage."""
+_WORDS = {"missing": "is required", "extra_forbidden": "is not known here"}
 Amount = Annotated[Decimal, Field(ge=0, le=MAX_PRICE, decimal_places=4)]
 
 
@@ -60,7 +62,7 @@ def read_prices(path: Path) -> PriceTable:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or str(path)
-        raise _wrong(f"{place}: {first['msg']}, got {first['input']!r}") from error
+        raise _wrong(f"{place}: {_WORDS.get(first['type']) or wrong_value(first)}") from error
     prices = {
         name: Price(**{kind: int(amount * PER_TOKEN) for kind, amount in entry})
         for name, entry in file.per_million_tokens.items()

@@ -193,7 +193,7 @@ def test_another_machine_is_planned_from_a_config_alone(tmp_path: Path, monkeypa
         (("--rank", "8", "--free-gib", "nan"), "--free-gib"),
         (("--rank", "8", "--free-gib", "0.0001"), "free"),
         (("--rank", "8", "--set", "memory.gb=1"), "memory.gib"),
-        (("--rank", "8", "--weights", "int3"), "model.weights: Input should be 'auto', 'bf16', 'int8' or 'int4'"),
+        (("--rank", "8", "--weights", "int3"), "model.weights: must be 'auto', 'bf16', 'int8' or 'int4'"),
         (("/nowhere",), "no folder /nowhere"),
         (("/",), "adapter_config.json"),
     ],

@@ -30,6 +30,8 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from manylora.engine.model.weight_files import EMBEDDING, HEAD
+
 disable_progress_bar()  # type: ignore[no-untyped-call]
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -107,6 +109,18 @@ def with_own_head(folder: Path) -> Path:
         content = json.loads(index.read_text())
         content["weight_map"]["lm_head.weight"] = file.name
         index.write_text(json.dumps(content))
+    return folder
+
+
+def with_head_alone(folder: Path) -> Path:
+    """Store the embedding of a tied checkpoint under the head's name."""
+    (file,) = (file for file in folder.glob("*.safetensors") if EMBEDDING in load_file(file))
+    tensors = load_file(file)
+    tensors[HEAD] = tensors.pop(EMBEDDING)
+    save_file(tensors, file, {"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        index.write_text(index.read_text().replace(EMBEDDING, HEAD))
     return folder
 
 

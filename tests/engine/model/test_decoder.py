@@ -8,10 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 
+from manylora.engine.model.spec import read_spec
 from manylora.memory.geometry import PageGeometry
 from step_driver import StepDriver
-from tiny_models import load_reference, make_model, prompt, reference_logits, with_own_head
+from tiny_models import (
+    ALL_LINEAR,
+    load_reference,
+    make_adapter,
+    make_model,
+    prompt,
+    reference_logits,
+    with_head_alone,
+    with_own_head,
+)
 
 TOLERANCE = 1e-4
 LLAMA3 = {
@@ -72,6 +83,30 @@ def test_a_head_beside_a_tied_embedding_is_used_as_transformers_does(name: str, 
     own = StepDriver(folder).logits_alone(tokens)
     assert_same(own, reference_logits(load_reference(folder), tokens))
     assert (own - tied).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("change", [with_own_head, with_head_alone])
+def test_an_adapter_on_a_base_with_an_unusual_head_does_what_peft_does(
+    tmp_path: Path, change: Callable[[Path], Path]
+) -> None:
+    folder = change(make_model(tmp_path / "base", "qwen2", tied=True))
+    adapter = make_adapter(folder, tmp_path / "adapter", rank=4, alpha=8, targets=ALL_LINEAR)
+    tokens, driver = prompt(17), StepDriver(folder)
+    found = driver.logits_alone(tokens, driver.load_adapter(adapter))
+    reference = PeftModel.from_pretrained(load_reference(folder), str(adapter)).eval()
+    assert_same(found, reference_logits(reference, tokens))
+    assert (found - driver.logits_alone(tokens)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "llama-tied-sharded"])
+def test_a_tied_head_without_the_embedding_is_both_as_transformers_has_it(name: str, tmp_path: Path) -> None:
+    architecture, fields = VARIANTS[name]
+    tokens, folder = prompt(17), make_model(tmp_path, architecture, **fields)
+    tied = StepDriver(folder).logits_alone(tokens)
+    with_head_alone(folder)
+    assert read_spec(folder).is_tied
+    assert torch.equal(StepDriver(folder).logits_alone(tokens), tied)
+    assert_same(tied, reference_logits(load_reference(folder), tokens))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-window", "qwen3"])

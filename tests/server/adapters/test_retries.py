@@ -143,7 +143,7 @@ async def test_of_two_servers_one_makes_the_change(api: Api, tmp_path: Path, dat
     await api.key("acme")
     tenant = await api.services.registry.tenants.get_tenant("acme")
     url = database_url or f"sqlite:///{api.services.config.server.data_dir.absolute() / 'registry.sqlite'}"
-    other = await Registry.open(url, tmp_path / "other", ADMIN_KEY)
+    other = await Registry.open(url, tmp_path / "other", ADMIN_KEY, pepper="p" * 16)
     retry = Retry(key="k", body_digest=body_digest("same"))
 
     async def publish(registry: Registry, number: int) -> int:

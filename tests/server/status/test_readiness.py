@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 
 from api_adapters import upload
 from api_server import BASE, Api, eventually
+from broken_disk import broken_disk
 from manylora.adapters.blobs import local
 from manylora.errors import CapacityError
 from manylora.registry.usage import journal, ledger
@@ -25,18 +24,6 @@ BODY = {"model": BASE, "prompt": "x"}
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "PROBE_S", 0.01)
     monkeypatch.setattr(ledger, "LOOK_S", 0.01)
-
-
-@contextmanager
-def broken_disk(monkeypatch: pytest.MonkeyPatch, error: int) -> Iterator[None]:
-    """The journal's disk takes nothing during the block."""
-
-    def refuse(*_: object) -> None:
-        raise OSError(error, os.strerror(error))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(journal, "_write_all", refuse)
-        yield
 
 
 async def is_ready(api: Api) -> bool:

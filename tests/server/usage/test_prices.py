@@ -40,15 +40,15 @@ def test_a_price_file_is_read_exactly(tmp_path: Path) -> None:
     ("content", "told"),
     [
         ("[", "not YAML"),
-        ("currency: EUR", "per_million_tokens: Field required"),
+        ("currency: EUR", "per_million_tokens: is required"),
         (f"currency: 'E U'\nper_million_tokens: {{default: {DEFAULT}}}", "currency: "),
         ("currency: EUR\nper_million_tokens: {}", "must have default"),
         (f"currency: EUR\nper_million_tokens: {{default: {DEFAULT}, acme: {DEFAULT}}}", "TENANT/ADAPTER"),
         (f"currency: EUR\nper_million_tokens: {{default: {DEFAULT}, a/B: {DEFAULT}}}", "TENANT/ADAPTER"),
-        ("currency: EUR\nper_million_tokens: {default: {prompt: 1}}", "default.cached: Field required"),
+        ("currency: EUR\nper_million_tokens: {default: {prompt: 1}}", "default.cached: is required"),
         (
             "currency: EUR\nper_million_tokens: {default: {prompt: 0.00001, cached: 0, completion: 0}}",
-            "no more than 4 decimal places",
+            "prompt: must be a number of at most 4 decimal places, got 1e-05",
         ),
         ("currency: EUR\nper_million_tokens: {default: {prompt: -1, cached: 0, completion: 0}}", "default.prompt"),
         ("currency: EUR\nper_million_tokens: {default: {prompt: true, cached: 0, completion: 0}}", "default.prompt"),

@@ -91,8 +91,8 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 def _more(schema: Mapping[str, Any]) -> Iterator[tuple[Place, ...]]:
     """Schemas for a member beyond the required ones, by their places; nothing if it may be any value."""
-    named = schema.get("properties", {})
-    yield from ((("properties", name),) for name in named if name not in schema.get("required", ()))
+    required = set(schema.get("required", ()))
+    yield from ((("properties", name),) for name in schema.get("properties", {}) if name not in required)
     yield from ((("patternProperties", name),) for name in schema.get("patternProperties", {}))
     yield (("additionalProperties",),) if "additionalProperties" in schema else ()
 

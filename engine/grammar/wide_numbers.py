@@ -61,6 +61,8 @@ class WideNumbers:
         """Characters of expressions that hold no other."""
         self._of_places: dict[Place, str] = {}
         """Rules of what `$ref` names."""
+        self._ends: dict[Place, Any] = {}
+        """Schemas that are found by `$ref` from a place."""
         self._unwritten: list[Place] = []
         """Places whose rules have names, and no text yet."""
 
@@ -152,11 +154,16 @@ class WideNumbers:
         return all(each is False or (_is_object(each) and each.get("type") == schema["type"]) for each in options)
 
     def _named_by(self, place: Place) -> Any:  # noqa: ANN401 - JSON
-        """A schema, or what its `$ref` names."""
-        schema = self._schemas[place]
-        while _is_object(schema) and schema.keys() - _UNTOLD == {"$ref"}:  # which leads to no circle: it has an end
-            schema = self._schemas[place_of(schema["$ref"])]
-        return schema
+        """A schema, or what its `$ref` names in the end."""
+        way = [place]
+        while way[-1] not in self._ends:
+            schema = self._schemas[way[-1]]
+            if not _is_object(schema) or schema.keys() - _UNTOLD != {"$ref"}:
+                self._ends[way[-1]] = schema
+                break
+            way.append(place_of(schema["$ref"]))  # which leads to no circle: it has an end
+        self._ends |= dict.fromkeys(way, self._ends[way[-1]])
+        return self._ends[place]
 
     def _alone(self, schema: Mapping[str, Any], place: Place) -> str:
         if "$ref" in schema:
@@ -185,17 +192,17 @@ class WideNumbers:
         if not isinstance(schema, dict):
             return self._plain(schema)
         own = {name: value for name, value in schema.items() if name not in _UNTOLD}
-        needed = self._definitions(place)
+        needed = self._definitions([place])
         shared = {
             kind: {name: self._root[kind][name] for each, name in needed if each == kind}
             for kind in dict.fromkeys(kind for kind, _ in needed)
         }
         return self._plain({**own, **shared})
 
-    def _definitions(self, place: Place) -> list[tuple[str, str]]:
-        """The definitions that a schema leads to, in order."""
+    def _definitions(self, places: Sequence[Place]) -> list[tuple[str, str]]:
+        """The definitions that schemas lead to, in order."""
         found: dict[tuple[str, str], None] = {}
-        pending = [place]
+        pending = list(places)
         for each in pending:
             below = (
                 [(*each, *part) for part, _ in parts_of(self._schemas[each])] if _is_object(self._schemas[each]) else []
@@ -239,9 +246,8 @@ class WideNumbers:
 
     def _leaf_of_type(self, kind: str, own: Mapping[str, Any], below: Sequence[Place]) -> str:
         shared: dict[str, Any] = {}
-        for place in below:
-            for each, name in self._definitions(place):
-                shared.setdefault(each, {})[name] = self._root[each][name]
+        for each, name in self._definitions(below):
+            shared.setdefault(each, {})[name] = self._root[each][name]
         return self._plain({"type": kind, **own, **shared})
 
     def _number(self, kind: str, own: Mapping[str, Any], place: Place) -> str:

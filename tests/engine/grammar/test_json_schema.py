@@ -140,6 +140,22 @@ def test_a_schema_that_joins_the_same_again_and_again_is_read_once() -> None:
     assert takes(grammar, json.dumps({"a": ODD, "b": 1}))
 
 
+MANY = [{"$ref": "#/$defs/d0"}] * 3000
+
+
+@pytest.mark.parametrize(
+    ("schema", "end", "written"),
+    [
+        ({"minimum": ODD, "prefixItems": MANY}, {}, "#/$defs/d3000"),
+        ({"anyOf": [{"type": "object", "anyOf": [each]} for each in MANY]}, ORDER, "note"),
+    ],
+    ids=["items", "unions"],
+)
+def test_a_long_way_that_many_parts_share_is_followed_once(schema: Schema, end: Schema, written: str) -> None:
+    """It takes minutes, if each part follows it."""
+    assert written in json_grammar({**schema, "$defs": chain({"$ref": "#/$defs/next"}, end, 3000)})
+
+
 def test_a_long_way_back_is_followed_once() -> None:
     link = {"type": "object", "properties": {"x": {"$ref": "#/$defs/next"}}, "required": ["x"]}
     schema = {"$defs": chain(link, {"$ref": "#/$defs/d0"}, 9000), "$ref": "#/$defs/d0"}

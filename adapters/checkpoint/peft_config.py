@@ -113,7 +113,7 @@ def _entries(
 ) -> tuple[dict[str, Number], ModulePatterns]:
     """The entries of a pattern that can be used, and their keys."""
     pattern = findings.attempt(_pattern, name, config.get(name)) or {}
-    values = {key: findings.attempt(read, f"{name}[{key}]", value) for key, value in pattern.items()}
+    values = {key: findings.attempt(read, f"{name}[{named(key)}]", value) for key, value in pattern.items()}
     matchers = {key: findings.attempt(_matcher, name, key) for key in pattern}
     findings.attempt(_check_number, name, sum(each is not None for each in matchers.values()))
     return {key: value for key, value in values.items() if value is not None}, ModulePatterns(matchers)

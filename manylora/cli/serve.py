@@ -87,6 +87,9 @@ def _run(options: Mapping[str, Mapping[str, object]], assignments: list[str] | N
 
         return serve_gateway(as_gateway, typer.echo)
     config = settings_of(options, assignments, file)
+    from manylora.server.http.connection_room import raise_descriptor_limit
+
+    raise_descriptor_limit()  # the engine inherits it
     worker = start_worker()  # it imports torch while this process imports the server
     try:
         from manylora.server.serve import serve as run

@@ -135,7 +135,7 @@ async def test_a_push_with_the_same_idempotency_key_has_the_same_end(api: Api, f
         assert (one.pop("is_new"), two.pop("is_new")) == (True, False)
         assert one == two
         assert len(client.request("GET", "/v1/uploads")["data"]) == 1
-        (folder / "adapter_config.json").write_bytes(b'{"peft_type": "LORA", "use_dora": true, "bias": "all"}')
+        (folder / "adapter_config.json").write_bytes(b'{"peft_type": "LORA", "use_dora": true, "r": -1}')
         first, again = (failing(lambda: client.push(folder, idempotency_key="run-2")) for _ in range(2))
         assert (first.status, len(first.findings) > 1, bool(first.hint)) == (422, True, True)
         assert all(finding["message"] in str(first) for finding in first.findings)

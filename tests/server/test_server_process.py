@@ -19,8 +19,9 @@ print("serving", *sys.argv[1:2], flush=True)
 time.sleep(300)
 """
 COMMAND = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which tests may run, has it ignored
 from manylora.server.server_process import server_process
 with server_process(0, Path(sys.argv[1]), [], program="sleeper") as server:
     print(server.pid, flush=True)

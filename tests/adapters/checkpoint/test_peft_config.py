@@ -289,3 +289,8 @@ def test_a_config_full_of_patterns_is_read_with_little_work() -> None:
     with counted_calls() as calls:
         read(rank_pattern=pattern)
     assert calls() < MOST_CALLS // 2
+
+
+def test_a_key_that_cannot_be_printed_is_named_by_its_escape() -> None:
+    with pytest.raises(AdapterError, match=r"alpha_pattern\['\\x1f'\] must be a number above 0"):
+        read(alpha_pattern={"\x1f": None})

@@ -129,7 +129,7 @@ class FairThreads(ThreadPoolExecutor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(work())
-                except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
+                except BaseException as error:  # noqa: BLE001 - the future passes it on
                     future.set_exception(error)
         finally:
             with self._lock:

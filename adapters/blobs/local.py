@@ -345,7 +345,7 @@ def disk_trouble_is_capacity() -> Iterator[None]:
             raise CapacityError(message, retry_after_s=30.0, code="storage.full") from error
         if error.errno not in _PASSING:
             raise
-        message = f"The adapter store cannot be written now ({error.strerror}); try again once that is mended."
+        message = f"The adapter store cannot be written now ({error.strerror}); try again once it is repaired."
         raise CapacityError(message, retry_after_s=30.0, code="storage.unavailable") from error
 
 

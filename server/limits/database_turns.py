@@ -1,4 +1,4 @@
-"""Tenants' turns at the database of this process: whoever writes or reads much waits behind its own."""
+"""Turns of tenants at the database of this process: one that writes or reads much waits behind its own requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tenants share threads and the database's writer in turns, whoever came first."""
+"""Tenants share threads and the database's writer in turns by weight, not in order of arrival."""
 
 from __future__ import annotations
 

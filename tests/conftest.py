@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
@@ -66,6 +68,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         if item.get_closest_marker("no_cover"):
             patch.delenv(COVERAGE_OF_PROCESSES, raising=False)
         return (yield)
+
+
+@pytest.fixture(autouse=True)
+def process_is_left_as_it_was() -> Iterator[None]:
+    """Fail a test that configures the logs of the test process or hides torch from it, as a server's start does."""
+    level = logging.getLogger().level
+    yield
+    assert logging.getLogger().level == level
+    assert sys.modules.get("torch", True) is not None
 
 
 @pytest.fixture(scope="session")

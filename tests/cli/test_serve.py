@@ -27,9 +27,10 @@ def test_an_engine_process_is_handed_to_the_server(worker: Mock, monkeypatch: py
     assert run.call_args.args[2] is worker
 
 
-def test_a_server_that_cannot_start_ends_the_engine_process(worker: Mock) -> None:
+def test_a_server_that_cannot_start_ends_the_engine_process(worker: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "serve", Mock(side_effect=ConfigError("no folder")))
     with pytest.raises(ConfigError, match="no folder"):
-        command._run({"model": {"path": "./no/such/folder"}}, None, None)
+        command._run({"model": {"path": "m"}}, None, None)
     worker.process.kill.assert_called_once()
 
 

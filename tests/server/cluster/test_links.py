@@ -260,7 +260,7 @@ async def test_a_report_that_is_no_report_counts_as_lost(cluster: FakeCluster, g
     async with scripted(cluster, idle, "one") as replicas:
         await gateway.sees(one="ready")
         replicas["one"].state = "unheard of"
-        assert (await gateway.servers())["one"]["state"] == "lost"
         await gateway.sees()
+        assert (await gateway.servers())["one"]["state"] == "lost"
         replicas["one"].state = "ready"
         await gateway.sees(one="ready")

@@ -71,8 +71,8 @@ SCHEMAS: list[Any] = [
     {"properties": {"a": 7}},
     {"properties": 7},
     {"required": "a"},
-    {"required": [f"r{index}" for index in range(3_000)]},
-    {"properties": {f"p{index}": {"type": "string"} for index in range(1_500)}},
+    {"required": [f"r{index}" for index in range(30_000)]},
+    {"properties": {f"p{index}": {"type": "string"} for index in range(15_000)}},
     {"properties": {"a": DEEP}},
     {"properties": {"a": {"const": "x" * 300_000}}},
 ]

@@ -79,6 +79,13 @@ def process_is_left_as_it_was() -> Iterator[None]:
     assert sys.modules.get("torch", True) is not None
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Let what a file of tests leaves open fail there, and not in the file during which it happens to be collected."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+
+
 @pytest.fixture(scope="session")
 def s3() -> Iterator[S3Server]:
     """A server that speaks S3, started for the first test that wants one."""
